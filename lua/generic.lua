@@ -67,7 +67,8 @@ local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, stri
 local pack, unpack = struct.pack, struct.unpack
 -- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
+-- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
+-- (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- Time between the end of a state and the expiry of its key. SET sets a TTL that is one second (KEY_SLACK_MS) longer
 -- than the state needs. SETRANGE keeps the TTL if the key expires later than the new state by MIN_KEY_SLACK_US to

@@ -8,7 +8,8 @@ local pack, unpack = struct.pack, struct.unpack
 -- Sizes in bytes: of a group with its single limit (generic.lua describes the format at ARGV[1]), and of a state with
 -- three fields.
 local GROUP_BYTES, STATE_BYTES = 67, 32
--- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
+-- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
+-- (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
 -- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
@@ -96,7 +97,7 @@ for group = 1, groups do
     repeat
       local is_last_pass = op == 'C'
       if failure then
-        -- The code at the end of the loop adds the error to the reply.
+        -- Continue: the code at the end of the loop adds the error to the reply.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')

@@ -42,7 +42,7 @@ end
 
 remaining, reset_us = free, free_reset_us
 if op == 'R' then
-  -- LREM with a count of 0 would remove all entries of that time.
+  -- Skip a count of 0, with which LREM would remove all entries of that time.
   if cost > 0 then
     commit = function()
       local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))

@@ -73,7 +73,7 @@ const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
-/// The parts of the process that the admin listener reads and changes.
+/// References to the parts of the process that the admin listener reads and changes.
 #[derive(Debug)]
 pub struct AdminDeps {
     /// State for health, metrics and the dashboard.
@@ -97,13 +97,14 @@ struct AdminServer {
 /// The sockets of the admin listener.
 #[derive(Debug, Default)]
 pub struct AdminSockets {
-    /// The socket of `admin.address`.
+    /// The TCP socket that listens on `admin.address`.
     pub tcp: Option<StdListener>,
-    /// The socket of `admin.socket`.
+    /// The unix socket at the path `admin.socket`.
     pub unix: Option<StdUnixListener>,
 }
 
-/// Peer address of all connections of the admin socket, which their maximum number is counted by.
+/// Peer address that stands for all connections of the admin socket. The maximum number of connections per peer address
+/// therefore applies to the whole socket.
 const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// Start the thread that serves the admin listener until `admin_stop` is cancelled.
@@ -141,7 +142,7 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
                 )
             };
             admin_stop.run_until_cancelled(service).await;
-            // Requests in progress get their response.
+            // Requests in progress at that time still get their response.
             tasks.close();
             let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
@@ -224,7 +225,7 @@ impl AdminServer {
             tokio::select! {
                 biased;
                 () = connection.close_token.cancelled() => return,
-                // A connection error concerns only this admin client.
+                // Ignore the error of a connection, because it affects only this client of the admin listener.
                 _ = &mut connection_future => return,
                 () = sleep(connection.time_left()) => if connection.time_left().is_zero() { return },
             }
@@ -287,8 +288,8 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a request that changes something. Changes always need the token. Without a token, any web page in a
-    /// browser on this machine could send changes to a loopback address.
+    /// Authorize a request that changes the state of the gateway. Changes always need the token. Without a token, any
+    /// web page in a browser on this machine could send changes to a loopback address.
     ///
     /// # Errors
     /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always
@@ -379,7 +380,7 @@ fn typed_response(status: StatusCode, content_type: &'static str, body: impl Int
 
 // === State of the process ===
 
-/// State of the process for health checks, metrics, the API and the dashboard.
+/// References to the state of the process, for health checks, metrics, the API and the dashboard.
 #[derive(Debug)]
 pub struct AdminState {
     /// Request metrics of all workers.
@@ -398,9 +399,9 @@ pub struct AdminState {
     pub config_handle: Arc<ConfigHandle>,
     /// The memory store.
     pub memory: Arc<MemoryStore>,
-    /// Circuit breaker of a single Redis server.
+    /// Circuit breaker of the store, if the store is a single Redis server.
     pub circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of a Redis Cluster, with a circuit breaker per node.
+    /// Slot map of the store with a circuit breaker per node, if the store is a Redis Cluster.
     pub cluster_map: Arc<ClusterMap>,
     /// The queue of quota events.
     pub event_queue: Arc<EventQueue>,
@@ -437,7 +438,7 @@ impl AdminState {
 
 const INDEX_HTML: &str = include_str!("admin/dashboard/index.html");
 
-/// Attribute of `<body>` that tells the scripts whether `admin.token` is configured.
+/// HTML attribute of `<body>` that tells the scripts of the dashboard whether `admin.token` is configured.
 const WITHOUT_TOKEN: &str = "data-token=\"none\"";
 const WITH_TOKEN: &str = "data-token=\"required\"";
 
@@ -469,8 +470,8 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
     (REFERRER_POLICY, "no-referrer"),
 ];
 
-/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
-/// contain no data, and their scripts request the data with the token.
+/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication,
+/// because they contain no data. Their scripts request the data with the token.
 fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };

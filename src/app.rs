@@ -72,7 +72,7 @@ pub enum AppError {
     AdminSocket {
         /// The configured path, or the default path.
         path: PathBuf,
-        /// The error of the system.
+        /// The I/O error of the operating system.
         source: io::Error,
     },
     /// The access log cannot be opened, or its thread cannot be started.
@@ -80,7 +80,7 @@ pub enum AppError {
     AccessLog {
         /// The configured path, or `standard output`.
         path: PathBuf,
-        /// The error of the system.
+        /// The I/O error of the operating system.
         source: io::Error,
     },
     /// The trace exporter cannot be started.
@@ -92,7 +92,7 @@ pub enum AppError {
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
-    /// A thread panicked.
+    /// A thread of the gateway panicked.
     #[error("a worker thread panicked")]
     Panic,
 }
@@ -266,7 +266,7 @@ impl App {
             stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),
         });
-        // Stop the admin listener when this function returns, after the last request.
+        // A guard that stops the admin listener when this function returns, which is after the last request.
         let _end = self.admin_stop.clone().drop_guard();
         let (unix, mut admin_socket_file) = self.admin_socket.unzip();
         if self.admin.is_some() || unix.is_some() {
@@ -284,7 +284,7 @@ impl App {
             watcher: self.watcher,
             stop: stop.clone(),
         };
-        // This thread is not joined, because it ends with the process.
+        // Drop the handle of the thread without joining it, because the thread ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         if let Some(acme) = self.acme {
@@ -343,7 +343,7 @@ impl App {
         for worker in workers {
             result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
         }
-        // From here on, the workers queue no more events.
+        // The workers have ended, so from here on no more quota events are queued.
         result = result.and(event_thread.finish());
         self.sinks.flush();
         result
@@ -360,7 +360,7 @@ impl App {
         let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
         let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
         let example = example.or(routes.next()).map_or("/", |route| &route.path);
-        // Cut the pattern at its first parameter, to get a literal path.
+        // Cut the path pattern at its first parameter, to get a literal path for the example URL in the log.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
@@ -439,7 +439,7 @@ impl Worker {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
-            // The receiver may have been dropped.
+            // Ignore the error of `send`, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;

@@ -29,7 +29,8 @@ use crate::config::error::ConfigError;
 use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
-/// The output of `--version` after the program's name. `-V` prints only the version. `build.rs` sets the variables.
+/// The text that `--version` prints after the name of the program. `-V` prints only the version. `build.rs` sets the
+/// variables.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -77,8 +78,8 @@ enum Command {
     Run,
     /// Check the configuration: print its errors, its warnings and what its limits guarantee
     ///
-    /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, it is 1 if there are
-    /// warnings.
+    /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, the exit code is 1 if there
+    /// are warnings.
     #[command(after_help = examples![
         "sluicegate check --strict",
         "sluicegate check --offline --config gateway.toml",
@@ -100,8 +101,8 @@ enum Command {
     },
     /// Explain how the gateway would handle a request: route, limits, response
     ///
-    /// The command sends no request to an upstream and charges no limit. The counters are read from Redis. With a
-    /// memory store, they are read from the running gateway.
+    /// The command sends no request to an upstream and charges no limit. The command reads the counters from Redis.
+    /// With a memory store, it reads them from the running gateway.
     #[command(after_help = examples![
         "sluicegate explain GET https://api.example.com/v1/users/7",
         "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
@@ -206,7 +207,7 @@ enum Command {
     },
     /// Print usage totals: the cost that limits charged to each identity per day
     ///
-    /// The totals are read from Redis. With a memory store, they are read from the running gateway.
+    /// The command reads the totals from Redis. With a memory store, it reads them from the running gateway.
     #[command(after_help = examples![
         "sluicegate usage --by month",
         "sluicegate usage --limit rate --identity acme --from 2026-11-01 --to 2026-11-30",
@@ -235,7 +236,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // The reader of standard output closed the pipe, as `head` does. This is not an error.
+            // A closed pipe is not an error: the reader of standard output has closed it, as `head` does.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },

@@ -76,20 +76,20 @@ pub struct Server {
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
     /// Time after SIGTERM or Ctrl-C during which the gateway accepts connections and serves requests as before, while
-    /// `/readyz` returns 503, so that load balancers stop choosing the gateway. After this time, `drain_timeout`
-    /// begins. A second signal ends this time. A hot restart does not wait for this time. `"0s"` = drain at once.
+    /// `/readyz` returns 503, so that load balancers stop choosing the gateway. Then `drain_timeout` begins. A second
+    /// signal ends the grace period. A hot restart has no grace period. `"0s"` = drain at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub accept_grace: Option<Text>,
-    /// Maximum time for requests in flight after SIGTERM or Ctrl-C, and after `accept_grace`. After this time, the
-    /// gateway exits with status 0. A further signal ends the process at once.
+    /// Maximum time to complete requests in flight at shutdown, after `accept_grace`. When it expires, the gateway
+    /// exits with status 0. A further signal ends the process at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
     /// Maximum number of client connections, for all workers together. Further connections wait in the kernel's listen
     /// queue. Default: derived from the limit on open files.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
-    /// Maximum number of connections per client network (the prefix lengths of `[client_ip]`). Excess connections are
-    /// closed. Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
+    /// Maximum number of connections per client network (`[client_ip]` defines the prefix lengths). Excess connections
+    /// are closed. Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
     /// Maximum time from accepting a connection to the end of the first request headers, including the TLS handshake.
@@ -103,9 +103,8 @@ pub struct Server {
     /// Maximum time without progress on a request or response body.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
-    /// Minimum rate of a request body in bytes per second, after a grace period of 5s. A slower client gets 408. The
-    /// rate includes only the time in which the gateway waits for the client. The rate does not apply to gRPC. 0B = no
-    /// minimum.
+    /// Minimum rate of a request body in bytes per second, after a grace period of 5s. A slower client gets 408. Only
+    /// the time in which the gateway waits for the client counts. The rate does not apply to gRPC. 0B = no minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
     /// Maximum time for a request body, from the first wait for the client to the end of the body. If the body takes
@@ -173,14 +172,14 @@ pub struct Listener {
 #[serde(default)]
 pub struct ListenerTls {
     /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first certificate
-    /// that matches the SNI name of the client, otherwise the first in the list.
+    /// that matches the SNI name of the client, or the first in the list if none matches.
     pub certificates: Vec<Spanned<Certificate>>,
     /// Obtain the certificates by ACME with the settings in `[acme]`, instead of `certificates` ([certificates by
     /// ACME](../how-to/acme.md)).
     #[schemars(extend("default" = false))]
     pub acme: Option<Spanned<bool>>,
-    /// DNS names for `acme`. Each name gets a separate certificate. Default: the hosts of all routes, except wildcards
-    /// and IP addresses.
+    /// DNS names for which certificates are obtained with `acme`. Each name gets a separate certificate. Default: the
+    /// hosts of all routes, except wildcards and IP addresses.
     pub names: Option<Vec<Text>>,
     /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has signed.
     pub client_ca: Option<Text>,
@@ -206,7 +205,7 @@ pub struct Certificate {
 #[serde(default)]
 #[schemars(extend("required" = ["accept_terms"]))]
 pub struct Acme {
-    /// Whether you accept the terms of service of the CA. Must be `true`.
+    /// Acceptance of the terms of service of the CA. Must be `true`.
     pub accept_terms: Option<Spanned<bool>>,
     /// Email address for messages of the CA. Default: none.
     pub email: Option<Text>,
@@ -223,7 +222,7 @@ pub struct Acme {
     /// sets it, otherwise `certs/acme`.
     pub storage: Option<Text>,
     /// Kinds of challenges in order of preference: after a failed attempt, the next attempt uses the next kind.
-    /// Default: both kinds. Without a plaintext listener, only `"tls-alpn-01"`.
+    /// Default: both kinds, or only `"tls-alpn-01"` without a plaintext listener.
     #[schemars(schema_with = "schema::challenges")]
     pub challenges: Option<Vec<Text>>,
     /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`.
@@ -263,16 +262,16 @@ pub struct Admin {
 #[serde(default)]
 pub struct Log {
     /// Format of the process log and the access log. Default: `"text"` for a log that is written to a terminal,
-    /// `"json"` for a file, a pipe or syslog. The setting does not apply to the journal, whose entries have the fields
-    /// of the record.
+    /// `"json"` for a file, a pipe or syslog. The key does not apply to `"journald"`, whose entries have the fields of
+    /// the record.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Level of the process log, which is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to. The file
-    /// may be renamed at any time. A table has more settings: `{ to = "syslog", facility = "local1", sample = 0.1 }`
-    /// ([access log](access-log.md)).
+    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to. Log
+    /// rotation may rename the file at any time. A table has more settings:
+    /// `{ to = "syslog", facility = "local1", sample = 0.1 }` ([access log](access-log.md)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Spanned<AccessLog>>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
@@ -293,8 +292,8 @@ pub struct Store {
     /// `cert` and `key` require each other. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
     /// Maximum time for the rate limit check of a request, including the time in the queue. Deferred costs and refunds
-    /// need a second call with the same maximum time. If a check is late while the store replies to other checks, the
-    /// request gets 503.
+    /// need a second call with the same maximum time. If a check takes longer while the store replies to other checks,
+    /// the request gets 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
     /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the scripts. A request waits at
@@ -307,20 +306,21 @@ pub struct Store {
     /// Prefix of every key in the store.
     #[schemars(extend("default" = "rl"))]
     pub prefix: Option<Text>,
-    /// Secret for the keyed hash of identities. The secret must be the same on all gateways. Without a secret, the key
-    /// of the hash is public, and attackers can guess IP addresses from state keys.
+    /// Secret for the keyed hash of identities. The secret must be the same on all gateways. Without a secret, the
+    /// gateway uses a public key, and attackers who read the store can find IP addresses by hashing all of them.
     pub secret: Option<Text>,
     /// Number of gateways that share the store. While the store is down, each gateway enforces 1/n of each limit as its
     /// local share.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
     /// Maximum number of cached denials. Each limit and identity has at most one cached denial. The gateway repeats a
-    /// cached denial without a call to Redis, until Redis could decide otherwise. 0 = no cache.
+    /// cached denial without a call to Redis for up to 1 s, but not after its retry time. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
     /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit
-    /// is guaranteed an equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes.
-    /// `sliding-buckets` needs 9 more bytes for each bucket, and `sliding-log` 9 more for each logged unit of cost.
+    /// is guaranteed an equal part ([what happens when the memory is full](limits.md#memory)). A state takes about 150
+    /// bytes. A state of `sliding-buckets` takes 9 more bytes for each bucket, and a state of `sliding-log` 9 more for
+    /// each logged token.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
 }
@@ -343,12 +343,11 @@ pub struct StoreTls {
 pub struct ClientIp {
     /// Addresses and networks of trusted proxies, such as `["10.0.0.0/8"]`. Default: none.
     pub trusted_proxies: Option<Vec<Text>>,
-    /// Header with the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or one with a single address such
-    /// as `"cf-connecting-ip"`.
-    #[schemars(extend("default" = "x-forwarded-for"))]
-    pub header: Option<Text>,
     /// Header with the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or a header with a single address
     /// such as `"cf-connecting-ip"`.
+    #[schemars(extend("default" = "x-forwarded-for"))]
+    pub header: Option<Text>,
+    /// Prefix length of an IPv4 client network.
     #[schemars(range(min = 0, max = 32), extend("default" = 32))]
     pub ipv4_prefix: Option<Spanned<i64>>,
     /// Prefix length of an IPv6 client network.
@@ -368,7 +367,7 @@ pub struct Auth {
     pub kind: Option<Text>,
     /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` have a
     /// scheme before the key. A request may have the same key in several headers. A request with different keys, or
-    /// with one of the headers twice, gets 400.
+    /// with the same header twice, gets 400.
     #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Spanned<HeaderNames>>,
     /// api-key: scheme before the key in `authorization` and `proxy-authorization`.
@@ -389,20 +388,21 @@ pub struct Auth {
     /// file when it changes.
     pub jwks_file: Option<Text>,
     /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`, instead of `jwks_file`.
-    /// Requests with tokens get 503 until the JWK Set was fetched once. If a later fetch fails, the last keys stay in
-    /// use.
+    /// Requests with tokens get 503 until the JWK Set has been fetched once. If a later fetch fails, the last keys stay
+    /// in use.
     pub jwks_url: Option<Text>,
     /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` causes an
     /// immediate fetch, at most once every 10s. At least 1s.
     #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
     pub refresh_interval: Option<Text>,
-    /// jwt: required value of `iss`. Default: any. If several issuers are configured, each provider needs its `issuer`.
+    /// jwt: required value of `iss`. Default: any. If several providers of this kind exist, each of them needs its
+    /// `issuer`.
     pub issuer: Option<Text>,
     /// jwt: required value in `aud`. If the key is not set, tokens with an `aud` are rejected, because they are for
     /// another audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. One value of a list is enough; a
-    /// nested list requires all of its values ([claims](#claims)). Otherwise: 403.
+    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. One value of a list is enough;
+    /// a nested list requires all of its values ([claims](#claims)). Tokens without these claims get 403.
     pub claims: Option<Spanned<BTreeMap<String, Spanned<ClaimValues>>>>,
     /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). The
     /// gateway reloads the file when it changes.
@@ -410,8 +410,8 @@ pub struct Auth {
     /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
     /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the
-    /// server gets a GET without a body. A 2xx status admits the request. If the status of the server is not 2xx, the
-    /// client gets the response of the server.
+    /// server gets a GET without a body. A 2xx status admits the request. For any other status, the client gets the
+    /// response of the server.
     pub url: Option<Text>,
     /// forward: headers of the client that are sent to the server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
@@ -431,8 +431,8 @@ pub struct Auth {
     /// forward and jwt, with an `https://` URL: PEM file of CA certificates for the server. Default: the trust roots of
     /// the system.
     pub ca: Option<Text>,
-    /// Forward the verified credential to the upstream. Default: `false` for api-key and basic, `true` for jwt,
-    /// client-cert and forward. A credential that was not verified is never forwarded.
+    /// Whether the gateway forwards the verified credential to the upstream. Default: `false` for api-key and basic,
+    /// `true` for jwt, client-cert and forward. A credential that was not verified is never forwarded.
     pub forward_credential: Option<Spanned<bool>>,
 }
 
@@ -441,15 +441,15 @@ pub struct Auth {
 #[serde(default)]
 #[schemars(extend("required" = ["ttl"]))]
 pub struct AuthCache {
-    /// Values that form the cache key: all `request_headers`, and `method`, `host`, `uri` (path and query) or `ip`. The
-    /// server receives only these values, so that its decision cannot depend on a value that is not in the key.
-    /// Default: all of these values.
+    /// Values that form the cache key: all `request_headers`, and optionally `method`, `host`, `uri` (path and query)
+    /// and `ip`. The server receives only these values, so that its decision cannot depend on a value that is not in
+    /// the key. Default: all of them.
     pub by: Option<Spanned<Vec<Text>>>,
-    /// Lifetime of an admission, at most 1h. The `Cache-Control` header of the server may shorten this time or forbid
-    /// caching.
+    /// Lifetime of a cached admission, at most 1h. The `Cache-Control` header of the server may shorten this time or
+    /// forbid caching.
     #[schemars(schema_with = "schema::duration")]
     pub ttl: Option<Text>,
-    /// Maximum number of admissions. When the maximum is reached, the least used entries are removed.
+    /// Maximum number of cached admissions. When the maximum is reached, the least used admissions are removed.
     #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
     pub max_entries: Option<Spanned<i64>>,
 }

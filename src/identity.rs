@@ -32,9 +32,9 @@ use crate::routing::pattern::PathPattern;
 pub enum OnMissing {
     /// Reject the request.
     Reject,
-    /// Do not apply the limit.
+    /// `on_missing = "skip"`: do not apply the limit.
     Skip,
-    /// Use the client network instead.
+    /// `on_missing = "ip"`: use the client network instead.
     Ip,
 }
 
@@ -45,7 +45,8 @@ pub struct IdentitySpec {
     pub descriptors: Vec<Descriptor>,
     /// Handling of requests that lack a part of the identity.
     pub on_missing: OnMissing,
-    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, whatever `on_missing` is.
+    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, regardless of
+    /// `on_missing`.
     pub skips_other_messages: bool,
     /// Methods to which the limit applies. An empty list means all methods.
     pub methods: Vec<Method>,
@@ -56,23 +57,23 @@ pub struct IdentitySpec {
 /// Identities that are never limited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exemptions {
-    /// Client networks. The networks are used if the identity contains the client network.
+    /// Exempt client networks. They apply if the identity contains the client network.
     pub networks: Vec<IpNet>,
-    /// Values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches another
-    /// descriptor.
+    /// Exempt values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches
+    /// another descriptor.
     pub values: Vec<(Descriptor, Box<str>)>,
 }
 
 /// The attributes of a request from which identities are computed.
 #[derive(Debug)]
 pub struct RequestAttributes<'a> {
-    /// Method.
+    /// Method of the request.
     pub method: &'a Method,
     /// Host that was used for routing.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
-    /// Query.
+    /// Query of the request, without the `?`.
     pub query: Option<&'a str>,
     /// Request headers.
     pub headers: &'a HeaderMap,
@@ -86,7 +87,7 @@ pub struct RequestAttributes<'a> {
     pub client_cert_subject: Option<&'a str>,
     /// The credentials that the providers of the route have verified.
     pub credentials: &'a Credentials<'a>,
-    /// The source of the tier.
+    /// The source from which the gateway takes the tier of the client.
     pub tier_source: &'a TierSource,
     /// Name of the route.
     pub route_name: &'a str,
@@ -99,22 +100,22 @@ pub struct RequestAttributes<'a> {
 /// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The request has no API key. The variant contains the text about the headers of the provider.
+    /// The request has no API key. The text names the headers in which the provider looks for a key.
     #[error("{0}")]
     MissingApiKey(Arc<str>),
-    /// The request has several values for the part.
+    /// The request has several values for one part of the identity.
     #[error("the {0} is present more than once")]
     Ambiguous(Descriptor),
-    /// The value has bytes that servers interpret differently.
+    /// The value of a part has bytes that servers interpret differently.
     #[error("the {0} contains bytes that servers interpret differently")]
     Malformed(Descriptor),
-    /// The value in the body cannot be an identity. The variant contains the reason.
+    /// The value in the body cannot be an identity, for this reason.
     #[error("the {0} {1}")]
     Unusable(Descriptor, &'static str),
     /// The messages of a JSON-RPC batch have several values for the part.
-    #[error("the batch has messages with different values of the {0}: send them in requests of their own")]
+    #[error("the batch has messages with different values of the {0}: send them in separate requests")]
     Mixed(Descriptor),
-    /// The request lacks the part.
+    /// The request has no value for one part of the identity.
     #[error("the {0} is required")]
     Missing(Descriptor),
 }
@@ -142,7 +143,7 @@ pub enum IdentityLookup {
     OtherMethod,
     /// A part is missing, and the limit skips such requests.
     Missing(IdentityError),
-    /// The identity is exempt.
+    /// The identity is exempt from the limit.
     Exempt,
 }
 
@@ -166,7 +167,7 @@ impl IdentitySpec {
             Descriptor::Rpc(source) => Some(source.counted()),
             _ => None,
         });
-        // Calls of tools have a method as well.
+        // If a limit counts by tool and by method, only tool calls count, because each tool call also has a method.
         sources.reduce(|one, other| if one == CountedMessages::ToolCalls { one } else { other })
     }
 
@@ -266,35 +267,35 @@ fn octets(address: IpAddr) -> Vec<u8> {
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Descriptor {
-    /// Consumer of the API key.
+    /// `api-key`: consumer of the API key.
     ApiKey,
-    /// Client network.
+    /// `ip`: the client network, which contains the client address.
     Ip,
-    /// Header that trusted proxies set.
+    /// Value of a header that trusted proxies set.
     User(HeaderName),
-    /// Header that the client sends.
+    /// Value of a header that the client sends.
     Header(HeaderName),
-    /// Cookie.
+    /// Value of the cookie with this name.
     Cookie(Box<str>),
-    /// Query parameter, decoded.
+    /// Decoded value of the query parameter with this name.
     Query(Box<str>),
     /// Value of a path parameter of the route.
     Path(Box<str>),
-    /// Claim of the bearer token.
+    /// Value of the claim with this name in the bearer token.
     Jwt(Box<str>),
     /// Subject of the client certificate.
     ClientCert,
     /// Name of the user of Basic authentication.
     Basic,
-    /// Header of the authentication server.
+    /// Value of a header that the authentication server has sent.
     Forward(HeaderName),
     /// Host that was used for routing.
     Host,
-    /// Method.
+    /// Method of the request.
     Method,
-    /// Value of the JSON body.
+    /// Value at this pointer in the JSON body.
     Json(JsonPointer),
-    /// Part of a JSON-RPC message.
+    /// A part of the JSON-RPC message in the body.
     Rpc(RpcSource),
     /// One identity for all clients.
     Global,
@@ -479,17 +480,17 @@ impl Descriptor {
                     let pair = pair.trim_ascii();
                     let Some(rest) = trim_start_of_cookie(pair).strip_prefix(name.as_bytes()) else { continue };
                     match trim_start_of_cookie(rest) {
-                        // Some servers read a cookie without `=` as an empty value.
+                        // Count a cookie without `=` as a value, because some servers read it as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Some servers trim spaces from names, but not all servers do.
+                            // Reject spaces around the name: some servers trim them, and other servers do not.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // The cookie has a longer name that begins with this name.
+                        // Ignore a cookie whose longer name begins with the name of this cookie.
                         _ => {}
                     }
                 }
@@ -554,14 +555,14 @@ impl Descriptor {
             }
             JsonValue::TooLong => return unusable(TOO_LONG),
             JsonValue::Ambiguous(_) => {
-                return unusable("is ambiguous: a member is there twice, or in another spelling");
+                return unusable("is ambiguous: a member on its path occurs twice, or in another spelling");
             }
         };
         Ok(IdentityPart::Value(self.tag(), text))
     }
 }
 
-/// The reason why a longer value cannot be an identity.
+/// Error text for a value that is too long to be an identity.
 const TOO_LONG: &str = "is longer than 1024 bytes";
 const _: () = assert!(MAX_VALUE == 1024);
 
@@ -572,7 +573,7 @@ const _: () = assert!(MAX_VALUE == 1024);
 pub struct ClientIpResolver {
     /// Networks of trusted proxies.
     pub trusted_proxies: Vec<IpNet>,
-    /// Header with the hops.
+    /// Header in which proxies list the addresses of the client and of earlier proxies.
     pub header: HeaderName,
     /// Prefix length of an IPv4 client network.
     pub ipv4_prefix: u8,
@@ -586,8 +587,8 @@ impl ClientIpResolver {
         self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
-    /// Return the address of the client: from the right, the first hop that is not trusted. An invalid element ends the
-    /// search, and the hop that reported it is then the client.
+    /// Return the address of the client: from the right, the first hop that is not trusted. If an element is invalid,
+    /// the client is the hop to its right, which reported this element.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
         if !self.is_trusted(peer) {
@@ -613,7 +614,7 @@ impl ClientIpResolver {
 
     /// Return the client network of an address.
     pub fn network(&self, address: IpAddr) -> IpAddr {
-        // The loader has checked that the prefix lengths are valid.
+        // The prefix lengths are valid, because the configuration was validated.
         match address {
             IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
@@ -633,7 +634,7 @@ impl ClientIpResolver {
 
 /// Return the `for` parameter of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
-    // A quote is unbalanced, because splitting at commas has cut a quoted value, such as a host that the client chose.
+    // Reject an unbalanced quote: splitting at commas has cut a quoted value, such as a host that the client chose.
     if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }

@@ -71,7 +71,7 @@ pub mod tls;
 pub mod tools;
 pub mod upstream;
 
-/// This test compiles and runs the Rust code of the page.
+/// A documentation test, which compiles and runs the Rust code of `docs/how-to/embed.md`.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/how-to/embed.md")]
 pub struct EmbeddingPage;

@@ -92,7 +92,8 @@ impl Limiter {
 
     /// Create a limiter that shares nothing with another limiter of this process.
     fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
-        // If there is no limit to look up, no override can exist, so the secret is not used.
+        // Use an empty secret: no limit can be looked up by name, so no override can exist and nothing is hashed with
+        // the secret.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
         let shared = (Arc::default(), Arc::default());
         Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
@@ -131,7 +132,7 @@ impl Limiter {
     /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
-            // The future is boxed, because only few requests need its memory.
+            // Box the future, because only the few requests that are queued need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
             None => self.check_now(checks).await,
         }
@@ -156,7 +157,7 @@ impl Limiter {
     ) -> Result<Decision<'a>, StoreUnavailable> {
         let arrived_at = monotonic();
         let key = queued_check.key().local_hash();
-        // Requests that already wait come first.
+        // Check without queuing only if no requests are queued, because queued requests come first.
         if !self.wait_queues.has_waiters(key) {
             let decision = self.check_now(checks).await?;
             if decision.retry_delay(arrived_at).is_none() {
@@ -170,7 +171,7 @@ impl Limiter {
             return denial();
         };
         let max_wait = queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at));
-        // The first place in the queue is held until the decision, so that later requests wait.
+        // Hold the first place in the queue until the decision, so that later requests wait.
         let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
             let decision = self.check_now(checks).await?;
@@ -199,7 +200,8 @@ impl Limiter {
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
             first_permit_id = self.allocate_permit_ids(checks);
-            // Soon after an outage, the store may not know all permits yet, so the local share must grant them too.
+            // Soon after an outage, the local share must grant the permits as well, because the store may not know all
+            // permits of other gateways yet.
             let is_recovering = self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME);
             if is_recovering && let Some(denial) = self.local_permit_denial(checks, first_permit_id) {
                 return Ok(denial);
@@ -212,7 +214,7 @@ impl Limiter {
         let result = match singleflight_group {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
                 let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
-                // The future is boxed: requests that the denial cache rejects never create it.
+                // Box the future, because requests that the denial cache rejects never need its memory.
                 Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
             _ => {
@@ -227,7 +229,7 @@ impl Limiter {
             return self.check_with_room(checks, full_limits, first_permit_id);
         }
         let granted = result.as_ref().is_ok_and(|verdict| verdict.granted > 0);
-        // The store may lack tokens because another worker has prefetched them during the call.
+        // After a denial, try the prefetched tokens again: another worker may have prefetched them during the call.
         if !granted && let Some(decision) = prefetched() {
             return Ok(decision);
         }
@@ -243,8 +245,8 @@ impl Limiter {
                 let Store::Redis { fallback, .. } = &self.store_handle.store else {
                     return Err(StoreUnavailable(error));
                 };
-                // A call that did not run has granted no permits. After any other error, the store may have granted the
-                // permits. Dropping the value releases them.
+                // Forget the permits if the call certainly did not run. After any other error, the store may have
+                // granted them, so dropping the value releases them.
                 if let Some(permits) = permits.take()
                     && error.is_not_executed()
                 {
@@ -253,8 +255,8 @@ impl Limiter {
                 if error.is_overload() {
                     return decide_overloaded(checks, error);
                 }
-                // The local share grants permits with new ids, so that releasing the old ids does not release the new
-                // permits.
+                // Use new permit ids for the local share, so that releasing the permits of the failed call does not
+                // release them.
                 let first_local_id = self.allocate_permit_ids(checks);
                 let counters = (fallback.as_ref(), self.store_handle.events.as_ref());
                 let decision = decide_without_store(counters, checks, error, first_local_id)?;
@@ -305,7 +307,7 @@ impl Limiter {
         let charges: Vec<_> =
             concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
-        // If the memory store has no room for the permits, only the store decides.
+        // Ignore the local share if the memory store has no room for the permits: the store then decides alone.
         (verdict.granted == 0 && verdict.full_limits == 0)
             .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
     }
@@ -332,7 +334,8 @@ impl Limiter {
             let hit = denials.get(check.key().local_hash(), check.variant.id, check.required());
             hit.filter(|_| check.is_cacheable())
         };
-        // Read each entry only once: it may expire at any time, and the decision needs at least one denial.
+        // Read each entry only once, because an entry may expire between two reads, and the decision needs at least one
+        // denial.
         let (first_index, first_hit) =
             checks.iter().enumerate().find_map(|(index, check)| Some((index, cached(check)?)))?;
         let outcomes = checks.iter().enumerate().map(|(index, check)| {
@@ -345,7 +348,7 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        // The first denial has already queued the events.
+        // Queue no events for a cached denial, because the first denial has already queued them.
         Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
@@ -360,7 +363,7 @@ impl Limiter {
 
     /// Reserve a permit id for each limit index of the request. Return the first of these ids.
     fn allocate_permit_ids(&self, checks: &[LimitCheck<'_, '_>]) -> u64 {
-        // The checks are in ascending order of `limit_index`.
+        // The last check has the largest `limit_index`, because the checks are in ascending order.
         let permits = checks.last().map_or(0, |last| last.limit_index as u64 + 1);
         self.next_permit_id.fetch_add(permits, atomic::Ordering::Relaxed)
     }
@@ -451,8 +454,8 @@ fn hold_permits<'c>(
 }
 
 /// Return the maximum number of waiting requests: `max_queue`, but not more than can be admitted within the maximum
-/// wait, because further requests would wait in vain. The result is at least 1: a request joins an empty queue only if
-/// its retry time is within the maximum wait.
+/// wait, because further requests could not be admitted in time. The result is at least 1: a request joins an empty
+/// queue only if its retry time is within the maximum wait.
 fn max_queue_length(queued_check: &LimitCheck<'_, '_>, queue_policy: QueuePolicy) -> usize {
     let max_admitted = queued_check.variant.max_admitted_in(queue_policy.max_wait) / queued_check.cost.max(1);
     queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1))
@@ -471,7 +474,7 @@ fn queue_denial<'a>(
         if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
     };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // This is not a local decision, because the store works.
+    // The denial counts as a decision of the store, not of the local share, because the store works.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
@@ -519,8 +522,7 @@ mod tests {
         let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
         assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
         assert_eq!(denied.shadow_denied.len(), 1);
-        // The clock is paused. The clock of the test advances from timer to timer, past the first renewal of the
-        // permits.
+        // The clock of tokio is paused, so it advances from timer to timer, past the first renewal of the permits.
         sleep(ttl / 2).await;
         let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
         let (check, larger) = (shadow_check(0), rule(10));
@@ -536,7 +538,7 @@ mod tests {
             ..LimitSpec::token_bucket(&hasher, name, "9/day".parse().unwrap()).unwrap()
         });
         let (identity, other_identity) = (hasher.hash(b"client"), hasher.hash(b"another"));
-        // A variant with the same state, as a tier or an override has it.
+        // A variant that shares the state of the limit, as variants of tiers and overrides do.
         let other_quota = Arc::new(limit.override_variant(&hasher, "8/day".parse().unwrap(), None).unwrap());
         assert_eq!(other_quota.state_name, limit.default_variant.state_name);
         let check = || LimitCheck::new(&limit, identity);

@@ -43,13 +43,14 @@ use crate::upstream::connector::ProxiedConnection;
 /// Length of the accept queue (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;
 
-/// Delay after a failed accept. The usual cause is a lack of free file descriptors, which lasts for a while.
+/// Delay after a failed accept. Usually no file descriptors are free, and an immediate retry would fail again.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Maximum time at shutdown to release permits, refund prefetched tokens and charge deferred costs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Logged once per process, because clients that are not trusted proxies could fill the log.
+/// Whether the warning about an untrusted peer was logged. It is logged only once per process, because such peers could
+/// fill the log.
 static UNTRUSTED_PROXY_LOGGED: Once = Once::new();
 
 /// Minimum interval between log messages about `max_connections`.
@@ -146,11 +147,11 @@ impl Server {
 
     /// Serve a connection once `max_connections` permits it. Until then, further connections wait in the accept queue.
     async fn spawn_connection(&self, stream: TcpStream, address: SocketAddr, listener_index: usize) {
-        // The permit is acquired after the accept, so that no permit is held while the worker waits for a connection.
+        // Acquire the permit after the accept, so that the worker holds no permit while it waits for a connection.
         let permit = tokio::select! {
             biased;
             permit = self.connection_limits.acquire(listener_index) => permit,
-            // While draining, a connection does not wait for a permit but is closed.
+            // During the drain, close the connection instead of waiting for a permit.
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
@@ -160,8 +161,8 @@ impl Server {
             let (force_close, mut waker) = (server.force_close.clone(), SelectiveWaker::new());
             let (mut force_closed, mut connection) =
                 (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
-            // `CancellationToken::run_until_cancelled` would reserve space for the future twice and poll the token
-            // at every wakeup.
+            // Do not use `CancellationToken::run_until_cancelled`, which would reserve space for the future twice and
+            // poll the token at every wakeup.
             let closed = poll_fn(|cx| {
                 let is_force_closed =
                     waker.take_context(cx).is_some_and(|mut cx| force_closed.as_mut().poll(&mut cx).is_ready());
@@ -179,8 +180,7 @@ impl Server {
         address: SocketAddr,
         listener_index: usize,
     ) -> Result<(), BoxError> {
-        // TCP_NODELAY is set because responses are written in one piece, so that Nagle's algorithm would only delay
-        // them.
+        // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which are written in one piece.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let config = gateway.config();
@@ -209,7 +209,7 @@ impl Server {
             None => Vec::new(),
         };
         if acceptor.is_some() && client_hello.is_empty() {
-            // The client closed the connection without sending a byte, as TCP health checks do.
+            // Do not log a client that closes the connection without sending a byte, as TCP health checks do.
             return Ok(());
         }
         if acceptor.is_some() && handshake::is_plain_http(&client_hello) {
@@ -217,20 +217,20 @@ impl Server {
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
-        // The connection can live longer than the configuration snapshot, so the snapshot is released.
+        // Release the configuration snapshot, because the connection can live longer than the snapshot is active.
         drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
         let new_connection =
             |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
-        // The future has its own box, because a task reserves space for the largest of its futures.
+        // Box the future, because the task would otherwise reserve space for it until the connection is closed.
         let close_reason = match acceptor {
             None => {
                 let protocol = tokio::select! {
                     biased;
                     protocol = timeout_at(deadline, Protocol::from_preface(&mut stream)) => protocol??,
-                    // The client has sent nothing and waits for no response.
+                    // Close the connection at the drain, because the client has sent nothing and waits for no response.
                     () = self.wait_for_drain(drain_grace) => return Ok(()),
                 };
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
@@ -254,7 +254,8 @@ impl Server {
                         return Err(elapsed.into());
                     }
                 };
-                // The connection of a CA that validates a name ends with its handshake (RFC 8737 §3).
+                // Close the connection, because a CA that validates a name sends nothing after the handshake (RFC 8737
+                // §3).
                 let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
                 drop(client_hello);
                 let session = stream.get_ref().1;
@@ -274,7 +275,7 @@ impl Server {
                 CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
                 CloseReason::RequestUnread => {
                     if let Some(_permit) = connection_limits.try_acquire_lingering() {
-                        // The future is boxed, because few connections are closed like this.
+                        // Box the future, because only few connections need space for a lingering close.
                         Box::pin(lingering_close(stream)).await;
                     }
                 }
@@ -306,7 +307,7 @@ impl Server {
         self.record_handshake_failure(HandshakeFailure::PlainHttp, None, client, &[]);
         timeout_at(deadline, stream.write_all(&handshake::plain_http_response())).await??;
         if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
-            // The future is boxed, because few connections are closed like this.
+            // Box the future, because only few connections need space for a lingering close.
             Box::pin(lingering_close(stream)).await;
         }
         Ok(())
@@ -320,8 +321,7 @@ impl Server {
 
     /// Identify the client by the address of the socket, or by the PROXY header on listeners that expect this header.
     ///
-    /// # Errors
-    /// An error if the peer is not a trusted proxy, or if its PROXY header is missing or malformed.
+    /// # Errors An error if the peer is not a trusted proxy, or if its PROXY header is missing or malformed.
     async fn identify_peer(
         &self,
         stream: &mut TcpStream,
@@ -340,7 +340,7 @@ impl Server {
                     warn!(
                         listener = %listener.address,
                         client = %peer.address,
-                        "connection to a listener with `proxy_protocol` rejected: the client is not in \
+                        "connection to a listener with `proxy_protocol` rejected: the peer is not in \
                          client_ip.trusted_proxies; further rejections are not logged"
                     );
                 });

@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     match cli::execute(&Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            // If standard error is closed, the exit code still reports the failure.
+            // Ignore the error of `writeln!`: if standard error is closed, the exit code still reports the failure.
             let _ = writeln!(stderr(), "sluicegate: {error}");
             ExitCode::FAILURE
         }

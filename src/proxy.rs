@@ -64,11 +64,11 @@ pub struct Gateway {
     /// Current configuration snapshot. Each request uses the same snapshot from its beginning to its end.
     snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
-    /// Telemetry sinks of this worker only: each request updates the reference count, and workers must not contend for
-    /// it.
+    /// Destinations of request records. Each worker has a separate value, because each request updates its reference
+    /// count, and workers must not contend for it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
-    /// Index of the worker.
+    /// Index of the worker thread.
     worker: usize,
 }
 
@@ -124,7 +124,8 @@ impl Gateway {
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        // The trusted proxies may have changed since the connection was accepted.
+        // Check again whether the peer is trusted, because the trusted proxies may have changed since the connection
+        // was accepted.
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let config = &snapshot.config;
@@ -135,11 +136,11 @@ impl Gateway {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
-        // The body is separate from the request headers, which are borrowed while the body is read.
+        // Take the body out of the request, because the headers are borrowed while the body is read.
         let mut body = mem::replace(request.body_mut(), RequestBody::empty());
         let admission = self.admit(&mut context, &request, &mut body).await;
         *request.body_mut() = body;
-        // The values are rendered here, because the request is consumed below.
+        // Render the values now, because the request is consumed below.
         context.render_response_headers(&request);
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
@@ -155,9 +156,9 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The `body` is a separate argument. The body is polled
-    /// only if the route or a limit depends on the body. Otherwise a client that waits for `100 Continue` does not send
-    /// the body of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is a separate argument, and is polled only
+    /// if the route or a limit depends on it. A client that waits for `100 Continue` therefore does not send the body
+    /// of a rejected request.
     ///
     /// # Errors
     /// The request is rejected or is a preflight. A [`Rejection`] is the response to any request that is not admitted.
@@ -179,7 +180,7 @@ impl Gateway {
                     // Check access before the body of a denied client is read.
                     check_access(context, &target, None, request)?;
                 }
-                // The future is boxed, because only few requests need space for it.
+                // Box the future, because only the few requests whose body is read need space for it.
                 Box::pin(inspection::read_for_route(context, request, body)).await?;
                 let no_values = JsonBody::default();
                 let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
@@ -209,12 +210,12 @@ impl Gateway {
                 authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
         }
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
-            // The future is boxed, because only few requests need space for it.
+            // Box the future, because only the few requests whose body is read need space for it.
             Box::pin(inspection::inspect(context, route, &target, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);
-            // The future is boxed: requests that are authenticated without waiting need no space for it.
+            // Box the future, because requests that are authenticated without waiting need no space for it.
             Box::pin(rate_limit::check_limits_around_authentication(
                 &self.limiter,
                 context,
@@ -229,7 +230,7 @@ impl Gateway {
                 authenticated.map(|()| Decision::unlimited())
             } else {
                 let authenticated = (&credentials, authenticated);
-                // The future is boxed: requests without limits need no space for it.
+                // Box the future, because requests without limits need no space for it.
                 Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
             };
             context.credentials = credentials;
@@ -269,13 +270,14 @@ impl Gateway {
                 Ok(response?)
             }
             RouteAction::Forward(weighted_upstreams) => {
-                // A rewrite of the route takes precedence over the canonical path.
+                // Request the rewritten target if the route rewrites the path, otherwise the canonical path.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let index = weighted_upstreams.pick();
                 let upstream = &*context.snapshot.upstreams[index];
                 let started_at = monotonic();
                 let mut attempts = AttemptLog::new(context.is_recorded());
-                // The future is boxed. Inline, it would be part of this future and be moved with it for every request.
+                // Box the future. Otherwise it would be a part of this future, and would be moved with it for every
+                // request.
                 let result = Box::pin(forward::forward(context, route, upstream, request, target, &mut attempts)).await;
                 context.snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
                 context.record_upstream(upstream, &attempts, &result, started_at);
@@ -288,13 +290,13 @@ impl Gateway {
         // Settle the costs even if the upstream failed: the status may cause a refund. The response waits for the
         // settlement, so that its headers contain the values after the settlement.
         rate_limit::settle(&mut decision, route, &result).await;
-        // If there is an error, dropping the decision releases the permits of the request.
+        // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
         }
-        // The header rules of the route may remove headers that the settlement has read. The rate limit headers are
-        // appended after the header rules.
+        // Apply the header rules after the settlement, which reads response headers that the rules may remove, and
+        // before the rate limit headers are appended.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         append_ratelimit_headers(response.headers_mut(), &route.rate_limits, &decision);
         // The concurrency permits of the request are released when the response body ends.
@@ -333,7 +335,7 @@ struct AdmittedRequest<'a> {
     decision: Decision<'a>,
     /// Path in canonical form, if it differs from the received path.
     forwarded_path: Option<String>,
-    /// Path and query after the route's rewrite, if the route has one. This value replaces `forwarded_path`.
+    /// Path and query after the route's rewrite, if the route has one. If set, it replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
 }
 
@@ -350,7 +352,7 @@ struct ConfigSnapshot {
 }
 
 impl ConfigSnapshot {
-    /// Create the first snapshot.
+    /// Create the snapshot of the configuration with which the worker starts.
     pub(crate) fn new(
         config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
@@ -392,7 +394,7 @@ const MAX_URI_BYTES: usize = 65_534;
 /// Return the rejection of a request that no route matches, or that is not routed because of its body.
 pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
     match error {
-        // The caller has read the body before.
+        // This code is not reached, because the caller has read the body before.
         NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
         NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
         NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
@@ -404,7 +406,7 @@ pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
 pub struct RequestTarget<'a> {
     /// Host in lower case without port; empty if the request has none.
     pub host: Cow<'a, str>,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: Cow<'a, str>,
     /// Path to forward, if it differs from the canonical path: delimiters keep their received encoding.
     pub forwarded_path: Option<Box<str>>,
@@ -417,7 +419,8 @@ impl<'a> RequestTarget<'a> {
     /// The target, the method, the headers or the transfer coding is not acceptable.
     pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        // This is checked first because it closes the connection: the bytes that follow may not be a request.
+        // Check the transfer coding first: its rejection closes the connection, because the following bytes may not be
+        // a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !is_chunked || codings.next().is_some() {
@@ -430,7 +433,7 @@ impl<'a> RequestTarget<'a> {
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
-        // For HTTP/1.1, hyper itself enforces the maximum.
+        // Check only HTTP/2, because hyper enforces the maximum for HTTP/1.1.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
         if request.version() == Version::HTTP_2
             && headers.len() > max_headers
@@ -451,7 +454,7 @@ impl<'a> RequestTarget<'a> {
             None
         };
         let target = RequestTarget { host, path, forwarded_path };
-        // Percent-encoding may make the target longer than the received target, and longer than the maximum.
+        // Check the length again, because percent-encoding may make the target longer than the received one.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
@@ -473,7 +476,8 @@ impl<'a> RequestTarget<'a> {
         Ok(Cow::Owned(path.into_owned()))
     }
 
-    /// Return the parts of the request that routes match. `listener` is the index of the listener.
+    /// Return the parts of the request that routes match. `listener` is the index of the listener that accepted the
+    /// connection.
     pub fn route_request<'r, B>(&'r self, request: &'r Request<B>, listener: usize) -> RouteRequest<'r> {
         RouteRequest {
             host: &self.host,
@@ -511,7 +515,7 @@ impl<'a> RequestTarget<'a> {
         listener: usize,
     ) -> Option<&'r Route> {
         let method = cors::requested_method(request.method(), request.headers())?;
-        // A preflight does not have the body of the request that follows it.
+        // Treat conditions on the body as met, because a preflight has no body.
         let body = RouteBody::Unknown;
         let route_request = RouteRequest { method: &method, body, ..self.route_request(request, listener) };
         let route = config.table.find(&route_request).ok()?;
@@ -525,7 +529,7 @@ impl<'a> RequestTarget<'a> {
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
-        // The result is canonical as well, so it is a valid target unless it is too long.
+        // Building the target fails only if it is too long, because the result is in canonical form.
         let target = PathAndQuery::try_from(target.map_err(Rejection::InvalidPath)?);
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
@@ -542,7 +546,7 @@ pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
         Some(query) => format!("{path}?{query}"),
         None => path.to_owned(),
     };
-    // A canonical path and an already parsed query form a valid target.
+    // The conversion cannot fail, because a canonical path and a parsed query form a valid target.
     Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }
 

@@ -1,8 +1,8 @@
 //! Route lookup: finds the most specific route for a request, independent of the order in the file.
 //!
 //! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
-//! routes. Regular expressions are an exception. The expressions of a host are tried one after the other in file order,
-//! but only if the tree has no better match than a catch-all path. This module does not depend on limits or upstreams.
+//! routes. Regular expressions are an exception. The expressions of a host are tried one by one in file order, but only
+//! if the tree has no better match than a catch-all path. This module does not depend on limits or upstreams.
 
 pub mod condition;
 pub mod explain;
@@ -21,9 +21,9 @@ use crate::routing::pattern::{PathForm, PathPattern, Segment};
 pub struct RouteMatch {
     /// Hosts in lower case without port; `*.example.com` means all subdomains. An empty list means any host.
     pub hosts: Vec<String>,
-    /// Path pattern.
+    /// Path pattern that the path must match.
     pub path: PathPattern,
-    /// Methods. An empty list means all methods.
+    /// Methods of which the request must have one. An empty list means all methods.
     pub methods: Vec<Method>,
     /// Indices of the listeners. An empty list means all listeners.
     pub listeners: Vec<usize>,
@@ -43,17 +43,17 @@ impl RouteMatch {
 pub struct RouteRequest<'a> {
     /// Host in lower case without port.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
     /// The request target as it was received, of which only the query is used.
     pub uri: &'a Uri,
-    /// The method.
+    /// The method of the request.
     pub method: &'a Method,
-    /// The headers.
+    /// The headers of the request.
     pub headers: &'a HeaderMap,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
-    /// The body, for conditions on it.
+    /// The body of the request, which conditions on the body test.
     pub body: RouteBody<'a>,
 }
 
@@ -70,15 +70,15 @@ pub enum NoMatch {
     MethodNotAllowed(Vec<Method>),
     /// The route depends on the body, which has not been read.
     NeedsBody,
-    /// The route depends on a value of the body that servers may read differently, or that is too long.
+    /// The route depends on a value of the body that is ambiguous or too long.
     Ambiguous(JsonPointer),
 }
 
-/// All routes.
+/// The routes of a configuration, indexed by host and path.
 #[derive(Debug)]
 pub struct RouteTable<T> {
     exact_hosts: HashMap<Box<str>, HostRoutes<T>>,
-    /// The map is keyed by the suffix after `*`, including the dot.
+    /// Trees of wildcard hosts. The key is the suffix after `*`, including the dot.
     wildcard_hosts: HashMap<Box<str>, HostRoutes<T>>,
     any_host: HostRoutes<T>,
     /// Headers that routes match on, without duplicates.
@@ -101,7 +101,7 @@ struct Node<T> {
     parameter: Option<Box<Node<T>>>,
     /// Routes whose path ends at this node.
     terminal: Vec<RouteEntry<T>>,
-    /// Routes that match any rest of the path.
+    /// Routes with a catch-all parameter, which match any rest of the path.
     catch_all: Vec<RouteEntry<T>>,
 }
 
@@ -203,7 +203,7 @@ impl<T: Clone> HostRoutes<T> {
             }
         };
         let RouteMatch { methods, listeners, mut conditions, .. } = pattern.clone();
-        // The body is read only if all other conditions are met.
+        // Put conditions on the body last, so that the body is read only if all other conditions are met.
         conditions.sort_by_key(Condition::reads_body);
         let requirements =
             (!listeners.is_empty() || !conditions.is_empty()).then(|| Box::new(Requirements { listeners, conditions }));
@@ -212,7 +212,8 @@ impl<T: Clone> HostRoutes<T> {
             return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
-        // The best match is first: routes with listeners, then routes with methods, then routes with more conditions.
+        // Sort the routes with the best match first: routes with listeners, then routes with methods, then routes with
+        // more conditions.
         entries.sort_by_key(|entry| {
             (entry.listeners().is_empty(), entry.methods.is_empty(), usize::MAX - entry.conditions().len())
         });
@@ -255,7 +256,7 @@ impl<T> RouteTable<T> {
             return search.undecided.map_or(Ok(found), Err);
         }
         if !self.wildcard_hosts.is_empty() {
-            // The longest suffix is tried first.
+            // Try the longest suffix first, which is the most specific wildcard.
             for (dot, _) in host.match_indices('.') {
                 if let Some(found) =
                     self.wildcard_hosts.get(&host[dot..]).and_then(|routes| search.best_of_host(routes))
@@ -284,7 +285,7 @@ struct Search<'a> {
     /// The path without its first slash.
     segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
-    /// The reason why a route that precedes all later matches can neither be chosen nor be skipped.
+    /// An undecided route: it would precede all later matches, but whether it matches depends on the body.
     undecided: Option<NoMatch>,
 }
 
@@ -318,7 +319,7 @@ impl Search<'_> {
     }
 
     /// Return the best match below a node: literal segments come before parameters, and parameters before catch-all
-    /// patterns. The search visits each node at most once, whatever the path is.
+    /// patterns. The search visits each node at most once, regardless of the path.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
@@ -393,7 +394,7 @@ impl Requirements {
 enum Unmet<'r> {
     Listener,
     Condition(&'r Condition),
-    /// The requirement cannot be decided without the body, or with this body.
+    /// The requirement is undecided, because the body has not been read or is ambiguous.
     Undecided(NoMatch),
 }
 
@@ -413,7 +414,7 @@ impl<T> RouteEntry<T> {
 
     /// Return whether a request could match both routes, and no rule prefers one of them.
     fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
-        // Routes with listeners or methods take precedence over routes without.
+        // Two routes are not ambiguous if only one of them has listeners or methods, because it takes precedence.
         let overlap = |is_empty: (bool, bool), shares: bool| match is_empty {
             (false, false) => shares,
             (one, other) => one == other,
@@ -440,7 +441,7 @@ mod tests {
     use crate::payload::json::body::{JsonBody, JsonValue};
     use crate::routing::condition::ValueTest;
 
-    /// A path that does not start with a slash is a regular expression.
+    /// In this table, a path that does not start with a slash is a regular expression.
     fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> RouteMatch {
         let exact = |(name, value): &(&str, &str)| Condition {
             source: ConditionSource::Header(name.parse().unwrap()),
@@ -520,7 +521,7 @@ mod tests {
                 post,
                 [Err(NoMatch::NeedsBody), Ok(2), Err(NoMatch::NotFound), Err(NoMatch::NotFound), undecided()],
             ),
-            // A better match, another header or another method makes the body unnecessary.
+            // The body is not needed if a better route matches, or if the header or method differs.
             ("/files/7", post, [Ok(4), Ok(4), Ok(4), Ok(4), Ok(4)]),
             ("/header", post, [Ok(6), Ok(6), Ok(6), Ok(6), Ok(6)]),
             (
@@ -654,19 +655,20 @@ mod tests {
         ]);
         for (host, path, expected) in [
             ("h", "/v1/7", 2),
-            // The first expression in the file wins. Its route with methods precedes the route without.
+            // Expected: the first expression in the file wins, and its route with methods precedes its route without
+            // methods.
             ("h", "/v1/7/x", 6),
             ("h", "/V1/7", 6),
             ("h", "/v1/7/items", 6),
             ("h", "/v1/x/y", 1),
             ("h", "/x", 0),
-            // A more specific host comes first, whatever its path is.
+            // Expected: a more specific host takes precedence, regardless of the path.
             ("a.test", "/v1/7/x", 7),
             ("a.test", "/V1/7", 6),
         ] {
             assert_eq!(find(&table, host, path), Some(expected), "{host}{path}");
         }
-        // A regular expression does not change how the other routes are chosen.
+        // Expected: a regular expression does not change the choice between the other routes.
         assert_eq!(find(&table, "h", "/posts"), Some(0), "another method");
         let allowed = table.find(&request("a.test", "/posts", &Method::POST, &HeaderMap::new()));
         assert_eq!(allowed, Ok(&8));

@@ -1,5 +1,5 @@
 //! The compiled configuration: all references are resolved, all values are validated, and all errors have been
-//! reported. Code that uses it reports no further errors about the configuration.
+//! reported. Code that uses the compiled configuration reports no further configuration errors.
 pub mod auth;
 pub mod cost;
 pub mod current;
@@ -111,7 +111,7 @@ pub struct CompiledConfig {
 /// The values that are read from request bodies for routes and limits, in one pass.
 #[derive(Debug, Default)]
 pub struct BodyInspection {
-    /// The values.
+    /// Pointers to the JSON values that are read.
     pub pointers: Arc<[JsonPointer]>,
     /// Whether a limit reads JSON-RPC messages.
     pub reads_messages: bool,
@@ -164,7 +164,7 @@ pub struct StoreSettings {
 /// A limit, with the identity and cost of its requests.
 #[derive(Debug, Clone)]
 pub struct CompiledLimit {
-    /// The limit.
+    /// The limit with its compiled rules.
     pub limit: Arc<LimitSpec>,
     /// Identity that the limit counts.
     pub identity_spec: IdentitySpec,
@@ -215,20 +215,20 @@ impl CompiledConfig {
         let mut reader = Validator::new(&mut file, environment);
         let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
-        // If there are no errors, no part is missing.
+        // No part of the configuration is missing if there are no errors.
         Ok((config, file))
     }
 
     /// Return the configuration as it is written, with the tables of included files, as JSON with masked secrets.
     pub fn redacted(&self) -> Value {
         let ConfigFiles { main, included, .. } = &self.files;
-        // The texts are UTF-8 and valid TOML, because the configuration was compiled from them.
+        // Parsing cannot fail, because the configuration was compiled from the same texts.
         let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
         redacted_config(texts).unwrap_or_default()
     }
 
-    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
-    /// opens such sockets itself does not start.
+    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway cannot
+    /// open both sockets, and does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
         listeners::address_conflicts(&self.listeners)
     }
@@ -272,7 +272,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
-    // Invalid networks are counted as well, so that they are the only error.
+    // Count invalid networks as well, so that a file with only invalid networks is not also reported as empty.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
@@ -297,7 +297,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         && !table.has_hosts()
     {
         let issue = Issue::new(value.span(), "no route has `hosts`: every request would be rejected");
-        reader.push_issue(issue.with_hint("set `hosts` in the routes, or leave out `block_unknown_hosts`"));
+        reader.push_issue(issue.with_hint("set `hosts` in the routes, or remove `block_unknown_hosts`"));
     }
     let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts
@@ -391,7 +391,7 @@ impl RestartOnlyKeys {
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
         let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
-        // A key that is absent is omitted, as in `add_table`.
+        // Omit an absent key, as `add_table` does.
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
@@ -416,9 +416,9 @@ impl RestartOnlyKeys {
 
 /// Add all keys of a table, as they are written.
 fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
-    // Serializing structs of strings and numbers to JSON cannot fail.
+    // Serialization cannot fail, because the structs have only strings and numbers.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        // Absent keys are omitted, so that digests of versions without these keys are equal.
+        // Omit absent keys, so that a version of the gateway that does not have these keys computes the same digests.
         let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
         fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }

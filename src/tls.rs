@@ -84,7 +84,7 @@ pub enum ClientAuth {
 #[derive(Debug)]
 pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 
-/// TLS of one listener.
+/// TLS settings and certificates of one listener.
 #[derive(Debug)]
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
@@ -93,13 +93,12 @@ pub struct DownstreamTls {
     client_trust_changed: AtomicBool,
 }
 
-/// Where the certificates of a listener come from.
+/// The source of the certificates of a listener.
 #[derive(Debug)]
 pub enum CertificateSource {
-    /// From files, in the configured order.
+    /// Certificates from files, in the configured order.
     Files(Vec<Certificate>),
-    /// From the managed certificates, which are obtained while the gateway runs: one certificate for each of these
-    /// names.
+    /// Managed certificates, which the gateway obtains while it runs: one certificate for each of these names.
     Managed(Vec<Box<str>>, Arc<ManagedCertificates>),
 }
 
@@ -131,8 +130,7 @@ impl ResolvesServerCert for SniResolver {
 impl ClientVerifier {
     /// Verify client certificates with these CA certificates, which are in PEM.
     ///
-    /// # Errors
-    /// An error if the PEM contains no certificate, or a certificate that cannot be used.
+    /// # Errors An error if the PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
@@ -147,8 +145,7 @@ impl ClientVerifier {
 impl DownstreamTls {
     /// Create a TLS configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
     ///
-    /// # Errors
-    /// An error if rustls rejects the TLS configuration.
+    /// # Errors An error if rustls rejects the TLS configuration.
     pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
         let certificates = Arc::new(match source {
             CertificateSource::Files(certificates) => {
@@ -191,7 +188,7 @@ impl DownstreamTls {
         }
     }
 
-    /// Take over the certificates of another configuration, if this listener has no certificate files.
+    /// Use the certificates of the previous configuration, unless this listener has certificate files.
     pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
         if let SniResolver::Managed(_, managed) = &*self.certificates {
             managed.store(certificates.clone());
@@ -208,8 +205,7 @@ impl DownstreamTls {
     /// Replace the verifier of client certificates. Clients cannot resume older sessions, because resumption would skip
     /// the verification.
     ///
-    /// # Errors
-    /// An error if rustls rejects the TLS configuration.
+    /// # Errors An error if rustls rejects the TLS configuration.
     pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
         self.config.store(Arc::new(server_config(self.certificates.clone(), client_verifier)?));
         self.client_trust_changed.store(true, Ordering::Relaxed);
@@ -221,7 +217,8 @@ impl DownstreamTls {
         self.client_trust_changed.load(Ordering::Relaxed)
     }
 
-    /// Accept the session tickets of `other`. Both must verify clients in the same way.
+    /// Accept the session tickets of `other`. The caller must ensure that both configurations verify clients in the
+    /// same way.
     pub fn use_ticketer_of(&self, other: &DownstreamTls) {
         let mut config = (*self.config.load_full()).clone();
         config.ticketer = other.config.load().ticketer.clone();
@@ -249,8 +246,7 @@ pub struct TrustRoots(pub Arc<RootCertStore>);
 impl TrustRoots {
     /// Read CA certificates from PEM.
     ///
-    /// # Errors
-    /// An error if the PEM contains no certificate, or a certificate that cannot be used.
+    /// # Errors An error if the PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -264,8 +260,7 @@ impl TrustRoots {
 
     /// Return the CA certificates of the system. Certificates that cannot be read are skipped.
     ///
-    /// # Errors
-    /// An error if the system has no CA certificate.
+    /// # Errors An error if the system has no CA certificate.
     pub fn from_system() -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -289,8 +284,8 @@ pub struct Certificate {
 impl Certificate {
     /// Read a chain and its private key from PEM.
     ///
-    /// # Errors
-    /// An error if the chain or the key is missing or cannot be read, or if the key does not belong to the certificate.
+    /// # Errors An error if the chain or the key is missing or cannot be read, or if the key does not belong to the
+    /// certificate.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
@@ -305,7 +300,7 @@ impl Certificate {
         Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 
-    /// Return the name by which messages call the certificate: the first of [`names`](Self::names).
+    /// Return the display name of the certificate for messages: the first of [`names`](Self::names).
     pub fn name(&self) -> String {
         self.names().into_iter().next().unwrap_or_default()
     }
@@ -318,8 +313,7 @@ impl Certificate {
     /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the certificate. The rest of the
     /// chain is not checked, because clients check it, and an expired cross-signature may be intentional.
     ///
-    /// # Errors
-    /// An error if the certificate has expired or is not yet valid.
+    /// # Errors An error if the certificate has expired or is not yet valid.
     pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
         match &self.validity {
             validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
@@ -380,7 +374,7 @@ const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 /// reloaded.
 #[derive(Debug)]
 pub struct ManagedCertificates {
-    /// The keys of this map are server names in lower case.
+    /// The state of each name. The keys are server names in lower case.
     entries: ArcSwap<BTreeMap<Box<str>, ManagedCertificate>>,
     challenges: ArcSwap<Vec<Challenge>>,
     /// The certificate that is served while there is no other certificate.
@@ -415,7 +409,7 @@ pub enum ChallengeKind {
     TlsAlpn01,
 }
 
-/// A pending challenge.
+/// A challenge of the CA that the gateway must answer.
 #[derive(Debug, Clone)]
 pub struct Challenge {
     /// The name to validate, in lower case.
@@ -441,8 +435,7 @@ impl ChallengeKind {
 impl Challenge {
     /// Create a challenge. For TLS-ALPN-01, also create its certificate (RFC 8737 §3).
     ///
-    /// # Errors
-    /// An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
+    /// # Errors An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
     pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
         let tls = match kind {
             ChallengeKind::Http01 => None,
@@ -473,7 +466,7 @@ fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> 
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
     let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
-    // `from_der` would reject the critical extension of a TLS-ALPN-01 certificate.
+    // Do not use `from_der`, which would reject the critical extension of a TLS-ALPN-01 certificate.
     Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
 }
 
@@ -481,8 +474,7 @@ impl ManagedCertificates {
     /// Create the state without certificates. A self-signed certificate is served until the first certificate is
     /// obtained.
     ///
-    /// # Errors
-    /// An error if the self-signed certificate cannot be generated.
+    /// # Errors An error if the self-signed certificate cannot be generated.
     pub fn new() -> Result<Self, TlsError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -497,8 +489,9 @@ impl ManagedCertificates {
         })
     }
 
-    /// Return the certificate for a server name. If it is one of `names`, this is its own certificate. Otherwise, this
-    /// is the certificate of the first of `names` that has one. If there is none, this is the self-signed certificate.
+    /// Return the certificate for a server name. If the server name is one of `names` and has a certificate, return
+    /// this certificate. Otherwise return the certificate of the first of `names` that has one, or else the self-signed
+    /// certificate.
     fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());
@@ -523,7 +516,7 @@ impl ManagedCertificates {
         });
     }
 
-    /// Replace the pending challenges.
+    /// Replace the list of pending challenges.
     pub fn set_challenges(&self, challenges: Vec<Challenge>) {
         self.challenges.store(Arc::new(challenges));
     }

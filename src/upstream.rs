@@ -42,7 +42,7 @@ pub enum Protocol {
 /// Error of a request that got no response from an upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum UpstreamError {
-    /// No endpoint is usable.
+    /// No endpoint is healthy enough to receive requests.
     #[error("upstream `{upstream}` has no healthy server")]
     NoHealthyEndpoint {
         /// Name of the upstream.
@@ -75,10 +75,10 @@ pub enum UpstreamError {
     Reset {
         /// Name of the upstream.
         upstream: Box<str>,
-        /// Error of hyper.
+        /// The error that hyper reported.
         source: hyper::Error,
     },
-    /// The response is malformed.
+    /// The response of the upstream is malformed.
     #[error("invalid response from upstream `{upstream}`: {fault}")]
     InvalidResponse {
         /// Name of the upstream.
@@ -86,7 +86,7 @@ pub enum UpstreamError {
         /// The fault in the response.
         fault: &'static str,
     },
-    /// The upstream responded with 101, although the request did not ask for this upgrade.
+    /// The upstream responded with 101, although the request did not offer this upgrade.
     #[error("upstream `{upstream}` switched to a protocol that was not requested")]
     UnexpectedUpgrade {
         /// Name of the upstream.
@@ -165,7 +165,8 @@ impl Display for RootCause<'_> {
             write!(f, ": {root}")?;
         }
         if error.is_parse() {
-            // A TLS server responds to a clear-text request with an alert, which hyper cannot parse.
+            // Detect a TLS alert, which a TLS server sends in response to a plaintext request and which hyper cannot
+            // parse.
             write!(f, "; if the server speaks TLS, use https://")?;
         }
         Ok(())
@@ -309,9 +310,9 @@ impl EndpointPools {
 /// Settings of one upstream (`[upstream.NAME]`).
 #[derive(Debug, PartialEq)]
 pub struct UpstreamSettings {
-    /// Name in the configuration.
+    /// Name of the upstream in the configuration.
     pub name: Box<str>,
-    /// Servers. Not empty.
+    /// Servers of the upstream. The list is not empty.
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,

@@ -337,12 +337,13 @@ class Results:
         others = [[name, version, f"{memory:.0f} MiB" if (memory := self.memory(name)) else "–", *(self.admitted(name, kind) for kind in KINDS)]
                   for name, version in self.versions.items()]
         return "\n".join([
-            f"**CPU** per request of the proxy and Redis in µs: median (smallest–largest) of the rounds.",
-            f"Rounds: {rounds}. Most stolen time in a load: {stolen * 100:.1f} %.", "",
+            f"**CPU** time per request in µs, of the proxy and Redis together: median (smallest–largest) of",
+            f"{rounds} rounds. In each load, the hypervisor took at most {stolen * 100:.1f} % of the CPU time (steal).", "",
             markdown(["", *names], cpu),
-            f"**Latency** in ms: p50, p99, medians of the rounds. {RATE:,} requests per second; 20 KB: as above.", "",
+            f"**Latency** in ms at {RATE:,} requests per second (20 KB: 5,000): p50 and p99, each the median of", "the rounds.", "",
             markdown(["", *names], latency),
-            "**Admitted** of 1,000 requests of one client at two instances, each with a limit of 100 per minute;", "memory of one instance after the last round.", "",
+            "**Admitted requests** of the 1,000 requests that one client sends to two instances, each with a",
+            "limit of 100 per minute, and the memory of one instance after the last round.", "",
             markdown(["", "version", "memory", *(f"{kind} limit of 100" for kind in KINDS)], others)])
 
     def charts(self):

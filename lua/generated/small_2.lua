@@ -13,7 +13,8 @@ local pack, unpack = struct.pack, struct.unpack
 -- Sizes in bytes: of a group without its limits, of a limit (generic.lua describes the format of both at ARGV[1]), and
 -- of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
+-- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
+-- (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
 -- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
@@ -86,7 +87,7 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- `pack` ignores values for which the format has no letter.
+  -- Passing more values is harmless, because `pack` ignores values for which the format has no letter.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -105,7 +106,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The code at the end of the loop adds the error to the reply.
+        -- Continue: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -274,7 +275,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The code at the end of the loop adds the error to the reply.
+        -- Continue: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false

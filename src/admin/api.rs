@@ -41,7 +41,7 @@ const MAX_BODY_BYTES: usize = 16 * 1024;
 /// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Text of the error for other paths.
+/// Error text of a 404, for paths that the API does not have.
 const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
                          /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
 
@@ -72,7 +72,7 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
         let mut response =
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("method not allowed: use {allowed}")).into_response();
-        // Method names are valid header values.
+        // The conversion cannot fail, because method names are valid header values.
         response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return response;
     }
@@ -120,13 +120,13 @@ impl QueryParams {
         QueryParams(pairs.map(|(name, value)| (decode(name), decode(value))).collect())
     }
 
-    /// Remove a parameter and return its value.
+    /// Remove a parameter from the query and return its value.
     fn take(&mut self, name: &str) -> Option<String> {
         let index = self.0.iter().position(|(key, _)| key == name)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Remove a numeric parameter and return its value, or `default` if it is absent.
+    /// Remove a numeric parameter from the query and return its value, or `default` if the query does not have it.
     ///
     /// # Errors
     /// The value is not a number in `range`.
@@ -179,7 +179,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
 
 /// Return a 200 response with a JSON body.
 fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Serializing a map with string keys cannot fail.
+    // Serialization cannot fail, because the value is a map with string keys.
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
@@ -265,9 +265,9 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
 
 // === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===
 
-/// Default of `count`: number of identities per limit.
+/// Number of identities per limit in a response if the query has no `count`.
 const DEFAULT_COUNT: u64 = 10;
-/// Maximum of `count`.
+/// Maximum of the query parameter `count`.
 const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]
@@ -465,7 +465,7 @@ struct CertificateView {
     names: Vec<String>,
     /// `file` or `acme`.
     source: &'static str,
-    /// The issuer. `None` before the first certificate.
+    /// The issuer of the certificate. `None` until the first certificate is obtained.
     issuer: Option<String>,
     not_before: Option<String>,
     not_after: Option<String>,
@@ -514,7 +514,7 @@ fn views(config: &CompiledConfig) -> Vec<CertificateView> {
     let tls = config.listeners.iter().filter_map(|listener| listener.tls.as_ref());
     let mut shown = Vec::new();
     let files = tls.flat_map(|tls| tls.tls.certificates()).filter(|certificate| {
-        // Several listeners may use the same file.
+        // List a certificate only once, even if several listeners use its file.
         let leaf = certificate.certified_key.cert.first().cloned();
         let is_new = !shown.contains(&leaf);
         shown.push(leaf);
@@ -539,7 +539,7 @@ fn list_certificates(context: &ApiContext<'_>) -> AdminResponse {
     json_response(&CertificatesResponse { certificates: views(context.config) })
 }
 
-/// Request the renewal of a certificate by ACME. The log and the list show the result.
+/// Request the renewal of a certificate by ACME. The log and `GET /api/certificates` show the result.
 fn renew_certificate(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
     let name = request.name.to_ascii_lowercase();
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {

@@ -51,11 +51,11 @@ struct ReloadResponse {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The differences of the last reload that changed a key, as sentences. This last reload is usually the reload that
-    /// the request asked for.
+    /// The changes of the last reload that changed a key, as sentences. Usually this is the requested reload, unless
+    /// the file watcher has reloaded the file before.
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<String>>,
-    /// Time since that reload. `None` if there was no such reload.
+    /// Time since the last reload that changed a key. `None` if no reload has changed a key.
     #[serde(skip_serializing_if = "Option::is_none")]
     changed_seconds_ago: Option<f64>,
 }

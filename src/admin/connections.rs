@@ -20,8 +20,8 @@ const MAX_CONNECTIONS_PER_PEER: usize = 32;
 const RESERVED_CONNECTIONS: usize = 8;
 
 /// Maximum time from accepting a connection, or from a response, to the next complete request headers. A client that
-/// does not read its response sends no further request, so the same deadline also limits the time of writes. For an
-/// event stream, the maximum time between two events that the client reads.
+/// does not read its response sends no further request, so the same deadline also limits the time of writes. On an
+/// event stream, this is the maximum time between two events that the client reads.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
@@ -30,7 +30,7 @@ pub(super) struct AdminConnections(Mutex<OpenConnections>);
 
 #[derive(Debug, Default)]
 struct OpenConnections {
-    /// In order of acceptance.
+    /// The open connections, in the order in which they were accepted.
     entries: BTreeMap<u64, ConnectionEntry>,
     accepted_count: u64,
 }
@@ -45,11 +45,11 @@ struct ConnectionEntry {
 
 #[derive(Debug, Clone, Copy)]
 enum ConnectionState {
-    /// No request has been in progress since this instant.
+    /// The connection has been idle since this instant: it has no request in progress.
     Idle(Instant),
     /// A request is in progress. Its own timeouts apply.
     Busy,
-    /// The client has read its last event at this instant.
+    /// The connection is an event stream, whose client has read its last event at this instant.
     Streaming(Instant),
 }
 
@@ -60,7 +60,7 @@ pub(super) struct AdminConnection {
     id: u64,
     /// Whether only health checks are served.
     pub(super) is_reserved: bool,
-    /// Cancelled to make room for another connection.
+    /// A token that is cancelled to close this connection, when a new connection needs its place.
     pub(super) close_token: CancellationToken,
 }
 
@@ -74,7 +74,8 @@ impl AdminConnections {
         let is_reserved =
             !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
         if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
-            // Health checks are answered at once, so a reserved connection is almost always free.
+            // If all reserved connections are in use, close the oldest one. This is rare, because health checks get
+            // their response at once.
             open.close_oldest(|entry| entry.is_reserved);
         }
         let id = open.accepted_count;

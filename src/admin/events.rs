@@ -28,8 +28,8 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
-/// Maximum number of concurrent subscribers. The number is a quarter of the connections, so that the other connections
-/// serve health checks and metrics.
+/// Maximum number of concurrent subscribers. This is a quarter of the maximum number of connections, so that the other
+/// connections can serve health checks and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
 /// Capacity of the broadcast channel in events. There is one event per second. A subscriber that is further behind
@@ -59,7 +59,7 @@ struct HistoryEvent<'a> {
     limit_intervals: Vec<LimitIntervals<'a>>,
 }
 
-/// Allowed and denied decisions of a limit, for each of `intervals`.
+/// Allowed and denied decisions of a limit, one pair for each element of `intervals`.
 #[derive(Serialize)]
 struct LimitIntervals<'a> {
     limit: &'a str,
@@ -153,7 +153,7 @@ impl EventStream {
             let mut history = self.lock_history();
             let (second, interval) = history.tick(state);
             if self.events.receiver_count() > 0 {
-                // The last subscriber may have disconnected in the meantime.
+                // Ignore the error of `send`: it means that the last subscriber has disconnected.
                 let _ = self.events.send(second_event(second, interval, &history.limit_intervals, state));
             }
         }
@@ -162,11 +162,13 @@ impl EventStream {
     /// Return a response that streams the history, and then each new second.
     pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
-            let detail = format!("{MAX_SUBSCRIBERS} clients read /api/live already: close a dashboard");
+            let detail =
+                format!("{MAX_SUBSCRIBERS} clients already read /api/live, which is the maximum: close a dashboard");
             return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
         let subscriber = {
-            // The lock prevents `run` from adding a second in between, so that no second is missed or sent twice.
+            // Read the history and subscribe under one lock, so that `run` cannot add a second between the two steps.
+            // No second is then missed or sent twice.
             let history = self.lock_history();
             let limits = history.limit_intervals.iter();
             let history_event = HistoryEvent {
@@ -227,7 +229,7 @@ async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     }
 }
 
-/// Format a `second` event: metrics of the second, and the state at its end.
+/// Format a `second` event: the metrics of a second, and the state of the process at its end.
 fn second_event(
     second: PeriodStats,
     interval: Option<PeriodStats>,
@@ -259,7 +261,8 @@ fn second_event(
         let workers = denials.get(&*route.name).into_iter().flatten();
         let [denied] = sum_counts(workers.map(|counter| counter.values()));
         let errors = classes[SERVER_ERROR];
-        // A denial is counted shortly before its response.
+        // `saturating_sub`, because a denial is counted shortly before its response: the counters may contain a denial
+        // without its response.
         let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
         RouteRequestCounts { route: &route.name, allowed, denied, errors }
     });
@@ -290,7 +293,7 @@ fn second_event(
 /// Format a server-sent event (HTML standard, section 9.2). Serialized JSON contains no newline, so one `data` line is
 /// sufficient.
 fn format_event(name: &str, data: &impl Serialize) -> Bytes {
-    // Serializing strings and numbers cannot fail.
+    // Serialization cannot fail, because the value has only strings and numbers.
     format!("event: {name}\ndata: {}\n\n", serde_json::to_string(data).unwrap_or_default()).into()
 }
 
@@ -299,17 +302,17 @@ fn format_event(name: &str, data: &impl Serialize) -> Bytes {
 /// Number of seconds in the history.
 const HISTORY_SECONDS: usize = 15 * 60;
 
-/// Length of an interval. With the same memory, intervals cover a longer time than seconds.
+/// Length of an interval. The history of intervals covers more time than the history of seconds, with the same memory.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of intervals in the history: one hour.
 const HISTORY_INTERVALS: usize = 360;
 
-/// Maximum number of limits with a history: the first limits in the order of their names. The number limits the memory,
-/// because each limit needs 3 KiB.
+/// Maximum number of limits with a history: the first limits in the order of their names. This maximum bounds the
+/// memory of the history, because each limit needs 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
-/// Number of intervals that `/api/status` sums up: one minute.
+/// Number of intervals that `/api/status` sums up. Together they are one minute long.
 const RECENT_INTERVALS: usize = 6;
 
 /// Index of the status class 5xx.
@@ -322,7 +325,7 @@ type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 pub(super) struct PeriodStats {
     /// End of the period, ms since the Unix epoch.
     at_ms: u64,
-    /// Actual length in ms. On a busy machine, the timer fires late.
+    /// Actual length of the period in ms, because the timer fires late on a busy machine.
     ms: u64,
     allowed: u64,
     denied: u64,
@@ -374,7 +377,7 @@ impl LimitDecisions {
     }
 }
 
-/// Completed seconds and intervals, oldest first.
+/// The history: completed seconds and intervals, oldest first.
 #[derive(Debug)]
 struct History {
     seconds: VecDeque<PeriodStats>,
@@ -383,7 +386,7 @@ struct History {
     last_interval: CounterSnapshot,
     /// Starts of the last [`RECENT_INTERVALS`] intervals, and of the current one.
     interval_starts: VecDeque<CounterSnapshot>,
-    /// Allowed and denied decisions by limit, as many as `intervals`.
+    /// Allowed and denied decisions by limit. Each list is as long as `intervals`.
     limit_intervals: BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
     last_decisions: LimitDecisions,
 }
@@ -406,8 +409,8 @@ impl History {
         }
     }
 
-    /// Complete a second: add the difference between this and the last snapshot. Return the second, and the interval if
-    /// it has ended.
+    /// Complete a second: add the difference between this snapshot of the counters and the previous one. Return the
+    /// second, and the interval if it has ended.
     fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
@@ -419,7 +422,8 @@ impl History {
     }
 
     fn add(&mut self, mut snapshot: CounterSnapshot) -> (PeriodStats, Option<PeriodStats>) {
-        // A denial is counted shortly before its response, so the difference `allowed` could otherwise decrease.
+        // Never let `allowed` decrease. It is a difference of counters, and a denial is counted shortly before its
+        // response.
         snapshot.allowed = snapshot.allowed.max(self.last_second.allowed);
         let second = snapshot.diff(&self.last_second);
         push_bounded(&mut self.seconds, second, HISTORY_SECONDS);
@@ -440,12 +444,13 @@ impl History {
     /// Return the metrics from the start of the oldest recent interval to a snapshot: 60 to 70 s, or since the start.
     fn recent(&self, mut snapshot: CounterSnapshot) -> PeriodStats {
         let start = self.interval_starts.front().unwrap_or(&self.last_interval);
-        // Use the same rule as `add`.
+        // As in `add`, `allowed` must not decrease.
         snapshot.allowed = snapshot.allowed.max(start.allowed);
         snapshot.diff(start)
     }
 
-    /// Complete an interval of the limits with these names. All other limits were removed from the configuration.
+    /// Complete an interval of the limits with these names. Drop the history of all other limits, because they were
+    /// removed from the configuration.
     fn add_limit_interval<'a>(&mut self, names: impl Iterator<Item = &'a str>, decisions: LimitDecisions) {
         let mut previous = std::mem::take(&mut self.limit_intervals);
         for name in names.take(MAX_LIMIT_HISTORIES) {
@@ -476,7 +481,7 @@ impl CounterSnapshot {
     fn take(state: &AdminState) -> Self {
         let taken_at = monotonic();
         let routes = state.request_metrics.routes.all();
-        // Requests that match no route do not count as allowed.
+        // Count only routes, because requests that match no route do not count as allowed.
         let routes = || routes.iter().filter(|(name, _)| !name.is_empty()).flat_map(|(_, responses)| responses);
         let classes = sum_counts(routes().map(|responses| responses.status_classes.values()));
         let denials = state.request_metrics.denied_requests.all();
@@ -562,7 +567,8 @@ mod history_tests {
     fn history_keeps_a_bounded_number_of_seconds() {
         let start = monotonic();
         let mut history = history(start);
-        // The second snapshot has a denial without its response, so its value of `allowed` is one less.
+        // The number of allowed requests is the number of responses minus denials. At the second snapshot, a denial is
+        // counted before its response, so `allowed` is smaller by one.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(start, 1000 * second, 13 + second));

@@ -20,7 +20,7 @@ use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWrite
 use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;
 
-/// Value of a label of TLS handshakes that does not apply.
+/// Label value for labels that do not apply to a TLS handshake, such as `version` of a failed handshake.
 const NO_REASON: &str = "none";
 
 /// Value of the `status` label for upstream requests without a response.
@@ -60,7 +60,7 @@ impl MetricSource for AdminState {
         self.write_dropped(exposition)
     }
 
-    /// The names and meanings are the same as in the Prometheus client libraries.
+    /// Write the process metrics with the same names and meanings as the Prometheus client libraries.
     fn write_process(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         exposition
             .gauge("process_start_time_seconds", "Start time of the process since the Unix epoch")?
@@ -106,8 +106,8 @@ impl AdminState {
             writer.write_counter(&labels, count)?;
         }
         let active = self.config_handle.active();
-        // Several certificates can have the same name: write the expiry of the certificate that expires first. For each
-        // name, the certificate that expires first.
+        // Several certificates can have the same name. In this case, write the expiry of the certificate that expires
+        // first.
         let mut not_after = BTreeMap::<(String, &str), u64>::new();
         let mut add = |name: String, source, certificate: &Certificate| {
             let expiry = not_after.entry((name, source)).or_insert(u64::MAX);
@@ -124,8 +124,10 @@ impl AdminState {
                 }
             }
         }
-        let mut writer = exposition
-            .gauge("tls_certificate_not_after_seconds", "When a certificate expires, since the Unix epoch")?;
+        let mut writer = exposition.gauge(
+            "tls_certificate_not_after_seconds",
+            "Time at which a certificate expires, in seconds since the Unix epoch",
+        )?;
         for ((name, source), seconds) in &not_after {
             writer.write_gauge(&[("name", name), ("source", source)], *seconds)?;
         }
@@ -148,14 +150,14 @@ impl AdminState {
         exposition
             .gauge(
                 "config_last_reload_success_timestamp_seconds",
-                "When the active configuration was loaded, since the Unix epoch",
+                "Time at which the active configuration was loaded, in seconds since the Unix epoch",
             )?
             .write_gauge(&[], active_since_s)
     }
 
     fn write_requests(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let writer = exposition
-            .counter("http_requests", "Responses by route and status class; the route is empty if none matched")?;
+            .counter("http_requests", "Responses by route and status class; the route is empty if no route matched")?;
         write_status_classes(writer, "route", &self.request_metrics.routes)?;
         let mut writer = exposition.counter(
             "http_responses",
@@ -174,7 +176,7 @@ impl AdminState {
     fn write_decisions(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mut writer = exposition.counter(
             "limit_decisions",
-            "Rate limit decisions by limit; of a denied request only the limits that denied it",
+            "Rate limit decisions by limit; if a request is denied, only the limits that denied it are counted",
         )?;
         for (limit, counters) in self.request_metrics.limits.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -183,15 +185,17 @@ impl AdminState {
             }
         }
         let tokens: Vec<_> = self.request_metrics.tokens.all();
-        let mut writer = exposition
-            .counter("limit_reserved", "Costs that requests to LLM APIs reserved, by route and limit, once settled")?;
+        let mut writer = exposition.counter(
+            "limit_reserved",
+            "Costs that requests to LLM APIs reserved, by route and limit; counted when the reservation is settled",
+        )?;
         for (name, counters) in &tokens {
             let (route, limit) = split_token_counter_name(name);
             let [reserved, ..] = sum_counts(counters.iter().map(|counter| counter.values()));
             writer.write_counter(&[("route", route), ("limit", limit)], reserved)?;
         }
         let mut writer =
-            exposition.counter("limit_settled", "Costs after the responses of LLM APIs, by route, limit and source")?;
+            exposition.counter("limit_settled", "Settled costs of requests to LLM APIs, by route, limit and source")?;
         for (name, counters) in &tokens {
             let (route, limit) = split_token_counter_name(name);
             let [_, settled @ ..] = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -200,8 +204,10 @@ impl AdminState {
             }
         }
         let check_durations = self.request_metrics.check_durations.all();
-        let mut writer = exposition
-            .histogram("decision_duration", "Duration of the rate limit check of a request, all its limits together")?;
+        let mut writer = exposition.histogram(
+            "decision_duration",
+            "Duration of the rate limit check of a request, including all its limits",
+        )?;
         write_histogram(
             &mut writer,
             &[],
@@ -213,8 +219,8 @@ impl AdminState {
         let limiter_metrics: Vec<_> = self.limiter_metrics.all().into_iter().flat_map(|(_, metrics)| metrics).collect();
         let mut writer = exposition.counter(
             "checks",
-            "Checks by what answered them: a call for this check (store), a call for several checks (coalesced), \
-             prefetched tokens or the denial cache",
+            "Checks by the mechanism that decided them: a separate call (store), a call for several checks \
+             (coalesced), prefetched tokens or the denial cache",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.checks.values()));
         for (answered_by, count) in AnsweredBy::ALL.iter().zip(counts) {
@@ -247,7 +253,7 @@ impl AdminState {
         exposition
             .gauge(
                 "memory_usage_totals",
-                "Usage totals in memory; with Redis those of an outage that are not posted yet",
+                "Usage totals in memory; with Redis, totals that have not been sent to Redis yet",
             )?
             .write_gauge(&[], self.memory.usage.len() as u64)?;
         exposition
@@ -264,13 +270,15 @@ impl AdminState {
             .gauge("store_circuit_breakers_open", "Open circuit breakers of the store or its cluster nodes")?
             .write_gauge(&[], failing_stores.len() as u64)?;
         exposition
-            .counter("store_circuit_breaker_openings", "Times that a circuit breaker of the store opened")?
+            .counter("store_circuit_breaker_openings", "Number of times that a circuit breaker of the store opened")?
             .write_counter(&[], self.breaker_open_count())
     }
 
     fn write_upstreams(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
-        let writer = exposition
-            .counter("upstream_requests", "Requests by upstream and status class of the response; none: no response")?;
+        let writer = exposition.counter(
+            "upstream_requests",
+            "Requests by upstream and status class of the response; `none` if there was no response",
+        )?;
         write_status_classes(writer, "upstream", &self.request_metrics.upstreams)?;
         let writer = exposition
             .histogram("upstream_response_duration", "Time from the upstream request to the response headers")?;
@@ -417,7 +425,7 @@ fn write_status_classes(
 ) -> fmt::Result {
     for (name, response_stats) in family.all() {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
-        // Omit the series that cannot occur, because a route always sends a response.
+        // Omit the series for requests without a response, because a route always sends a response.
         let classes = STATUS_CLASSES
             .iter()
             .chain([&NO_RESPONSE])
@@ -485,7 +493,7 @@ impl ProcessUsage {
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
         let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
-        // The directory that is being read uses a descriptor, too.
+        // Subtract one, because reading the directory `/proc/self/fd` itself uses a descriptor.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {
             cpu_s: cpu_ticks(&stat)? as f64 / clock_ticks_per_second() as f64,

@@ -13,25 +13,25 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name of the cost that belongs to no model, in text output.
+/// The name that text output uses for the cost that belongs to no model.
 pub const OTHER_MODELS: &str = "other";
 
-/// How the cost is grouped within each limit.
+/// How a usage report groups the cost of each limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GroupBy {
-    /// Identity and day.
+    /// One entry for each identity and day.
     Day,
-    /// Identity and month.
+    /// One entry for each identity and month.
     Month,
-    /// Identity.
+    /// One entry for each identity.
     Identity,
-    /// Identity, day and model.
+    /// One entry for each identity, day and LLM model.
     Model,
 }
 
 impl GroupBy {
-    /// The names of all values.
+    /// The names of all values of this type.
     pub const NAMES: [&str; 4] = ["day", "month", "identity", "model"];
 
     /// Return the value with this name.
@@ -44,29 +44,29 @@ impl GroupBy {
 /// An identity in the form in which an administrator writes it.
 #[derive(Debug, Clone)]
 pub enum IdentityFilter {
-    /// Its hash.
+    /// The hash of the identity.
     Hash(Identity),
     /// A value for each part of the limit's `by`.
     Parts(IdentityInput),
 }
 
-/// The usage to report.
+/// The identities, limits and days whose usage a report contains.
 #[derive(Debug, Clone, Default)]
 pub struct UsageFilter {
     /// Name of a limit. `None` for all limits with `usage`.
     pub limit: Option<String>,
-    /// An identity. `None`: all.
+    /// The identity whose usage is reported. `None` reports all identities.
     pub identity: Option<IdentityFilter>,
     /// First day. `None` for the first day of this month.
     pub from: Option<Date>,
-    /// Last day. `None`: today.
+    /// Last day of the report. `None` ends the report today.
     pub to: Option<Date>,
 }
 
-/// The reason why a filter selects nothing.
+/// The reason why a usage filter selects no totals.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FilterError {
-    /// No limit has this name. The variant contains the name.
+    /// No limit has this name.
     #[error("unknown limit `{0}`")]
     UnknownLimit(String),
     /// No limit counts usage.
@@ -75,12 +75,12 @@ pub enum FilterError {
     /// The first day is after the last one.
     #[error("`from` ({from}) is after `to` ({to})")]
     EmptyRange {
-        /// First day.
+        /// First day of the requested period.
         from: Date,
-        /// Last day.
+        /// Last day of the requested period.
         to: Date,
     },
-    /// The identity does not fit the limits. The variant contains the reason.
+    /// The identity does not fit the limits, for this reason.
     #[error("{0}")]
     Identity(String),
 }
@@ -116,18 +116,18 @@ pub struct UsageTotal {
     pub cost: i64,
 }
 
-/// A report.
+/// The usage totals that a filter selects.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsageReport {
-    /// First day.
+    /// First day of the report.
     pub from: String,
-    /// Last day. `None`: until now.
+    /// Last day of the report. `None` if the report includes the current day.
     pub to: Option<String>,
-    /// How the cost is grouped.
+    /// How the report groups the cost of each limit.
     pub by: GroupBy,
     /// The entries, sorted by limit, by consumer or hash, and by period.
     pub usage: Vec<UsageEntry>,
-    /// The totals of the limits.
+    /// The total cost of each limit.
     pub totals: Vec<UsageTotal>,
 }
 
@@ -157,12 +157,12 @@ impl UsageFilter {
         };
         let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
         let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
-        // In other time zones, it may already be tomorrow.
+        // By default, include tomorrow, because it may have begun in the time zone of a limit.
         let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
         if from > to {
             return Err(FilterError::EmptyRange { from, to });
         }
-        // The query includes only days that may still be kept, because each key is read.
+        // Restrict the query to days whose totals may still exist, because the query reads one key for each month.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
         let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
         let (limits, identities) = match &self.identity {
@@ -210,7 +210,7 @@ fn resolve<'c>(
         }
     }
     match selected.is_empty() {
-        true => Err(FilterError::Identity("no limit that counts usage is keyed by these parts alone".to_owned())),
+        true => Err(FilterError::Identity("no limit with `usage = true` has exactly these parts in `by`".to_owned())),
         false => Ok((selected, identities)),
     }
 }
@@ -242,7 +242,7 @@ impl UsageReport {
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // The total of the day includes this cost as well.
+                // Do not add the cost of a model to the sum, because the total of the day already includes it.
                 add(None, -cost);
             }
             add(model, cost);

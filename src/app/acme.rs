@@ -31,10 +31,10 @@ use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::listeners::{Acme, AcmeSettings};
 use crate::tls::{Certificate, ChallengeKind, TlsError};
 
-/// Interval in which the thread looks for names to renew and for records of other processes.
+/// Interval at which the thread looks for certificates to renew and reads the records of other processes.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout, because a call may include connecting.
+/// Minimum store timeout for this thread, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Minimum interval between two messages about a lock that cannot be acquired.
@@ -56,11 +56,11 @@ const VERDICT_BACKOFF_S: u64 = 300;
 /// Delay after the first attempt that failed for another reason, such as the connection to the CA, in seconds.
 const FAILURE_BACKOFF_S: u64 = 10;
 
-/// Maximum delays after such attempts, in seconds: a day and an hour.
+/// Maximum delays in seconds: a day after attempts that the CA has judged, and an hour after other failed attempts.
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Bounds for the interval that the CA sets for reading the renewal information (RFC 9773 §4.3.2).
+/// Bounds for the interval at which the renewal information is read. The CA chooses the interval (RFC 9773 §4.3.2).
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
 
 /// First and maximum delay after the renewal information could not be read. The delay doubles with each failure (RFC
@@ -73,9 +73,9 @@ pub enum AcmeError {
     /// The storage directory cannot be used.
     #[error("cannot use acme.storage {}: {source}", path.display())]
     Storage {
-        /// The directory.
+        /// Path of the storage directory.
         path: PathBuf,
-        /// The error of the system.
+        /// The I/O error of the operating system.
         source: io::Error,
     },
     /// rustls rejects the TLS configuration for the CA.
@@ -88,26 +88,26 @@ pub enum AcmeError {
 pub(super) struct AcmeClient {
     client: CaClient,
     storage: Storage,
-    /// The account, if it has been needed already.
+    /// The account at the CA. `None` until it is needed for the first time.
     account: Option<DebuggableAccount>,
-    /// Failed attempts of this process, for the case that they cannot be stored.
+    /// Failed attempts of this process. This copy is used if the attempts cannot be stored.
     attempts: BTreeMap<Box<str>, Attempts>,
 }
 
-/// The parts of the process that the thread needs.
+/// References to the parts of the process that the thread uses.
 #[derive(Debug)]
 pub(super) struct AcmeDeps {
     /// The active configuration.
     pub(super) config_handle: Arc<ConfigHandle>,
-    /// Circuit breaker of a single Redis server.
+    /// Circuit breaker of the store, if the store is a single Redis server.
     pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of a Redis Cluster.
+    /// Slot map of the store, if the store is a Redis Cluster.
     pub(super) cluster_map: Arc<ClusterMap>,
     /// Cancelled when the process stops.
     pub(super) stop: CancellationToken,
 }
 
-/// The account of instant-acme has no `Debug` implementation.
+/// Wraps the account of instant-acme, which has no `Debug` implementation.
 struct DebuggableAccount(Account);
 
 impl std::fmt::Debug for DebuggableAccount {
@@ -155,7 +155,7 @@ impl AcmeClient {
 
     async fn run(mut self, deps: &AcmeDeps) {
         if let Err(error) = self.share(deps) {
-            // This happens only if the cryptographic library fails.
+            // `share` fails only if the cryptographic library fails.
             return warn!(%error, "cannot start ACME: no certificate is obtained or renewed");
         }
         // Names whose renewal was requested, with the certificate at the time of the request.
@@ -199,7 +199,7 @@ impl AcmeClient {
         Ok(())
     }
 
-    /// Serve the certificates and answer the challenges that are stored.
+    /// Serve the stored certificates, and answer the stored challenges.
     fn serve_stored(&mut self, acme: &Acme) {
         for name in &acme.names {
             let Some(pem) = self.storage.get(&certificate_record(name)) else { continue };
@@ -209,7 +209,7 @@ impl AcmeClient {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
-                    // Another gateway may have obtained the certificate after this gateway has failed.
+                    // Forget the failed attempts of this gateway if another gateway has obtained the certificate since.
                     self.attempts.remove(name);
                 }
                 Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
@@ -292,7 +292,7 @@ impl AcmeClient {
             }
             Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => RENEWAL_INFO_BOUNDS.1,
             Err(error) => {
-                // The window does not change.
+                // If the renewal window cannot be read, keep the known window.
                 let failures = known.map_or(0, |known| known.failures);
                 let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
                 record.failures = failures.saturating_add(1);
@@ -338,7 +338,8 @@ impl AcmeClient {
             }
             Err(error) => {
                 if LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                    warn!(name, %error, "cannot lock the ACME records: this process renews no certificate");
+                    warn!(name, %error, "cannot lock the ACME records: this process renews no certificates until it \
+                        gets the lock");
                 }
                 return false;
             }
@@ -375,7 +376,8 @@ impl AcmeClient {
         let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
         self.serve_stored(acme);
         if let Err(OrderError::Storage(StorageError::LockLost)) = result {
-            // This is not a failure, because the other gateway resumes the order or places a new order.
+            // Losing the lock is not a failure of the order, because the new owner resumes the order or places another
+            // one.
             info!(name, "lost the lock for ACME orders: another gateway has taken over");
             return;
         }
@@ -413,7 +415,7 @@ impl AcmeClient {
     ) -> Result<(), OrderError> {
         let account = self.account(&acme.settings).await?;
         let challenges = rotated(&acme.settings.challenges, failures);
-        // If the CA fails because of `replaces`, the next attempt must not use it.
+        // If the CA rejects the order because of the field `replaces`, the next attempt must not use this field.
         let previous = previous.filter(|_| failures == 0);
         let storage = &mut self.storage;
         let context =

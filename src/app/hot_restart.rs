@@ -25,7 +25,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// First file descriptor after the standard streams.
 const FIRST_FREE_FD: RawFd = 3;
 
-/// The sockets that the new process inherits.
+/// The sockets that a hot restart passes to the new process.
 #[derive(Debug)]
 pub struct HotRestart {
     /// Sockets in the order of the listeners. The socket of the admin listener is the last.
@@ -81,8 +81,8 @@ impl HotRestart {
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
             .args(arguments)
-            // The id of the child process is unknown before the process is spawned. Without LISTEN_PID, any process
-            // accepts the sockets.
+            // Do not set LISTEN_PID: the ID of the child process is unknown before it is spawned, and without
+            // LISTEN_PID any process accepts the sockets.
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
@@ -113,7 +113,7 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // `kill` fails if the process has already exited.
+        // Ignore the error of `kill`, which fails if the process has already exited.
         let _ = self.kill();
     }
 }
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn copies_have_consecutive_descriptors_despite_open_files() {
         let sockets: Vec<_> = (0..5).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
-        // Leave gaps of one and two descriptors.
+        // The test occupies descriptors so that the free numbers have gaps of one and two.
         let mut others: Vec<_> = (0..40).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
         for index in [30, 29, 25, 20, 19, 10] {
             others.swap_remove(index);

@@ -20,12 +20,12 @@ use crate::snapshot::settings::AdminSocket;
 pub(super) struct ListenerSockets {
     /// Bound address. If port 0 was configured, the address has the port that the system chose.
     pub(super) address: SocketAddr,
-    /// Sockets by worker. Each worker has at least one. If more sockets than workers were inherited, some workers have
-    /// more than one.
+    /// Sockets by worker. Each worker has at least one socket, and more than one if the process has inherited more
+    /// sockets than it has workers.
     pub(super) by_worker: Vec<Vec<StdListener>>,
 }
 
-/// Inherited sockets that no listener has claimed yet.
+/// Inherited listening sockets that no listener has claimed yet.
 #[derive(Debug)]
 pub(super) struct InheritedSockets(Vec<StdListener>);
 
@@ -45,8 +45,8 @@ impl InheritedSockets {
         InheritedSockets((0..count).filter_map(take).collect())
     }
 
-    /// Take all sockets with an address. If the port is 0, take those with the first inherited address that has the
-    /// same IP address.
+    /// Take all inherited sockets that are bound to an address. If the port is 0, take the sockets of the first
+    /// inherited address with the same IP address.
     fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
         let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
@@ -84,8 +84,8 @@ impl InheritedSockets {
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Binding fails if there is an inherited socket without SO_REUSEPORT. If binding fails, the workers
-                // share the inherited socket.
+                // Opening further sockets fails if the inherited socket lacks SO_REUSEPORT. The workers then share the
+                // inherited socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,
@@ -117,7 +117,7 @@ fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
 
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for connections of the previous process in TIME_WAIT.
+    // Set SO_REUSEADDR, so that a restart need not wait for connections of the previous process in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;
@@ -149,7 +149,7 @@ pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
 /// Return `$RUNTIME_DIRECTORY/admin.sock`, if the variable is set.
 pub(crate) fn default_path() -> Option<PathBuf> {
     let directories = env::var("RUNTIME_DIRECTORY").ok()?;
-    // systemd separates several directories by colons.
+    // Use the first directory, because systemd separates several directories by colons.
     let first = directories.split(':').next().filter(|directory| !directory.is_empty())?;
     Some(Path::new(first).join(DEFAULT_NAME))
 }
@@ -160,7 +160,7 @@ pub(crate) fn default_path() -> Option<PathBuf> {
 #[derive(Debug)]
 pub(super) struct AdminSocketFile {
     path: PathBuf,
-    /// Name of the file now.
+    /// Current path of the socket file, which changes when the socket is renamed.
     current: PathBuf,
     /// Device and inode of the file, because another process may have replaced it.
     id: (u64, u64),
@@ -177,11 +177,11 @@ impl AdminSocketFile {
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(io::Error::new(
                     io::ErrorKind::AlreadyExists,
-                    "the path is taken by a file that is not a socket",
+                    "a file that is not a socket exists at this path",
                 ));
             }
-            // A connection succeeds only while a process listens on the socket. During a hot restart, the socket of the
-            // old process is replaced.
+            // A connection succeeds only while a process listens on the socket. In a hot restart, the new process
+            // replaces the socket of its parent, although a process listens on it.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
             }
@@ -189,10 +189,11 @@ impl AdminSocketFile {
         }
         let current = path.with_extension(format!("{}.new", std::process::id()));
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // The file was left by a process with the same id that was killed.
+        // Remove the file of an earlier process that had the same process ID and was killed.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Connections fail before `listen`, so no other user can have connected.
+        // Set the permissions between `bind` and `listen`: connections fail before `listen`, so no other user can have
+        // connected before.
         fs::set_permissions(&current, fs::Permissions::from_mode(ADMIN_SOCKET_MODE))?;
         socket.listen(ADMIN_BACKLOG)?;
         socket.set_nonblocking(true)?;

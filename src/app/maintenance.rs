@@ -33,8 +33,8 @@ use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
 use crate::upstream::health;
 
-/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, an upstream
-/// without addresses responds with 503, and so does a route whose tokens cannot be verified.
+/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, requests to an
+/// upstream without addresses get 503, and so do requests with tokens that cannot be verified yet.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
@@ -46,7 +46,7 @@ type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 #[derive(Debug)]
 pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 
-/// The running tasks.
+/// The running tasks: DNS lookups, health checks and refreshes of key sets.
 #[derive(Default)]
 struct MaintenanceTasks {
     /// Clusters with DNS names, and the task that resolves the names.
@@ -79,8 +79,8 @@ impl MaintenanceThread {
     pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // No value is ever sent. `recv_timeout` returns when all senders are dropped. Each lookup drops its own sender
-        // when it is done.
+        // Wait until all senders are dropped: each lookup drops its clone of the sender when it is done. No value is
+        // ever sent.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }
@@ -155,10 +155,10 @@ const MAX_LOCATION: usize = 200;
 /// The reason why the keys of a URL cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
-    /// There is no response.
+    /// The key set server sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// The exchange took too long.
+    /// The request and its response took too long.
     #[error("no complete response within {} s", REFRESH_TIMEOUT.as_secs())]
     Timeout,
     /// The response has a status other than 200.
@@ -177,23 +177,25 @@ impl JwksError {
     pub fn hint(&self) -> &'static str {
         match self {
             JwksError::Fetch(FetchError::Tls(_)) => {
-                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+                "check the certificate of the server, or set `ca` to the certificate of its CA: ca = \"ca.pem\""
             }
-            JwksError::Fetch(_) | JwksError::Timeout => "check the URL, and that the gateway may connect to the server",
+            JwksError::Fetch(_) | JwksError::Timeout => {
+                "check the URL, and whether a firewall lets the gateway connect to the server"
+            }
             JwksError::Status(_) | JwksError::KeySet(_) => {
-                "the URL must be that of the JSON Web Key Set: `jwks_uri` in the metadata of the issuer"
+                "set `jwks_url` to the URL of the JSON Web Key Set, which is `jwks_uri` in the metadata of the issuer"
             }
-            JwksError::Redirect(_) => "if that URL belongs to the issuer, set it as `jwks_url`",
+            JwksError::Redirect(_) => "if the issuer owns the URL of the redirect, set `jwks_url` to this URL",
         }
     }
 }
 
-/// A key set as it was fetched.
+/// A key set that the gateway has fetched from a URL.
 #[derive(Debug)]
 pub struct FetchedKeys {
-    /// The keys.
+    /// The keys with which tokens may be signed.
     pub keys: KeySet,
-    /// The reasons why other keys were skipped.
+    /// The reasons why keys of the set were skipped.
     pub skipped: Vec<KeySetError>,
     /// SHA-256 of the response.
     digest: [u8; 32],
@@ -254,7 +256,7 @@ pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, f
             Ok(FetchedKeys { keys, skipped, digest }) => {
                 (failures, delay) = (0, source.refresh_interval);
                 if last_digest == Some(digest) {
-                    // If the keys are the same, the cache of verified tokens is kept.
+                    // Do not replace equal keys, because this would clear the cache of verified tokens.
                     remote.record_unchanged(unix_us());
                 } else {
                     info!(provider, keys = keys.len(), "key set fetched");

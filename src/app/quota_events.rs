@@ -58,7 +58,7 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay between two attempts.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
 
-/// Age at which an event is dropped.
+/// Age at which an undelivered event is dropped.
 const MAX_AGE: Duration = Duration::from_secs(3600);
 
 /// Maximum time to deliver the last events at the end of the process.
@@ -67,15 +67,17 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval for removing events whose period has ended.
 const FORGET_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time for which a claim is kept after the window of its event. Other gateways may try to claim the event that late.
+/// Time for which a claim is kept after the window of its event has ended, because other gateways may try to claim the
+/// event with a delay.
 const CLAIM_GRACE: Duration = Duration::from_secs(60);
 
-/// The claim of a rolling period ends before the gateway removes the event, by this fraction of the period and by at
-/// most this time. Otherwise the next event of the same gateway would find its own claim.
+/// For a rolling period, the claim in Redis expires earlier than the record of the event in the gateway: by this
+/// fraction of the period, but at most by `MAX_CLAIM_MARGIN`. Otherwise the old claim could suppress the next event of
+/// the same gateway.
 const CLAIM_MARGIN_DIVISOR: u32 = 10;
 const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout, because a call may include connecting.
+/// Minimum store timeout for this thread, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum size of the response of a webhook, in bytes. The response body is not used.
@@ -84,18 +86,18 @@ const MAX_RESPONSE: usize = 64 << 10;
 /// Minimum interval between two messages of one kind.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The parts of the process that the thread needs.
+/// References to the parts of the process that the thread uses.
 #[derive(Debug)]
 pub(super) struct EventDeps {
     /// The active configuration.
     pub(super) config_handle: Arc<ConfigHandle>,
-    /// The queue to which the receiver belongs.
+    /// The queue from which the thread receives events.
     pub(super) queue: Arc<EventQueue>,
     /// Deliveries by destination.
     pub(super) stats: Arc<MetricFamily<DeliveryStats>>,
-    /// Circuit breaker of a single Redis server.
+    /// Circuit breaker of the store, if the store is a single Redis server.
     pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of a Redis Cluster.
+    /// Slot map of the store, if the store is a Redis Cluster.
     pub(super) cluster_map: Arc<ClusterMap>,
 }
 
@@ -109,16 +111,16 @@ pub(super) struct EventThread {
 /// The reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeliveryError {
-    /// There is no response.
+    /// The webhook sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// The exchange took too long.
-    #[error("no complete response within {} ms", .0.as_millis())]
+    /// The request and its response took too long.
+    #[error("the server sent no complete response within {} ms", .0.as_millis())]
     Timeout(Duration),
     /// The status of the response is not 2xx.
     #[error("the server responded with status {0}")]
     Status(u16),
-    /// The stream cannot be written.
+    /// The event cannot be added to the Redis stream.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -137,7 +139,7 @@ impl EventThread {
                 let store = deps.connect();
                 run(Arc::new(Courier { deps, store, lanes: Mutex::default() }), events, stopped).await;
             });
-            // Do not wait for a DNS lookup that blocks a thread.
+            // Do not wait for a DNS lookup that still blocks a thread of the runtime.
             runtime.shutdown_background();
             Ok(())
         };
@@ -191,11 +193,11 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
     }
 }
 
-/// Delivers events.
+/// Delivers quota events to their destinations.
 #[derive(Debug)]
 struct Courier {
     deps: EventDeps,
-    /// `None` with a memory store, because no other gateway then sends events.
+    /// The store in which events are claimed. `None` for a memory store, with which each gateway sends its own events.
     store: Option<RedisStore>,
     /// The deliveries, by name of the destination.
     lanes: Mutex<HashMap<Box<str>, Arc<Lane>>>,
@@ -281,7 +283,7 @@ impl Courier {
         let mut delivery = Delivery { event, id, body, is_claimed: false };
         let mut failures = 0;
         loop {
-            // Read the destination for each attempt, because a reload may have corrected it.
+            // Look up the destination again for each attempt, because a reload may have corrected it.
             let active = self.deps.config_handle.active();
             let Some(found) = active.config.event_destinations.get(&*destination) else {
                 debug!(%destination, "a reload removed the destination of a quota event");
@@ -315,11 +317,12 @@ impl Courier {
         destination: &EventDestination,
         lane: &Lane,
     ) -> Result<bool, DeliveryError> {
-        // The semaphore is never closed.
+        // Acquiring a permit fails only if the semaphore is closed, which never happens.
         let _permit = lane.in_flight.acquire().await;
         match destination {
             EventDestination::Stream(EventStream { key, max_length }) => {
-                // Without Redis there is no stream, and `check` reports this.
+                // This code is not reached with a memory store, because a stream without Redis is a configuration
+                // error.
                 let Some(store) = &self.store else { return Ok(false) };
                 let entry = StreamEntry { stream: key, max_length: *max_length, body: &delivery.body };
                 Ok(store.claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
@@ -331,7 +334,9 @@ impl Courier {
                         Ok(true) => {}
                         Ok(false) => return Ok(false),
                         // If the claim fails, each gateway sends its own event, so that at least one event is sent.
-                        Err(error) => debug!(%error, "a quota event is sent without a claim"),
+                        Err(error) => {
+                            debug!(%error, "cannot claim a quota event in Redis: other gateways may send it as well")
+                        }
                     }
                 }
                 delivery.is_claimed = true;
@@ -376,7 +381,7 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(USER_AGENT, HeaderValue::from_static(concat!("sluicegate/", env!("CARGO_PKG_VERSION"))));
     for (name, value) in [("webhook-id", id), ("webhook-timestamp", &timestamp), ("webhook-signature", &signature)] {
-        // Letters, digits and punctuation are valid in header values.
+        // The conversion cannot fail, because the values have only letters, digits and punctuation.
         headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
     }
     let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
@@ -412,7 +417,7 @@ impl DeliveryError {
     pub fn hint(&self) -> &'static str {
         match self {
             DeliveryError::Fetch(FetchError::Tls(_)) => {
-                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+                "check the certificate of the server, or set `ca` to the certificate of its CA: ca = \"ca.pem\""
             }
             DeliveryError::Fetch(_) | DeliveryError::Timeout(_) => {
                 "check `webhook`, and that the gateway may connect to the server"
@@ -449,7 +454,7 @@ struct EventData<'a> {
     resets_at: String,
 }
 
-/// Return an event as JSON. Identities appear as in usage reports: consumers by name, others only by their hash.
+/// Return an event as JSON. As in usage reports, consumers appear by name, and other identities only by their hash.
 fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
     let QuotaEvent { usage, threshold, .. } = event;
     let limit = &*usage.notify.limit;
@@ -471,7 +476,7 @@ fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
         resets_at: time(usage.now_us.saturating_add(usage.reset_us)),
     };
     let body = EventBody { kind: EVENT_TYPE, timestamp: time(usage.now_us), data };
-    // Serializing strings and numbers cannot fail.
+    // Serialization cannot fail, because the value has only strings and numbers.
     serde_json::to_vec(&body).unwrap_or_default().into()
 }
 
@@ -480,7 +485,7 @@ mod tests {
     use super::*;
     use aws_lc_rs::hmac::HMAC_SHA256;
 
-    /// The example of the libraries for Standard Webhooks.
+    /// The test vector is the example that the libraries for Standard Webhooks use.
     #[test]
     fn signature_equals_the_published_example() {
         let key = Key::new(HMAC_SHA256, &STANDARD.decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw").unwrap());

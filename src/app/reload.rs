@@ -1,5 +1,5 @@
 //! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If the new
-//! configuration is invalid, the active configuration stays in force.
+//! configuration is invalid, the active configuration does not change.
 
 pub(crate) mod file_watcher;
 
@@ -59,7 +59,7 @@ pub(super) struct Reloader {
 }
 
 impl WorkerGateways {
-    /// Create and add the gateway of a worker. The lock prevents a concurrent reload from missing the new gateway.
+    /// Create and add the gateway of a worker. The lock ensures that a concurrent reload also updates the new gateway.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -80,7 +80,7 @@ impl Reloader {
     /// Handle reload requests until all senders are dropped.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
-            // One reload serves all requests that are already queued.
+            // Reload once for all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             hot_restart::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
@@ -91,8 +91,8 @@ impl Reloader {
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
-                    // The new files may include other files. These files must be watched, so that a correction of the
-                    // error is detected.
+                    // Watch the files that the rejected configuration includes, so that the gateway detects a
+                    // correction of the error.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
                         self.watcher = watch_files(&self.config_handle);
@@ -104,7 +104,7 @@ impl Reloader {
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // The receiver may have been dropped.
+                // Ignore the error of `send`, which means that the receiver was dropped.
                 let _ = reply.send(result.clone());
             }
         }
@@ -170,9 +170,9 @@ fn is_requested(requests: &[ReloadRequest]) -> bool {
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
     /// These keys changed, but a change of these keys requires a restart.
-    #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
+    #[error("{} cannot change while the gateway runs: restart it, or keep {} unchanged", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
-    /// These new certificates have expired or are not valid yet. The variant contains the file and the reason.
+    /// New certificates have expired or are not valid yet. The text names the file and the reason.
     #[error("{}", .0.join("\n"))]
     InvalidCertificates(Vec<String>),
 }
@@ -272,7 +272,7 @@ impl CompiledConfig {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
-            // `get_mut` succeeds, because the new settings are not shared yet.
+            // `get_mut` cannot fail, because the new settings are not shared yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
             }

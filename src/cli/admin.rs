@@ -76,8 +76,8 @@ pub(super) enum AdminCommand {
     },
     /// Renew a certificate by ACME now
     ///
-    /// The running gateway orders the certificate, or another gateway with the same Redis store does. `sluicegate
-    /// certificates` shows the result. Each order counts towards the rate limits of the CA.
+    /// The running gateway, or another gateway with the same Redis store, orders the certificate.
+    /// `sluicegate certificates` shows the result. Each order counts towards the rate limits of the CA.
     #[command(after_help = examples![
         "sluicegate renew --name api.example.com",
         "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",
@@ -287,7 +287,7 @@ impl IdentityArgs {
         }
         let pair = |part: &str| part.find('=');
         if self.identity.iter().any(|part| pair(part).is_none()) {
-            bail!("an identity is a hash, or PART=VALUE for each part: ip=192.0.2.7 api-key=CONSUMER");
+            bail!("give the hash of an identity, or PART=VALUE for each of its parts: ip=192.0.2.7 api-key=CONSUMER");
         }
         Ok(self.identity.iter().filter_map(|part| part.split_once('=')).collect())
     }

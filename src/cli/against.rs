@@ -77,7 +77,7 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// The new quotas, and the gateway that still applies the old ones.
+/// The comparison of usage: the new quotas, and the running gateway, which still applies the old quotas.
 struct Quotas<'a> {
     client: &'a AdminClient,
     config: &'a CompiledConfig,
@@ -99,11 +99,12 @@ struct KnownIdentity {
     is_anonymous: bool,
 }
 
-/// The usage of an identity.
+/// How much of a quota an identity has used in the running gateway.
 struct Usage {
     /// An identity in a response of `/api/identities`.
     status: Value,
-    /// Whether this is the default quota of the limit. A hash does not show the consumer or the tier of an identity.
+    /// Whether the response contains the usage with the default quota of the limit, because a hash does not show the
+    /// consumer or tier of an identity.
     is_of_default_quota: bool,
 }
 
@@ -119,12 +120,12 @@ impl Quotas<'_> {
         for compiled in self.config.limits.values() {
             let name = &*compiled.limit.name;
             let (old, new) = (&old["limit"][name], &new["limit"][name]);
-            // A new limit, or a limit with another `by`, starts with new counters.
+            // Skip a new limit and a limit with another `by`, because they start with new counters.
             if old.is_null() || parts(&old["by"]) != parts(&new["by"]) || self.has_unknown_tiers(compiled) {
                 continue;
             }
             let mut known = Vec::new();
-            // Other files may define quotas of consumers as well.
+            // Also compare consumers if the limit itself is unchanged, because other files may change their quotas.
             if is_changed(name) || self.has_own_quotas(compiled) {
                 known.extend(self.known_consumers(compiled));
             }
@@ -154,7 +155,7 @@ impl Quotas<'_> {
 
     /// Return the consumers of a limit whose `by` is only the API key.
     fn known_consumers(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
-        // List a consumer once, even if it has several keys.
+        // Remove duplicates: a consumer is repeated for each of its keys.
         let names: BTreeSet<_> = self.consumers.iter().map(|consumer| consumer.name.to_string()).collect();
         let is_limited = |name: &String| {
             let input = IdentityInput::from([("api-key".to_owned(), name.clone())]);
@@ -198,7 +199,7 @@ impl Quotas<'_> {
     /// consumer.
     fn usage(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<Usage> {
         let by_parts = identity.parts.as_ref().and_then(|parts| self.status(compiled, parts));
-        // The displayed parts of an identity may be shortened.
+        // Check the hash, because the displayed parts of an identity may be shortened.
         let is_same =
             |status: &Value| identity.hash.is_none() || status["identity"].as_str() == identity.hash.as_deref();
         if let Some(status) = by_parts.filter(is_same) {
@@ -219,12 +220,13 @@ impl Quotas<'_> {
     /// counters.
     fn exceeds(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<OverQuota> {
         let Usage { status, is_of_default_quota } = self.usage(compiled, identity)?;
-        // An override of the identity stays active.
+        // Skip an identity with an override, because the override stays active.
         if status["override"].is_object() {
             return None;
         }
         let caller = match (&identity.consumer, identity.is_anonymous) {
-            // A consumer that was removed from the configuration is rejected, so no quota applies to it.
+            // Skip a consumer that was removed from the configuration: its requests will be rejected, so no quota
+            // applies.
             (Some(name), _) => Caller::Consumer(self.consumers.find_by_name(name)?.clone()),
             (None, true) => Caller::Anonymous,
             (None, false) => Caller::Missing,
@@ -261,7 +263,8 @@ impl Comparison {
         let Comparison { changes, restart, unavailable, over_quota } = self;
         let mut text = String::new();
         if changes.is_empty() && restart.is_empty() {
-            text += "all keys are the same as in the running gateway; secrets and other files are not compared\n";
+            text += "all keys are the same as in the running gateway; the command does not compare secrets and other \
+                     files\n";
         }
         section(&mut text, "differences from the running gateway:", changes.iter().cloned());
         section(&mut text, "a reload rejects a change of these keys, which need a restart:", restart.iter().cloned());

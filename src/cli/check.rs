@@ -269,7 +269,7 @@ fn check_store(
         let mut warnings = Vec::new();
         for (server, _) in servers.masters(STORE_CONNECT_TIMEOUT).await? {
             let survey_result = check_basics(&server, requirements).await;
-            // Connecting takes several round trips, so a server that has replied slowly gets more time.
+            // A server that has replied gets more time to connect, because connecting takes several round trips.
             let timeout = if survey_result.is_ok() { 5 * STORE_CONNECT_TIMEOUT } else { STORE_CONNECT_TIMEOUT };
             try_connect(server.clone(), redis.algorithms, timeout).await?;
             let address = server.client(STORE_CONNECT_TIMEOUT).await?.get_connection_info().addr().to_string();
@@ -277,12 +277,12 @@ fn check_store(
         }
         Ok(warnings)
     });
-    // Do not wait for a DNS lookup that blocks a thread.
+    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// The guarantees of limits: the maximum cost that each quota admits, whatever clients send.
+// The guarantees of limits: the maximum cost that each quota admits, regardless of what clients send.
 
 /// Number of seconds in the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
@@ -329,21 +329,22 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
     })
 }
 
-/// Describe by how much a limit that counts the tokens of an LLM API can be exceeded, and under which assumption.
+/// Describe by how much requests can exceed a limit that counts the tokens of an LLM API, and under which assumption.
 fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
     let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
-    // A token has at least one byte, so a body has at most as many tokens as bytes.
+    // The largest possible error of the estimate: a token has at least one byte, so a body has at most as many tokens
+    // as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
     let unread = unread_cost
-        .map_or(String::new(), |cost| format!(", the cost above {cost} of a request whose body cannot be read"));
-    let cut = if *cuts { " (event streams are cut there)" } else { "" };
+        .map_or(String::new(), |cost| format!(", the cost above {cost} of requests whose body cannot be read"));
+    let cut = if *cuts { " (the gateway cuts event streams at this maximum)" } else { "" };
     format!(
-        "exceeded only by what requests in flight use beyond their reservations: text with fewer than {} bytes per token \
-         (at most {max_excess} for each), images of more than {} and audio of more than {} tokens, input that is not in \
-         the body{unread}, and output beyond the requested maximum or, without one, beyond {} tokens{cut}",
+        "requests in flight can exceed it by the tokens that they use beyond their reservations: text with fewer than \
+         {} bytes per token (at most {max_excess} for each), images of more than {} and audio of more than {} tokens, \
+         input that is not in the body{unread}, and output beyond the requested maximum or, without one, beyond {} tokens{cut}",
         estimate.bytes_per_token, estimate.image, estimate.audio, estimate.default_output
     )
 }
@@ -357,8 +358,8 @@ fn window_seconds(variant: &LimitVariant) -> Option<f64> {
     }
 }
 
-/// Additional cost per gateway that prefetched tokens may admit. This cost is 0 for fixed windows, because prefetched
-/// tokens expire at the end of the window.
+/// Additional cost per gateway that prefetched tokens may admit. 0 for fixed windows, whose prefetched tokens expire at
+/// the end of the window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
     if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
@@ -376,7 +377,7 @@ impl Guarantee<'_> {
             Some(seconds) => format!("in any {}, {} at once", format_window(seconds), self.capacity),
         };
         if self.overdraft {
-            text += ", and what the last responses overdraw";
+            text += ", and the excess costs of responses";
         }
         if self.prefetch > 0 {
             text += &format!(", and up to {} more for each gateway", self.prefetch);

@@ -41,7 +41,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
                 .extend(redis_servers.iter().map(|server| tokio_runtime.block_on(examine(server, &requirements)))),
             Err(error) => servers.push(ServerReport::unreachable(store_addresses(&config.store.name), &error)),
         }
-        // Do not wait for a DNS lookup that blocks a thread.
+        // Do not wait for a DNS lookup that still blocks a thread of the runtime.
         tokio_runtime.shutdown_background();
     }
     let issuers: Vec<_> = fetch_key_sets(config)?.iter().map(|(source, fetched)| issuer(source, fetched)).collect();
@@ -115,7 +115,7 @@ pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<C
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let connecting = join_all(webhooks.iter().map(|(_, webhook)| quota_events::connect(webhook)));
     let connected = tokio_runtime.block_on(connecting);
-    // Do not wait for a DNS lookup that blocks a thread.
+    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
     tokio_runtime.shutdown_background();
     Ok(webhooks.into_iter().zip(connected).map(|((name, webhook), result)| (name, webhook, result)).collect())
 }

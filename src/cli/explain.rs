@@ -49,7 +49,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     };
     if !arguments.offline {
         for (source, fetched) in doctor::fetch_key_sets(config)? {
-            // If this command cannot fetch a key set, the gateway may not have the keys either.
+            // Ignore a key set that cannot be fetched, because the gateway may not have its keys either.
             if let Ok(fetched) = fetched {
                 source.keys.store(fetched.keys, clock::unix_us());
             }
@@ -79,7 +79,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 
 // The command-line arguments, and the request that they describe.
 
-/// The arguments.
+/// The arguments of `sluicegate explain`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
     /// Method of the request, such as GET
@@ -102,12 +102,12 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
-    /// Assume a TLS connection, whatever the scheme of the URL is
+    /// Assume a TLS connection, regardless of the scheme of the URL
     #[arg(long)]
     tls: bool,
 
     /// Assume a connection to the listener with this name or address [default: the first listener with the scheme and
-    /// port of the URL, or else with its scheme]
+    /// port of the URL, or if there is none, the first with its scheme]
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 
@@ -124,7 +124,7 @@ pub(in crate::cli) struct Arguments {
     pub(crate) json: bool,
 }
 
-/// A request, and the peer address that it comes from.
+/// The request to explain, and the peer address that it comes from.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
@@ -137,27 +137,29 @@ pub(crate) struct ClientRequest {
 pub(crate) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
     LowercaseMethod(String),
-    #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
+    #[error("`{0}` is not a method; write the method before the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
     #[error("`{0}` has no host: give the whole URL, such as http://localhost{0}")]
     MissingHost(String),
     #[error("`{0}` has no scheme: http://{0} or https://{0}")]
     MissingScheme(String),
-    #[error("the scheme of a URL is http or https, not `{0}`")]
+    #[error("write http:// or https:// as the scheme of the URL, not `{0}`")]
     UnsupportedScheme(String),
     #[error("an IPv6 address needs brackets in a URL: http://[2001:db8::1]/")]
     MissingBrackets,
-    #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
+    #[error("remove user and password from the URL, and pass them as clients send them: -H 'Authorization: Basic …'")]
     UserInfo,
-    #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
+    #[error("`{0}` is not a URL: percent-encode spaces and non-ASCII characters (%20)")]
     InvalidUrl(String),
-    #[error("-H '{0}' is not a header: -H 'name: value'")]
+    #[error("-H '{0}' is not a header: write -H 'name: value'")]
     InvalidHeader(String),
     #[error("--body: read {0}: {1}")]
     UnreadableBody(String, String),
-    #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
+    #[error(
+        "--ip {0} is not an address: write an address such as 192.0.2.7 or 2001:db8::7, without port and prefix length"
+    )]
     InvalidAddress(String),
-    #[error("--listener {0} is not a listener of the configuration: {1}")]
+    #[error("--listener {0} is not a listener of the configuration, which has {1}")]
     UnknownListener(String, String),
 }
 
@@ -192,7 +194,7 @@ impl Arguments {
 }
 
 impl Arguments {
-    /// Return the body.
+    /// Return the request body that the arguments give.
     fn body(&self) -> Result<Vec<u8>, ArgumentError> {
         let Some(text) = &self.body else { return Ok(Vec::new()) };
         match text.strip_prefix('@') {
@@ -281,7 +283,8 @@ impl AdminCounters {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
             None => Err(CountersUnavailable(
-                "the counters are in the memory of the running gateway; add [admin], so that explain can read them"
+                "the counters are in the memory of the running gateway; add the table [admin], so that explain can \
+                 read them"
                     .to_owned(),
             )),
             Some(_) => AdminClient::from_config(config_path, config)
@@ -301,7 +304,7 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // Print only the outermost context of the error: the causes are errors of the operating system.
+    // Print only the outermost message of the error, because its causes are errors of the operating system.
     CountersUnavailable(format!("cannot read the counters in the memory of the running gateway: {error}"))
 }
 
@@ -328,7 +331,7 @@ impl Counters for AdminCounters {
         let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
-            // Limit names and identity hashes need no percent-encoding.
+            // Do not percent-encode limit names and identity hashes, whose characters are valid in queries.
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
@@ -597,7 +600,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// Write one item: the name in the left column and its lines in the right column.
+/// Write one item of the explanation: the name in the left column, and its lines in the right column.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {

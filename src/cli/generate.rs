@@ -55,7 +55,7 @@ pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
 
 // === `sluicegate man`: the help of each command, and sections that clap does not generate ===
 
-/// Names or codes, each with its meaning.
+/// The rows of a section of the manual page: names or codes, each with its meaning.
 type Entries = &'static [(&'static str, &'static str)];
 
 /// Write the pages of a program and of all its commands into a folder.
@@ -153,7 +153,8 @@ fn exit_statuses(command: &str) -> Entries {
             ("0", "The gateway stopped after SIGTERM, SIGINT or a hot restart."),
             (
                 "1",
-                "The gateway could not start, such as with an address in use, or a signal ended it while it drained.",
+                "The gateway could not start, for example because an address was in use, or a signal ended it while \
+                 it drained.",
             ),
             ("2", "The configuration or the command line is invalid."),
         ],
@@ -168,7 +169,7 @@ fn exit_statuses(command: &str) -> Entries {
             ("2", "The configuration or the command line is invalid."),
         ],
         "explain" => &[
-            ("0", "The request was explained, whatever its response would be."),
+            ("0", "The request was explained, regardless of the status of its response."),
             ("1", "The command failed."),
             ("2", "The configuration, the request or the command line is invalid."),
         ],
@@ -213,28 +214,32 @@ fn files(command: &str) -> Entries {
     );
     match command {
         "init" => &[
-            ("gateway.toml", "The configuration that is written, see --config."),
+            ("gateway.toml", "The configuration that the command writes, see --config."),
             ("consumers.toml", "The consumers file in the same directory, written with templates that have API keys."),
         ],
         "key" => &[
             ("gateway.toml", "The configuration, see --config. It names the consumers file in `auth.NAME.consumers`."),
             (
                 "consumers.toml",
-                "Consumers and the hashes of their API keys. Replaced atomically, with its permissions and comments.",
+                "Consumers and the hashes of their API keys. The command replaces the file atomically, and keeps its \
+                 permissions and comments.",
             ),
         ],
         "replay" => &[("gateway.toml", "The configuration, see --config. Not read with --by."), CONSUMERS],
         "top" | "inspect" | "reset" | "override" => &[(
             "gateway.toml",
-            "The configuration, see --config. Its `[admin]` has the address and the token. Not read with --admin.",
+            "The configuration, see --config. Its table `[admin]` contains the address and the token. With --admin, \
+             the command does not read this file.",
         )],
         "probe" => &[(
             "gateway.toml",
-            "The configuration, see --config. Its `[admin]` has the socket, the address and the token. Not read with --url.",
+            "The configuration, see --config. Its table `[admin]` contains the socket, the address and the token. \
+             With --url, the command does not read this file.",
         )],
         "status" => &[(
             "gateway.toml",
-            "The configuration, see --config. Its `[admin]` has the socket, the address and the token. Not read with --admin.",
+            "The configuration, see --config. Its table `[admin]` contains the socket, the address and the token. \
+             With --admin, the command does not read this file.",
         )],
         "schema" => &[
             ("gateway.toml", "The configuration, which the first schema describes."),
@@ -276,7 +281,7 @@ fn environment(command: &str) -> Entries {
         "top" | "inspect" | "reset" | "override" => &[IN_CONFIG, TOKEN, NO_COLOR],
         "probe" => &[IN_CONFIG, TOKEN],
         "status" => {
-            &[IN_CONFIG, TOKEN, ("COLUMNS", "Maximum width of tables. By default that of the terminal."), NO_COLOR]
+            &[IN_CONFIG, TOKEN, ("COLUMNS", "Maximum width of tables. Default: the width of the terminal."), NO_COLOR]
         }
         "key" | "replay" => &[IN_CONFIG, NO_COLOR],
         _ => &[],

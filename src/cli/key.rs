@@ -187,7 +187,9 @@ fn parse_expiry(text: &str) -> Result<Datetime, String> {
     match time.and_then(|time| Some((time, datetime_us(&time)?))) {
         Some((time, us)) if us > clock::unix_us() => Ok(time),
         Some(_) => Err("the time is in the past".to_owned()),
-        None => Err("a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned()),
+        None => {
+            Err("write a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned())
+        }
     }
 }
 
@@ -207,8 +209,8 @@ fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // Do not print the argument: it may be a key instead of a fingerprint.
         bail!(
-            "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows the fingerprints; give a key on \
-             standard input, because all users of this machine see arguments"
+            "this is not a fingerprint, which consists of hex digits\n  `sluicegate key list` shows the fingerprints; give \
+             a key on standard input, because all users of this machine see arguments"
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {
@@ -294,7 +296,7 @@ impl KeyPrefix {
         let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
         match text.bytes().all(is_allowed) && text.ends_with('_') && text.len() <= 32 {
             true => Ok(KeyPrefix(text.to_owned())),
-            false => Err("lower-case letters, digits and _, with a _ at the end, such as acme_test_".to_owned()),
+            false => Err("use lower-case letters, digits and _, with a _ at the end, such as acme_test_".to_owned()),
         }
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     let proposals: Vec<_> = arguments.limits.iter().map(|argument| argument.0.clone()).collect();
     let config = load_config(arguments, config_path, &proposals).inspect_err(|_| {
         if arguments.by.is_empty() && !config_path.exists() {
-            anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
+            anstream::eprintln!("to replay without a configuration, use: replay LOG --by ip --limit per-ip=600/min");
         }
     })?;
     match run_replay(arguments, config, proposals) {
@@ -136,7 +136,7 @@ impl ReplayObserver for ProgressDisplay {
 
 // The arguments.
 
-/// The arguments.
+/// The arguments of `sluicegate replay`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
     /// Read these access logs, plain or gzipped; `-` is standard input

@@ -32,7 +32,10 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
                 signals.stop.wait_accept_grace(&config_handle).await;
             }
             let drain = config_handle.active().config.server.drain_timeout;
-            info!(drain_timeout = ?drain, "stopping after the open requests; another signal stops the gateway at once");
+            info!(
+                drain_timeout = ?drain,
+                "stopping after the requests in flight; another signal stops the gateway at once"
+            );
             stop_token.cancel();
             signals.stop.recv().await;
             std::process::exit(1);
@@ -76,9 +79,10 @@ impl StopSignal {
         if !accept_grace.is_zero() {
             info!(
                 ?accept_grace,
-                "stopping: /readyz is 503, requests are still accepted; a second signal drains at once"
+                "stopping: /readyz returns 503, but requests are still accepted; a second signal starts to drain at \
+                 once"
             );
-            // Both events end the wait for `accept_grace`.
+            // Ignore the result: the wait ends both after the timeout and at a further signal.
             let _ = timeout(accept_grace, self.recv()).await;
         }
     }
@@ -96,7 +100,7 @@ impl Signals {
         loop {
             tokio::select! {
                 () = self.stop.recv() => return StopCause::Signal,
-                // The reload function logs its own result.
+                // Ignore the result, because the reload function logs it.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("hot restart: starting a new process with the listening sockets");

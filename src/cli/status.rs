@@ -62,7 +62,7 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     let get = |path: &str| client.request(Method::GET, path, None);
     let mut report = get("/api/status")?;
     let mut configuration = get("/api/config")?;
-    // The page shows which configuration was loaded, and when. `/api/config` returns the content of the configuration.
+    // Remove the content of the configuration from the output. The page shows only which file was loaded, and when.
     for key in ["configuration", "addresses"] {
         configuration.as_object_mut().and_then(|fields| fields.remove(key));
     }
@@ -86,7 +86,7 @@ fn terminal_width() -> Option<u16> {
     columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// The page, and the stream to which it is written.
+/// The writer of the page.
 struct Page<'a, W> {
     report: &'a Value,
     /// Maximum width of a table in columns.
@@ -344,7 +344,7 @@ pub(super) fn probe(config_path: &Path, options: &ProbeOptions) -> anyhow::Resul
 }
 
 fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
-    let us = parse_duration_us(text).context("write a number with ms, s, m, h or d, such as 500ms")?;
+    let us = parse_duration_us(text).context("write a duration with ms, s, m, h or d, such as 500ms")?;
     Ok(Duration::from_micros(us))
 }
 
@@ -361,7 +361,7 @@ pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> any
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
     }
     if response["result"] != "ok" {
-        let error = response["error"].as_str().unwrap_or("the gateway did not say why").trim_end();
+        let error = response["error"].as_str().unwrap_or("the gateway gave no reason").trim_end();
         bail!("the gateway rejected the new configuration, and the active configuration stays in force:\n{error}");
     }
     if !json {
@@ -380,7 +380,7 @@ fn describe(response: &Value) -> String {
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let (Some(_), false) = (age, changes.is_empty()) else {
         return format!(
-            "{file}: reloaded; no key has another value. Environment variables, secrets and other files may have\n"
+            "{file}: reloaded; no key has changed. Environment variables, secrets and other files may have changed\n"
         );
     };
     let mut text = format!("{file}: reloaded; {}\n", pluralize(changes.len() as u64, "difference"));

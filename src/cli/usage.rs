@@ -27,7 +27,7 @@ use crate::snapshot::CompiledConfig;
 /// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The arguments.
+/// The arguments of `sluicegate usage`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
     /// Print only this limit [default: all limits with `usage`]
@@ -103,7 +103,7 @@ fn read_redis(
         let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
         store.read_usage(query).await
     });
-    // Do not wait for a DNS lookup that blocks a thread.
+    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
     tokio_runtime.shutdown_background();
     rows.map_err(|error| {
         let reply = match &error {

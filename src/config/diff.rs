@@ -1,5 +1,5 @@
-//! The differences between two configurations, as sentences. Both configurations are compared as they are written in
-//! their files, with secrets redacted. Neither defaults nor the content of other files are compared.
+//! The differences between two configurations, as sentences. The comparison uses the text of both files, with secrets
+//! redacted. It ignores default values and the content of other files.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ pub struct Difference {
     pub name: Option<String>,
     /// The difference as text: `added`, `removed`, or each changed key with its old and its new value.
     pub text: String,
-    /// Whether both configurations have the entry.
+    /// Whether both configurations have the entry, with different values.
     pub is_change: bool,
 }
 
@@ -65,7 +65,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
                 for item in items {
                     let name = ["name", "address", "path"].iter().find_map(|key| item[*key].as_str());
                     let mut name = name.unwrap_or_default().to_owned();
-                    // Two entries may have the same name, because routes do not need a name.
+                    // Make the name unique, because two routes without a name may have the same path.
                     while found.contains_key(&(table.clone(), Some(name.clone()))) {
                         name.push('\'');
                     }
@@ -84,7 +84,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
     found
 }
 
-/// Tables whose keys are names.
+/// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
 /// Return each key that differs, as `key old → new`, sorted.

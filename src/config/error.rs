@@ -16,7 +16,7 @@ use crate::config::secrets::{RedactedText, redact};
 pub struct Issue {
     /// Byte range in the file. `None` for an issue of the whole file.
     pub span: Option<Range<usize>>,
-    /// The error.
+    /// The text that describes the error or warning.
     pub message: String,
     /// What the operator can do about the error.
     pub hint: Option<String>,
@@ -71,7 +71,7 @@ impl FileIssues {
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// Return the issues in the order of their position in the file. The checks found them in another order.
+    /// Return the issues in the order of their position in the file. Validation finds the issues in a different order.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));

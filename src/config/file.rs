@@ -29,7 +29,7 @@ use crate::config::{
 /// A parsed file, with the issues that were found while parsing it.
 #[derive(Debug)]
 pub struct ParsedFile<T> {
-    /// The deserialized values.
+    /// The values of the file, as the types of the configuration.
     pub value: T,
     /// Texts of the file and of the files that it includes.
     pub sources: Sources,
@@ -61,7 +61,7 @@ impl UnresolvedValue {
 /// How to report environment variables that are not set and have no default.
 #[derive(Debug, Clone, Copy)]
 pub enum UnsetVariables<'a> {
-    /// Report the variables as errors.
+    /// Report variables that are not set as errors.
     Error,
     /// Report the variables as warnings if any text would be valid in their place, such as a password.
     WarnIfValid,
@@ -69,8 +69,8 @@ pub enum UnsetVariables<'a> {
     WarnExcept(&'a [&'a str]),
 }
 
-/// Divide the issues of files into errors and warnings. An issue that is caused by an unresolved value is dropped,
-/// because the variable is the error. `warnings` are the warnings of the parser.
+/// Divide the issues of files into errors and warnings. Drop issues that are caused by an unset environment variable,
+/// because the variable itself is already reported. `warnings` are the warnings of the parser.
 pub fn resolve_issues(
     sources: &Sources,
     issues: Vec<Issue>,
@@ -146,7 +146,7 @@ pub fn parse_consumers(
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
     let sources = Sources::new(path, utf8_text(path, content.to_vec())?);
     parse(sources, Vec::new(), environment, true).map_err(|files| {
-        // A file has at most one syntax or type error.
+        // Report one error, because parsing ends at the first syntax or type error.
         files.into_iter().next().unwrap_or_else(|| FileIssues::from_message(path, "cannot be parsed"))
     })
 }
@@ -265,7 +265,7 @@ fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String>
     }
     // The value that contains the error begins after the last `=`, or in a list after the last `[` or `,`.
     let offset = (span.start - line_start).min(line.len());
-    // The error is at the `=`, in the value or after the value.
+    // The parser reports the position of the `=`, of the value, or after the value.
     let before = line.get(..offset + usize::from(line[offset..].starts_with('=')))?;
     let equals = before.rfind('=')?;
     let key = before[..equals].rsplit(['{', ',', ' ', '\t']).find(|word| !word.is_empty())?;
@@ -297,7 +297,7 @@ fn first_definition(before: &str, line: &str) -> Option<usize> {
         if definition(line).as_ref() == Some(&name) {
             first = first.or(Some(index + 1));
         } else if is_header && !name.starts_with('[') {
-            // These keys belong to another table.
+            // The following keys belong to another table, so forget the key found so far.
             first = None;
         }
     }
@@ -330,7 +330,7 @@ fn type_hint(message: &str, path: &[&str]) -> Option<String> {
                 key if SIZE_KEYS.contains(&key) => format!("{number}B"),
                 _ => number.to_owned(),
             };
-            return Some(format!("put it in quotes: {key} = \"{value}\""));
+            return Some(format!("put the value in quotes: {key} = \"{value}\""));
         }
         ("string", expected) if expected.starts_with("struct ") => {
             return Some(format!("write a table: {key} = {{ … }}"));
@@ -419,7 +419,7 @@ impl Environment<'_> {
                 None => match default {
                     Some(default) => out.push_str(default),
                     None => {
-                        // Each placeholder is different, so that two placeholders are never duplicates.
+                        // Make each placeholder different, so that two placeholders are never reported as duplicates.
                         out.push_str(&format!("unset{}", self.unresolved.len()));
                         let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
                             .with_hint(format!("set the variable, or give a default: ${{{name}:-value}}"));
@@ -457,11 +457,11 @@ fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> 
         (is_name && is_word).then_some(name)
     })?;
     let keys: Vec<_> = path.iter().map(String::as_str).collect();
-    // The text may be a password that contains `$`, so it is not shown.
+    // Do not quote the text, because it may be a password that contains `$`.
     let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
     let issue = Issue::new(
         span.clone(),
-        "`$` without braces is not replaced by an environment variable: the text is used as written",
+        "`$` without braces is literal text: only `${NAME}` is replaced with an environment variable",
     );
     Some(issue.with_hint(format!("write ${{{name}}} for the environment variable")))
 }
@@ -527,7 +527,7 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     Some((format!("the table `[{table}]` must be a provider, `[auth.NAME]`"), Some(hint)))
 }
 
-/// Names that other programs use for `health_check`.
+/// Names by which other programs call `health_check`. Hints for unknown keys use this list.
 const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
 
 /// Return the name of the table at a path and its supported keys.
@@ -606,7 +606,10 @@ pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<S
         _ => known_keys(parents),
     };
     if UNSUPPORTED_KEYS.iter().any(|(table, keys)| *table == name && keys.contains(&key.as_str())) {
-        return (format!("`{key}` is not supported yet"), Some("remove it: this version would ignore it".to_owned()));
+        return (
+            format!("`{key}` is not supported yet"),
+            Some("remove the key: this version of the gateway would ignore it".to_owned()),
+        );
     }
     let hint = match closest_name(key, known.iter().copied()) {
         _ if name == "upstream" && HEALTH_CHECK_NAMES.contains(&key.as_str()) => {
@@ -652,7 +655,7 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
         }
     }
     let mut names: &'static [&'static str] = &[];
-    // `FieldNames` always returns an error after it has recorded the names.
+    // Ignore the error, which `FieldNames` always returns after it has recorded the names.
     let _ = T::deserialize(FieldNames(&mut names));
     names
 }

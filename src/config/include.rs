@@ -16,7 +16,7 @@ use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, ut
 const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
 
 /// The included tables as they are written.
-const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME] only";
+const TABLE_FORMS: &str = "an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]";
 
 /// The texts of a configuration: one file, and the files that it includes. A span counts bytes in the concatenation of
 /// all texts, so that it also identifies its file.
@@ -200,7 +200,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     for pattern in patterns.into_iter().flat_map(|patterns| patterns.iter()) {
         let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
         let Some(written) = substituted(written, environment) else {
-            // The unset variable is reported as the error.
+            // The unset variable is reported as an error elsewhere. Here, only explain its effect.
             expansion
                 .issues
                 .push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
@@ -246,7 +246,7 @@ fn canonical(path: &Path) -> PathBuf {
 /// The pattern is not valid, or its directory cannot be read.
 fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf>) -> Result<Vec<PathBuf>, Issue> {
     let issue = |message: String, hint: &str| Issue { span: None, message, hint: Some(hint.to_owned()) };
-    let example = "a path or a pattern, relative to this file: \"routes/*.toml\"";
+    let example = "write a path or a pattern relative to this file, such as \"routes/*.toml\"";
     let (directory, name) = pattern.rsplit_once('/').map_or(("", pattern), |(directory, name)| match directory {
         "" => ("/", name),
         directory => (directory, name),
@@ -255,11 +255,11 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
         return Err(issue(format!("`{pattern}` is not a file"), example));
     }
     if directory.contains(['*', '?']) {
-        let hint = "`*` and `?` are valid in the file name only";
+        let hint = "use `*` and `?` only in the file name";
         return Err(issue(format!("`{pattern}` has a wildcard in the name of a directory"), hint));
     }
     let base = path.parent().unwrap_or(Path::new(""));
-    // Joining an empty path would append a slash.
+    // Do not join an empty path, which would append a slash.
     let directory = if directory.is_empty() { base.to_owned() } else { base.join(directory) };
     // A directory that does not exist cannot be watched. Watch its parent instead, in which the directory may appear.
     let is_present = |directory: &&Path| directory.as_os_str().is_empty() || directory.is_dir();
@@ -338,7 +338,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
             let (message, hint) = match &*name {
                 "include" => {
                     let hint = format!("list all files in `include` of {}", main.display());
-                    ("an included file cannot include others".to_owned(), hint)
+                    ("an included file cannot include other files".to_owned(), hint)
                 }
                 "consumer" => {
                     let hint =
@@ -384,7 +384,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                     }
                 }
             }
-            // The deserialization reports an error about the type of the other table.
+            // Ignore a table of the wrong type, because the deserialization reports an error about it.
             _ => {}
         }
     }

@@ -36,7 +36,7 @@ impl Transform for TomlSchema {
         if let Some(object) = schema.as_object_mut() {
             remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
-                // The text contains the line breaks of the source code.
+                // Replace the line breaks of the doc comment in the source code.
                 *text = text.replace('\n', " ");
             }
             // The defaults of an absent table are those of its keys. The default of an absent list is the empty list.
@@ -73,7 +73,7 @@ fn remove_null(object: &mut Map<String, Value>) {
         let only = only.take();
         object.remove("anyOf");
         for (key, value) in only.as_object().into_iter().flatten() {
-            // Attributes of the key take precedence over attributes of its type.
+            // Do not replace the attributes of the key, because they take precedence over the attributes of its type.
             object.entry(key).or_insert_with(|| value.clone());
         }
     }
@@ -87,7 +87,7 @@ pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
 }
 
-/// A count without a time unit is valid only for concurrency limits.
+/// Return the schema of a quota. A count without a time unit is valid only for concurrency limits.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
 }
@@ -104,7 +104,7 @@ pub(super) fn percentages(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "integer", "minimum": 1, "maximum": 100 }))
 }
 
-/// Costs by the name of a tool.
+/// Return the schema of `cost.tools`: costs by the name of a tool.
 pub(super) fn tool_costs(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
@@ -116,7 +116,7 @@ pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }
 
-/// A TOML date and time. Editors treat the value as a string.
+/// Return the schema of a TOML date and time, which editors treat as a string.
 pub(super) fn timestamp(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]{4}-[0-9]{2}-[0-9]{2}([Tt ][0-9:.]+([Zz]|[+-][0-9]{2}:[0-9]{2}))?$")
 }

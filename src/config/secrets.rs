@@ -38,7 +38,7 @@ const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 /// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
 
-/// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
+/// Keys of `[auth.NAME]` that are not secret, regardless of their names and of the names below them.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
 /// Keys in `cost` of a limit that counts the tokens of an LLM API.
@@ -62,11 +62,11 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if let ["limit", _, "cost", "models", ..] = path {
-        // Names of models.
+        // The keys of `models` are names of models, which are not secret.
         return false;
     }
     if let ["notify", _, "webhook"] = path {
-        // Many webhooks have a secret in the path of their URL.
+        // The URL of a webhook is secret as a whole, because many webhooks have a secret in the path.
         return true;
     }
     if let ["limit", _, "cost", key] = path
@@ -90,9 +90,9 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
     };
     path.iter().enumerate().any(|(depth, key)| {
-        // A table that is no longer supported: the error about it shows its values.
+        // The former table `[api_key]` is not secret, because the error about it quotes its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
-        // In `cors`, this key is a boolean.
+        // `credentials` in `cors` is a boolean, not a secret.
         let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
         let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
         !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
@@ -103,8 +103,8 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // The credentials are everything before the last `@`: a password may contain any character, especially if this is
-    // the error.
+    // The credentials are everything before the last `@`: a password may contain any character, especially if the
+    // unescaped character is the error.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {
@@ -153,8 +153,8 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // A text that is not valid TOML is redacted line by line. The function may hide too much, but never too
-            // little.
+            // If the text is not valid TOML, redact it line by line. The result may hide more than the secrets, but
+            // never less.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted
@@ -215,7 +215,7 @@ impl RedactedText {
         }
     }
 
-    /// Record a secret for `redact_message`. Shorter texts also occur in words that are not secret.
+    /// Record a secret for `redact_message`. Ignore short texts, because they also occur in words that are not secret.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -403,7 +403,7 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://u:p@b:1\"]", "servers = [\"http://a:1\", \"http://***@b:1\"]"),
             ("name = \"search\"\npath = \"/token\"\n", "name = \"search\"\npath = \"/token\"\n"),
             ("[limit.tokens]\nquota = \"1/s\"\n", "[limit.tokens]\nquota = \"1/s\"\n"),
-            // Invalid TOML.
+            // A text that is not valid TOML is redacted as well.
             ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
             ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
         ] {

@@ -12,7 +12,7 @@ use crate::config::error::Spanned;
 use crate::config::tables::Health;
 use crate::config::{Text, schema};
 
-/// `5`, or a table that names the header with the cost.
+/// The key `cost`: a number such as `5`, or a table that describes where the cost comes from.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum LimitCost {
@@ -44,7 +44,7 @@ pub struct CostTable {
     /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of
     /// the output are reserved before the request, and corrected to the usage that the response reports ([token
     /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. `llm` cannot be combined with `sliding-log`,
-    /// `concurrency` and `prefetch`.
+    /// `concurrency` or `prefetch`.
     #[schemars(extend("enum" = ["auto"]))]
     pub llm: Option<Text>,
     /// With `llm`: output tokens to reserve if the request contains no maximum.
@@ -60,24 +60,24 @@ pub struct CostTable {
     /// With `llm`: estimated tokens of an audio part.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
     pub audio_tokens: Option<Spanned<i64>>,
-    /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
-    /// weight is a price in dollars per million tokens.
+    /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With
+    /// `unit = "usd-micros"`, a weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
     /// With `llm`: weights by model. `*` in a name stands for any number of characters. If several names match, the
-    /// name with the most other characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing here has
-    /// the value in `weights`.
+    /// name with the most other characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing in a
+    /// pattern has its value in `weights`.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
     /// With `llm`: maximum size of the request body, which is read before the limits are checked. A larger body gets
     /// 413, unless `reserve` is set. Default: `server.inspect_body`.
     #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
-    /// With `llm`: cost to reserve for a request whose body cannot be read because it is longer than `inspect_body`,
-    /// compressed, or not a JSON object. Default: such requests get 400 or 413.
+    /// With `llm`: cost to reserve for a request whose body the gateway cannot read, because the body is longer than
+    /// `inspect_body`, compressed, or not a JSON object. Default: such requests get 400 or 413.
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub reserve: Option<Spanned<i64>>,
     /// With `llm`: handling of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`:
-    /// forward the whole stream and charge the excess. `"cut"`: send the final event of the API, and abort the response
-    /// of the provider.
+    /// forward the whole stream and charge the excess. `"cut"`: end the stream with the final event of the API, and
+    /// abort the response of the provider.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
     /// With `llm`: request the usage of streams from OpenAI's API if the client does not request it, and hide the
@@ -149,7 +149,7 @@ pub struct AccessLogTable {
     /// syslog and journald: name of the program in the messages (`APP-NAME`, `SYSLOG_IDENTIFIER`).
     #[schemars(extend("default" = "sluicegate"))]
     pub tag: Option<Text>,
-    /// Share of the requests without an error whose records are written, above 0 and up to 1, such as 0.01. Errors and
+    /// Share of the successful requests whose records are written, above 0 and up to 1, such as 0.01. Errors and
     /// denials are always written ([sampling](access-log.md#sampling)).
     #[schemars(extend("exclusiveMinimum" = 0, "maximum" = 1, "default" = 1))]
     pub sample: Option<Spanned<f64>>,

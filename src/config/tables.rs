@@ -98,8 +98,8 @@ pub struct Route {
     /// and `anthropic` describe one limit for each `unit`.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
-    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`, in addition to the CORS
-    /// headers of the upstream. The key has no effect on a route with `cors`, which always exposes these headers.
+    /// Add `Access-Control-Expose-Headers` with the RateLimit headers and `Retry-After` to the CORS headers of the
+    /// upstream. The key has no effect on a route with `cors`, which always exposes these headers.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
@@ -113,7 +113,7 @@ pub struct MatchRules {
     /// Conditions by name of a query parameter. Names are compared after decoding.
     pub query: BTreeMap<String, Spanned<ValueRule>>,
     /// Conditions by JSON pointer (RFC 6901) into the request body: `{ "/model" = { prefix = "gpt-" } }`. The gateway
-    /// reads the body before it routes the request, if the route matches in all other respects ([routes by
+    /// reads the body before it routes the request, if all other conditions of the route are met ([routes by
     /// body](../how-to/routing.md#by-the-body)).
     pub json: BTreeMap<String, Spanned<ValueRule>>,
 }
@@ -154,11 +154,11 @@ pub struct Cors {
     /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`, where `*`
     /// stands for one or more labels. Scheme and port must match. `["*"]` = all origins, without credentials.
     pub origins: Vec<Text>,
-    /// Methods that preflights allow, in addition to GET, HEAD and POST. `["*"]` = whatever method is requested.
-    /// Default: `methods` of the route.
+    /// Methods that preflights allow, in addition to GET, HEAD and POST. `["*"]` = any method. Default: `methods` of
+    /// the route.
     pub methods: Option<Vec<Text>>,
-    /// Request headers that preflights allow, in addition to headers that need no preflight. `["*"]` = whatever headers
-    /// are requested. Default: none.
+    /// Request headers that preflights allow, in addition to headers that need no preflight. `["*"]` = any headers.
+    /// Default: none.
     pub headers: Option<Vec<Text>>,
     /// Whether browsers may send cookies, client certificates and HTTP authentication.
     #[schemars(extend("default" = false))]
@@ -180,8 +180,8 @@ pub struct ResponseHeaderRules {
     pub set: BTreeMap<String, Text>,
     /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
-    /// Set headers also on responses with which the gateway rejects a request of the route, such as 401, 413, 429 and
-    /// 502. Headers that the rejection sets itself, such as `Cache-Control` and `Retry-After`, do not change.
+    /// Also set the headers on error responses that the gateway generates for requests of the route, such as 401, 413,
+    /// 429 and 502. Headers that such a response already has, such as `Cache-Control` and `Retry-After`, do not change.
     #[schemars(extend("default" = false))]
     pub on_errors: bool,
 }
@@ -191,8 +191,7 @@ pub struct ResponseHeaderRules {
 #[serde(default)]
 #[schemars(extend("required" = ["upstream"]))]
 pub struct Mirror {
-    /// Name of the upstream that gets the copies. The timeouts of this upstream apply to the copies, its `retries` do
-    /// not.
+    /// Name of the upstream that gets the copies. Its timeouts apply to the copies, but its `retries` do not.
     pub upstream: Option<Text>,
     /// Percentage of the requests that are copied, such as 10 or 0.1. 0 = none.
     #[schemars(range(min = 0, max = 100), extend("default" = 100))]
@@ -299,8 +298,8 @@ pub struct Limit {
     pub unit: Option<Text>,
     /// HTTP methods that the limit applies to, such as `["POST"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// Identities that are never limited: `SOURCE=VALUE` with a source in `by`, such as `"api-key=batch"` (a consumer,
-    /// never an unknown key) or `"client-cert=CN=alice,O=Acme"`. The value starts after the first `=`.
+    /// Identities to which the limit does not apply: `SOURCE=VALUE` with a source in `by`, such as `"api-key=batch"` (a
+    /// consumer, never an unknown key) or `"client-cert=CN=alice,O=Acme"`. The value starts after the first `=`.
     /// `"ip=10.0.0.0/8"` also applies if the client network replaces another source. With `by = "ip"`, the network
     /// alone is sufficient.
     pub exempt: Vec<Text>,
@@ -314,7 +313,7 @@ pub struct Limit {
     /// `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Option<Vec<Text>>,
-    /// Queue timeout: a request that would be denied waits in a queue for up to this time. Default: no queue.
+    /// Queue timeout: maximum time that a request waits in a queue instead of being denied. Default: no queue.
     #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,
     /// Maximum number of queued requests per identity on each gateway. Further requests are denied.
@@ -382,12 +381,12 @@ pub struct Upstream {
     /// client gets 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub connect_timeout: Option<Text>,
-    /// Maximum time from the end of the request to the response headers. If the response headers are later, the client
-    /// gets 504. The time in which the gateway waits for the client's body does not count.
+    /// Maximum time from the end of the request to the response headers. If they arrive later, the client gets 504. The
+    /// time in which the gateway waits for the body of the client does not count.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub response_timeout: Option<Text>,
-    /// Idle connections are not reused after this time. With HTTP/2, a connection is idle if it has no request for this
-    /// time.
+    /// Maximum idle time after which a connection is still reused. With HTTP/2, a connection is idle if it has no
+    /// request for this time.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
     /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`.
@@ -396,15 +395,15 @@ pub struct Upstream {
     /// Maximum number of requests in flight per server, from all workers. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_requests: Option<Spanned<i64>>,
-    /// Maximum number of requests that wait for a server with capacity, each for at most `connect_timeout`. Further
-    /// requests get 503.
+    /// Maximum number of queued requests while all servers have `max_requests` requests in flight. A request waits at
+    /// most `connect_timeout`. Further requests get 503.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_queue: Option<Spanned<i64>>,
     /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. A server gets no
     /// requests after `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
     pub health_check: Option<Spanned<HealthCheck>>,
-    /// Outlier detection, with `{}` for the defaults: a server is ejected after `consecutive_errors`, for
-    /// `base_ejection_time` times the number of recent ejections, at most 10 times.
+    /// Outlier detection (`{}` = the defaults). After `consecutive_errors`, a server is ejected for
+    /// `base_ejection_time` multiplied by the number of recent ejections, at most by 10.
     pub outlier_detection: Option<Spanned<Eject>>,
     /// Time in which the weight of a recovered server rises to its full value. `"0s"` = at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
@@ -433,7 +432,7 @@ pub struct Upstream {
 pub struct UpstreamTls {
     /// PEM file of CA certificates for the servers. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// Name for which the server certificates must be valid. Default: the host of the URL.
+    /// Name for which the server certificates must be valid, and which is sent as SNI. Default: the host of the URL.
     pub server_name: Option<Text>,
     /// PEM file of the client certificate. Requires `key`.
     pub cert: Option<Text>,

@@ -20,23 +20,23 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;
 use crate::http::upgrade::Tunnel;
 
-/// Hook for the end of a response body.
+/// Callbacks for a response body.
 pub trait OnComplete: Send {
-    /// The hook is called with each chunk before the chunk is sent. The function may change the chunk if the length of
-    /// the body is unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
+    /// Called with each chunk before it is sent. The callback may change the chunk if the length of the body is
+    /// unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
     fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
-    /// The method is called when the body is dropped, after its end (`complete`) or before. `bytes_sent` is the number
-    /// of body bytes that were sent.
+    /// Called when the body is dropped, either after its end (`complete`) or before. `bytes_sent` is the number of body
+    /// bytes that were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
 /// The resources that an upstream response occupies until its data has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
-    /// The method is called when the data has been read to its end, so that the connection can be reused. If a lease is
-    /// dropped without a release, the connection is closed.
+    /// Called when the data has been read to its end, so that the connection can be reused. If a lease is dropped
+    /// without a release, the connection is closed.
     fn release(self: Box<Self>);
 }
 
@@ -56,8 +56,8 @@ pub struct Body {
 enum BodyKind {
     Full(Option<Bytes>),
     Upstream(UpstreamBody),
-    /// The bytes are not an HTTP body, but go in both directions after a protocol upgrade. The guard holds what the
-    /// upstream connection occupies.
+    /// A tunnel after a protocol upgrade, through which bytes flow in both directions. The guard holds the connection
+    /// and the permit of the upstream.
     Tunnel {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
@@ -86,7 +86,7 @@ impl Body {
     }
 
     /// Create a body from an upstream response. `read_bound` is the read limit of an upstream connection that carries
-    /// only this response. The reads of this connection depend on how much may be buffered.
+    /// only this response. The limit follows the buffer budget of the client.
     pub fn from_upstream(
         incoming: Incoming,
         limits: BodyLimits,
@@ -192,8 +192,8 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // The body has nothing to send yet. Poll again, because the upstream has not been polled to
-                    // `Pending`.
+                    // The frame has no data for the client. Poll again, because the upstream has not returned `Pending`
+                    // yet.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }
@@ -205,7 +205,7 @@ impl HttpBody for Body {
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
         if is_ended {
             if let BodyKind::Upstream(upstream) = kind {
-                // The effect is the same as for a body that is dropped.
+                // Limit further reads, as when the body is dropped, because the body has ended.
                 upstream.limit_reads(ReadLimit::Small);
             }
             *kind = BodyKind::Full(None);
@@ -218,7 +218,8 @@ impl HttpBody for Body {
         Poll::Ready(Some(Ok(match multiplexed {
             Some(flow) => {
                 let chunk = frame.map_data(|bytes| DataChunk::tracked(bytes, flow));
-                // The connection of a complete response continues to read, because another request may use it.
+                // Pause the reads of the connection, unless the response is complete: another request may then use the
+                // connection.
                 if !*complete {
                     upstream.limit_reads(ReadLimit::Paused);
                 }
@@ -246,7 +247,7 @@ impl HttpBody for Body {
 }
 
 impl BodyKind {
-    /// Return when the body must be aborted.
+    /// Return the time at which the gateway must abort the body.
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
@@ -325,7 +326,8 @@ impl Drop for Body {
         if let BodyKind::Upstream(upstream) = &self.kind
             && !self.complete
         {
-            // hyper detects that the body was dropped only when it reads on, and then closes the connection.
+            // Let the connection read, because hyper detects a dropped body only when it reads, and then closes the
+            // connection.
             upstream.limit_reads(ReadLimit::Small);
         }
         if let Some(hook) = self.on_complete.take() {

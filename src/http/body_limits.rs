@@ -41,7 +41,7 @@ pub enum BodyError {
     ClientTimeout,
     #[error("the upstream stopped sending a response body of known length")]
     UpstreamIdleTimeout,
-    #[error("the timeout of the route is over")]
+    #[error("the timeout of the route has expired")]
     RouteTimeout,
 }
 
@@ -57,7 +57,7 @@ impl Deadline {
         Deadline { instant, timer: LazyTimer::default() }
     }
 
-    /// Return ready when the deadline has passed.
+    /// Return `Poll::Ready` when the deadline has passed.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.timer.poll(self.instant, cx)
     }
@@ -95,7 +95,7 @@ impl IdleTimer {
 /// `MinRequestBodyDataRate`.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Stands for no total timeout: longer than any upload.
+/// The value that disables the total timeout: it is longer than any upload.
 const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Timeouts and bounds for a client that sends a body.
@@ -116,7 +116,7 @@ pub(super) struct MinRateTimer {
     limits: UploadLimits,
     credit: Duration,
     waiting_since: Option<Instant>,
-    /// Time at which the total time ends.
+    /// Time at which `total_timeout` expires. `None` before the first wait for the client.
     end: Option<Instant>,
     timer: LazyTimer,
 }
@@ -127,7 +127,7 @@ impl MinRateTimer {
         MinRateTimer { limits, credit, waiting_since: None, end: None, timer: LazyTimer::default() }
     }
 
-    /// Record received bytes.
+    /// Count received bytes towards the minimum rate.
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
@@ -320,7 +320,7 @@ pub enum ReadLimit {
     /// One byte less than hyper's first buffer of 8 KiB. If a read filled this buffer, hyper would allocate a larger
     /// one for the next read.
     Small = (8 << 10) - 1,
-    /// The whole buffer of hyper.
+    /// Read at most as much as hyper's whole buffer holds.
     Any = u64::MAX,
 }
 
@@ -331,7 +331,7 @@ pub struct ReadBound(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     most: AtomicU64,
-    /// Task of the connection, while its reads are paused.
+    /// Waker of the connection's task, while reads from the connection are paused.
     paused: AtomicWaker,
 }
 
@@ -343,11 +343,11 @@ pub struct ReadLimitedStream<S> {
 }
 
 impl ReadBound {
-    /// Limit all reads from now on.
+    /// Apply this limit to all later reads from the connection.
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
-        // In most cases, the limit does not change.
+        // Store the limit only if it changes, because this is rare.
         let before = most.load(Ordering::Relaxed);
         if reads != before {
             most.store(reads, Ordering::Release);
@@ -378,13 +378,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
         let mut limit = max.load(Ordering::Relaxed);
         if limit == ReadLimit::Paused as u64 {
             paused.register(cx.waker());
-            // The pause may have ended before the waker was registered.
+            // Read the limit again, because the pause may have ended before the waker was registered.
             limit = max.load(Ordering::Acquire);
             if limit == ReadLimit::Paused as u64 {
                 return Poll::Pending;
             }
         }
-        // The limit is reset for each read, so that `Take` ends only where the stream ends.
+        // Reset the limit of `Take` before each read, so that it reports the end only at the end of the stream.
         self.stream.set_limit(limit);
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
@@ -462,7 +462,7 @@ mod min_rate_tests {
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "earned by what it has sent");
             pace.received(1);
-            // The gateway does not wait for the client.
+            // During the next 600 s, the gateway does not wait for the client, so the time does not count.
             advance(Duration::from_secs(600)).await;
             sleep(Duration::ZERO).await;
             pace.received(100_000);

@@ -19,7 +19,7 @@ const CORS_PREFIX: &str = "access-control-";
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
-/// The value of the same header, for a policy that lists origins.
+/// `Vary` of a response to a preflight, if the policy lists origins, so that the response depends on the origin.
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 
@@ -45,11 +45,11 @@ pub struct CorsPolicy {
 pub enum AllowedOrigins {
     /// All origins, without credentials.
     Any,
-    /// The origins in this set.
+    /// Only the origins in this set.
     Listed {
         /// Origins in the form in which browsers serialize them.
         exact: HashSet<Box<[u8]>>,
-        /// All subdomains of hosts.
+        /// Hosts of which all subdomains are allowed.
         wildcards: Vec<WildcardOrigin>,
     },
 }
@@ -59,7 +59,8 @@ pub enum AllowedOrigins {
 pub enum AllowedNames {
     /// The methods or headers that the preflight names.
     Requested,
-    /// These. `None` sends no header, so only requests that need no preflight are allowed.
+    /// The methods or headers in this list. With `None`, the gateway sends no header, so browsers send only requests
+    /// that need no preflight.
     Listed(Option<HeaderValue>),
 }
 
@@ -102,8 +103,8 @@ impl CorsPolicy {
     /// preflight.
     pub fn decide(&self, request: &HeaderMap, is_preflight: bool) -> CorsDecision<'_> {
         let allow_origin = match &self.origins {
-            // The header is set even without an origin, because a cache may use the response for a request with an
-            // origin.
+            // Set the header even if the request has no origin, because a cache may use the response for a request with
+            // an origin.
             AllowedOrigins::Any => Some(HeaderValue::from_static("*")),
             origins => single(request, &ORIGIN).filter(|origin| origins.contains(origin.as_bytes())).cloned(),
         };
@@ -209,18 +210,18 @@ fn add_vary_origin(response: &mut HeaderMap) {
 /// An origin in the form of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OriginPattern {
-    /// `*`
+    /// `*`, which stands for all origins.
     Any,
     /// An origin in the form in which browsers serialize it: in lower case, without the default port.
     Exact(Box<str>),
-    /// `https://*.example.com`
+    /// A pattern such as `https://*.example.com`, which stands for all subdomains of a host.
     Wildcard(WildcardOrigin),
 }
 
 /// All subdomains of a host, with one scheme and port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WildcardOrigin {
-    /// Scheme with `://`.
+    /// The scheme of the origin, including `://`.
     prefix: Box<str>,
     /// The dot, the host, and the port if it is not the default port.
     suffix: Box<str>,
@@ -238,20 +239,20 @@ impl WildcardOrigin {
 /// The reason why a text is not an origin.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OriginError {
-    /// `null`
+    /// The text is `null`, which browsers send for several unrelated origins.
     #[error("`null` is the origin of sandboxed documents and local files of any site: every site could use it")]
     Null,
-    /// No scheme.
-    #[error("an origin begins with its scheme")]
+    /// The text does not start with a scheme such as `https://`.
+    #[error("begin the origin with its scheme")]
     MissingScheme,
-    /// The text has a path, query or fragment. The variant contains the origin without it.
+    /// The text has a path, query or fragment in addition to this origin.
     #[error("an origin has no path: browsers send the scheme, the host and the port")]
     HasPath(String),
     /// The host or the port is invalid, or there is a user name.
     #[error("this is not an origin")]
     Malformed,
     /// `*` is not the first label.
-    #[error("`*` stands for the first labels of a host only")]
+    #[error("`*` may only replace the first labels of a host")]
     MisplacedWildcard,
     /// The host has characters other than ASCII.
     #[error("browsers send the host in ASCII (RFC 5890)")]

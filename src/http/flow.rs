@@ -80,7 +80,8 @@ impl ConnectionActivity {
     pub fn partial_headers(self: &Arc<Self>) -> Option<u64> {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         let is_kept_alive = || self.last_response_end_ms.load(Ordering::Relaxed) > 0;
-        // The connection holds two references, and each request one.
+        // No request is in flight if only the two references of the connection exist, because each request holds one
+        // more.
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
@@ -104,7 +105,7 @@ impl ConnectionActivity {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
         }
-        // The memory ordering is acquire, so that the end time stored by the drop of the last request is visible.
+        // An acquire fence, so that this thread sees the end time that the drop of the last request has stored.
         fence(Ordering::Acquire);
         let age = self.opened_at.elapsed();
         let time_left = match self.last_response_end_ms.load(Ordering::Relaxed) {
@@ -121,7 +122,7 @@ impl InFlightRequest {
         InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
     }
 
-    /// Return the flow of the request.
+    /// Return the flow of the HTTP/1.x connection or HTTP/2 stream of the request.
     pub fn flow(&self) -> &Arc<StreamFlow> {
         &self.flow
     }
@@ -150,7 +151,8 @@ impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let ended_at_ms = self.activity.opened_at.elapsed().as_millis() as u64;
         self.activity.last_response_end_ms.store(ended_at_ms.max(1), Ordering::Relaxed);
-        // With HTTP/1.x, the last bytes received may have been a part of the body.
+        // Bytes that arrived during the request may have been a part of its body, so they do not count as incomplete
+        // headers.
         self.activity.record_headers(false);
     }
 }
@@ -174,7 +176,7 @@ pub struct StreamFlow {
     is_multiplexed: bool,
     /// Buffered bytes of the response.
     buffered: AtomicUsize,
-    /// Woken when buffered bytes are written.
+    /// Waker of the task that waits until buffered bytes are written.
     written_waker: AtomicWaker,
     /// Twice the number of chunks that were passed to hyper, plus one while the last chunk prevents hyper from taking
     /// the next one.
@@ -199,7 +201,8 @@ impl StreamFlow {
         StreamFlow::new(budget.clone(), budget, false)
     }
 
-    /// Create the flow of a new HTTP/2 stream. `inspected` is the budget of request bodies that the gateway has to read.
+    /// Create the flow of a new HTTP/2 stream. `inspected` is the budget of request bodies that the gateway has to
+    /// read.
     pub fn for_stream(budget: Arc<BufferBudget>, inspected: Arc<BufferBudget>) -> Arc<Self> {
         StreamFlow::new(budget, inspected, true)
     }
@@ -259,7 +262,7 @@ impl StreamFlow {
             return Poll::Ready(());
         }
         self.written_waker.register(cx.waker());
-        // The bytes may have been written before the waker was registered.
+        // Check the capacity again, because the bytes may have been written before the waker was registered.
         if has_capacity() { Poll::Ready(()) } else { Poll::Pending }
     }
 
@@ -366,7 +369,7 @@ impl WriteWatchdog {
         WriteWatchdog { flow, timeout, seen_counter: 0, deadline: *EPOCH, timer: LazyTimer::default() }
     }
 
-    /// Return the flow.
+    /// Return the flow that the watchdog observes.
     pub fn flow(&self) -> &StreamFlow {
         &self.flow
     }
@@ -378,7 +381,8 @@ impl WriteWatchdog {
         }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
-            // The client reads the response, so the body itself aborts the response at the deadline.
+            // Clear the deadline if the client reads the response, because the body itself then aborts the response at
+            // the deadline.
             return Poll::Pending;
         }
         if self.flow.is_past_deadline() {

@@ -45,7 +45,7 @@ impl ForwardedInfo {
     /// Create the values for a peer.
     pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
         let mut text = bytes::BytesMut::with_capacity(45);
-        // Writing to memory cannot fail, and an IP address is a valid header value.
+        // Neither step can fail: writing to memory always succeeds, and an IP address is a valid header value.
         let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
         let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
         ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted }
@@ -107,7 +107,7 @@ impl HeaderAliases {
         aliases
     }
 
-    /// Return whether the set has no names.
+    /// Return whether the set contains no header names.
     pub fn is_empty(&self) -> bool {
         self.folded.is_empty()
     }
@@ -141,10 +141,11 @@ pub(super) fn fold_name(name: &str) -> String {
 /// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).
 ///
 /// `Connection` cannot remove the headers in `protected` and the gateway's own headers. Some proxies forward
-/// `Connection`, although they should not. Without such a header, the upstream would attribute the request to the
-/// gateway, or to no client.
+/// `Connection`, although they should not. If `Connection` could remove `X-Forwarded-For`, for example, the upstream
+/// would take the gateway for the client.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
-    // Iterate once over the headers of the request, which are few, instead of looking up every hop-by-hop header.
+    // Iterate once over the headers of the request: this costs less than a lookup of each hop-by-hop header, because
+    // requests have few headers.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
         if let Some(index) = hop_by_hop_index(name) {
@@ -161,7 +162,8 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             .iter()
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(',').map(str::trim))
-            // `keep-alive` is always removed.
+            // A name such as `keep-alive` in `Connection` needs no action, because hop-by-hop headers are removed
+            // anyway.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| {
@@ -172,7 +174,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             headers.remove(name);
         }
     }
-    // If both framings are present, `chunked` takes precedence (RFC 9112 §6.3).
+    // Remove `Content-Length` if both framings are present, because `chunked` takes precedence (RFC 9112 §6.3).
     if transfer_encoding {
         headers.remove(CONTENT_LENGTH);
     }
@@ -214,8 +216,9 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
-/// Bring the headers of a received request into the form in which the upstream gets them, before anything reads them: what
-/// is routed, limited and forwarded is the same. See [`strip_untrusted`] and [`join_cookies`].
+/// Bring the headers of a received request into the form in which the upstream gets them, before routing and limits
+/// read them. Routing, limits and the upstream therefore use the same headers. See [`strip_untrusted`] and
+/// [`join_cookies`].
 pub fn normalize_received(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
     strip_untrusted(headers, protected, trusted);
     join_cookies(headers);
@@ -261,7 +264,7 @@ pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: b
 
 /// Return whether a header describes the origin of a request.
 fn is_forwarding_header(name: &str) -> bool {
-    // Comparing the first letter excludes most names.
+    // Compare the first letter first, which excludes most names.
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
@@ -285,7 +288,7 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
         element.extend_from_slice(forwarded.address.as_bytes());
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
-        // Brackets, quotes and an IP address are a valid header value.
+        // The conversion cannot fail, because brackets, quotes and an IP address are a valid header value.
         if let Ok(element) = HeaderValue::from_bytes(&element) {
             append_element(headers, FORWARDED, element);
         }
@@ -314,7 +317,7 @@ pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static
     match reported.as_bytes() {
         b"https" => "https",
         b"http" => "http",
-        // The reported value is not a scheme that the gateway serves, so the scheme of the connection is used.
+        // If the reported value is neither `http` nor `https`, use the scheme of the connection.
         _ if forwarded.scheme == "https" => "https",
         _ => "http",
     }
@@ -340,7 +343,7 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.len() == headers.keys_len() {
-        // Each header has a single line.
+        // If no header has several lines, there is at most one `Cookie` line.
         return;
     }
     if headers.get_all(&name).iter().nth(1).is_some() {
@@ -375,7 +378,7 @@ pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
 /// Return whether the content type of a message is gRPC.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     let subtype = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
-    // `application/grpc-web` is another protocol.
+    // Exclude `application/grpc-web`, which is another protocol.
     subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
@@ -399,13 +402,13 @@ pub enum Direction {
 /// Headers to remove, and headers to set to a single value that replaces existing values.
 #[derive(Debug, Default)]
 pub struct HeaderMutations {
-    /// Names and values to set.
+    /// Headers to set, with their values.
     pub set: Vec<(HeaderName, HeaderValue)>,
-    /// Names to set, with values that depend on the request.
+    /// Headers to set, with values that depend on the request.
     pub templates: Vec<(HeaderName, ValueTemplate)>,
-    /// Names to remove.
+    /// Names of the headers to remove.
     pub remove: Vec<HeaderName>,
-    /// Aliases of the headers above, which are also removed from requests.
+    /// Aliases of the headers to set and to remove, which are also removed from requests.
     pub aliases: HeaderAliases,
     /// Whether the changes apply to responses with which the gateway rejects a request.
     pub on_errors: bool,
@@ -439,7 +442,7 @@ impl HeaderMutations {
         RenderedValues(self.templates.iter().map(|(_, template)| render(template)).collect())
     }
 
-    /// Remove and set the headers.
+    /// Apply the changes to the headers of a message: remove headers, then set headers.
     pub fn apply(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         for name in &self.remove {
             headers.remove(name);
@@ -484,16 +487,19 @@ pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'stat
     let folded = fold_name(name.as_str());
     let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
     if is_one_of(&HOP_BY_HOP) {
-        return Some("it applies to a single connection, and the gateway uses its own connections (RFC 9110 §7.6.1)");
+        return Some(
+            "the header applies to a single connection, and the gateway has its own connections to upstreams (RFC \
+             9110 §7.6.1)",
+        );
     }
     if is_one_of(&[CONTENT_LENGTH]) {
-        return Some("the gateway frames messages itself");
+        return Some("the gateway sets the framing of messages itself");
     }
     if direction == Direction::Response {
         return None;
     }
     if is_one_of(&[HOST]) {
-        return Some("the gateway sends the host by which the route was found");
+        return Some("the gateway sends the host that it used to find the route");
     }
     if is_one_of(&[EXPECT]) {
         return Some("the gateway itself responds to `Expect: 100-continue`");
@@ -507,7 +513,7 @@ pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'stat
 /// A variable in the value of a header rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variable {
-    /// Address of the client.
+    /// `{client_ip}`: IP address of the client.
     ClientIp,
     /// Request id.
     RequestId,
@@ -517,7 +523,7 @@ pub enum Variable {
     Route,
     /// Host that was used for routing.
     Host,
-    /// Method.
+    /// Method of the request.
     Method,
     /// Path in canonical form, without the query and before a rewrite.
     Path,
@@ -662,7 +668,7 @@ impl ValueTemplate {
                 }
             }
         }
-        // The literal parts were checked when they were compiled.
+        // The conversion cannot fail, because the literal parts were checked when they were compiled.
         HeaderValue::from_bytes(&value).ok()
     }
 }

@@ -8,8 +8,8 @@ use crate::http::body::Body;
 /// Media type of a problem document.
 pub(crate) const CONTENT_TYPE: &str = "application/problem+json";
 
-/// `Cache-Control` of every rejection. A rejection applies only to one request at one time, but a shared cache would
-/// send it to other clients.
+/// `Cache-Control` of every rejection. A shared cache could otherwise send the rejection of one request to other
+/// clients.
 pub(crate) const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
 /// Return a whole HTTP/1.1 response with a problem document, for requests that do not reach hyper or that hyper cannot
@@ -83,10 +83,10 @@ impl<'a> Problem<'a> {
 
 /// Append a JSON string. Most texts need no escaping.
 fn append_text(json: &mut Vec<u8>, text: &str) {
-    // Without an early exit, the compiler examines many bytes at once.
+    // Do not exit the loop early, so that the compiler can examine many bytes at once.
     let needs_escape = text.bytes().fold(false, |found, byte| found | (byte < b' ' || byte == b'"' || byte == b'\\'));
     if needs_escape {
-        // Serializing a string into memory cannot fail.
+        // Ignore the result, because serializing a string into memory cannot fail.
         let _ = serde_json::to_writer(json, text);
         return;
     }

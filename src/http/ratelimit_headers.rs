@@ -40,7 +40,7 @@ pub struct LimitStatus<'a> {
     pub unit: &'a str,
     /// How the quota becomes available again.
     pub period: QuotaPeriod,
-    /// Remaining whole tokens.
+    /// Whole tokens that remain available to the client.
     pub remaining: u64,
     /// Time in µs until the whole quota is available again, or until the denied request would be admitted.
     pub reset_us: u64,
@@ -73,7 +73,7 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
-        // The default unit is `requests` (§3.1).
+        // Omit the default unit, which is `requests` (§3.1).
         if limit.unit != DEFAULT_UNIT {
             write!(out, ";qu=\"{}\"", limit.unit)?;
         }
@@ -88,7 +88,7 @@ pub enum HeaderStyle {
     Draft11,
     /// Draft 07 of the same specification: the effective limit in one header.
     Draft07,
-    /// Draft 03: the effective limit in three headers.
+    /// draft-ietf-httpapi-ratelimit-headers-03: the effective limit in three headers.
     Draft03,
     /// `x-ratelimit-*` as GitHub uses them: the effective limit, with the reset in seconds since the Unix epoch.
     Github,
@@ -119,7 +119,7 @@ impl HeaderStyle {
         matches!(self, HeaderStyle::OpenAi | HeaderStyle::Anthropic)
     }
 
-    /// Return the name of the header that contains `part` of a unit's limit.
+    /// Return the name of the header with a number of the limit in this quota unit. `part` is one of [`UNIT_HEADERS`].
     fn unit_header_name(self, part: &str, unit: &str) -> String {
         match self {
             HeaderStyle::Anthropic => format!("anthropic-ratelimit-{unit}-{part}"),
@@ -279,7 +279,7 @@ pub fn append_style_headers<'a>(
     }
 }
 
-/// The parts of a limit for which styles by unit have a header.
+/// The numbers that styles with separate headers for each quota unit send, each in its own header.
 const UNIT_HEADERS: [&str; 3] = ["limit", "remaining", "reset"];
 
 fn append_triple<'a>(

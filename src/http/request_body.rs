@@ -25,7 +25,7 @@ use crate::http::headers::has_padding;
 /// moved often.
 pub struct RequestBody(Option<Box<RequestBodyInner>>);
 
-/// A body that is not empty.
+/// The state of a request body that is not empty.
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
@@ -44,16 +44,16 @@ struct RequestBodyInner {
     in_flight: Option<InFlightRequest>,
     /// Receives a copy of the data that the client sends.
     tee: Option<Box<BodyTee>>,
-    /// The beginning of a body that was too long to be read as a whole.
+    /// The part that was read of a body that was too long to be buffered.
     prefix: Option<(Bytes, BufferReservation)>,
 }
 
 /// A body that was read before it is sent to an upstream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadBody {
-    /// The whole body.
+    /// The body was read to its end.
     Whole(Bytes),
-    /// The body is longer than the maximum.
+    /// The body is longer than the maximum that may be read.
     TooLong,
     /// The buffer budget is exhausted.
     NoCapacity,
@@ -75,9 +75,9 @@ pub struct UploadProgress {
     frame_count: AtomicU64,
     stage: AtomicU8,
     response_started: AtomicBool,
-    /// Time for which the upstream connection has waited for the client, in µs.
+    /// Total time for which the upstream connection has waited for data of the client, in µs.
     client_wait_us: AtomicU64,
-    /// Start of the current wait in µs after `started_at`, or 0 if there is none.
+    /// Start of the current wait for the client, in µs after `started_at`. 0 if the upstream connection does not wait.
     waiting_since_us: AtomicU64,
     started_at: StartTime,
 }
@@ -134,7 +134,7 @@ impl UploadProgress {
         self.response_started.store(true, Ordering::Relaxed);
     }
 
-    /// Return whether the client caused a timeout of the request. The gateway still waits for the body, or has waited
+    /// Return whether the client caused a timeout of the request: the gateway still waits for the body, or has waited
     /// for it at least half of the time. Without the second condition, a client could withhold its last byte until just
     /// before the timeout.
     pub fn is_delayed_by_client(&self) -> bool {
@@ -161,13 +161,13 @@ impl UploadProgress {
 }
 
 impl RequestBody {
-    /// Create the body of a request without limits. The request is in flight as long as there is something to read.
+    /// Create the body of a request without limits. The request stays in flight until the body is read to its end.
     /// `is_http2` is true if the request came over HTTP/2.
     pub fn new(body: Incoming, is_http2: bool, in_flight: &InFlightRequest) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
-        // Only chunked bodies have trailers.
+        // Trailers are possible only in chunked bodies.
         let is_counted = !is_http2 && body.size_hint().exact().is_none();
         let flow = is_counted.then(|| in_flight.flow().clone());
         flow.iter().for_each(|flow| flow.start_body());
@@ -237,7 +237,7 @@ impl RequestBody {
         }
         let length = self.size_hint().lower() as usize;
         let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.as_ref()) else { return Ok(()) };
-        // The budget is exhausted, so the body is streamed.
+        // Stream the body, because the buffer budget is exhausted.
         let Some(reservation) = flow.try_reserve(length) else { return Ok(()) };
         let mut content = Bytes::new();
         let mut buffer = BytesMut::new();
@@ -247,7 +247,7 @@ impl RequestBody {
                 content = data;
                 continue;
             }
-            // Small chunks would each keep the buffer in memory that they were read into.
+            // Copy the chunks, because each small chunk would keep a whole read buffer in memory.
             buffer.extend_from_slice(&std::mem::take(&mut content));
             buffer.extend_from_slice(&data);
         }
@@ -277,7 +277,8 @@ impl RequestBody {
         let mut content = BytesMut::new();
         while let Some(frame) = self.frame().await {
             let Ok(data) = frame?.into_data() else { continue };
-            // What was received counts, and not what was announced: a client must send what it wants to occupy.
+            // Reserve memory for received bytes, not for the announced length: a client can occupy only as much as it
+            // sends.
             let has_capacity = reservation.try_grow(data.len());
             content.extend_from_slice(&data);
             if content.len() > max || !has_capacity {
@@ -328,7 +329,8 @@ impl RequestBody {
 impl RequestBodyInner {
     /// Report to the flow of the request how the body ends.
     fn attach_flow(&mut self) {
-        // A buffered body keeps the flow that it had while it was read.
+        // Set the flow unless the body is already buffered: a buffered body keeps the flow that it had while it was
+        // read.
         if let Some(in_flight) = &self.in_flight {
             self.flow = Some(in_flight.flow().clone());
         }
@@ -370,12 +372,12 @@ impl RequestBodyInner {
             && let Some(trailers) = frame.trailers_ref()
         {
             // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, the trailers include the next
-            // request, and other servers would see two requests (RFC 9112 §7.1). An empty trailer section can only be
-            // caused by this.
+            // request, and other servers would see two requests (RFC 9112 §7.1). An empty trailer section can only come
+            // from such a line.
             if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
-                // After any other trailer section, no bytes are accepted as a request.
+                // Close the connection after any other trailer section, so that no later bytes are read as a request.
                 if let Some(flow) = self.flow.as_ref().filter(|_| !self.is_http2) {
                     flow.abandon_request();
                 }
@@ -399,7 +401,7 @@ impl RequestBodyInner {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            // The body did not reach its end, although no data follows.
+            // The body ended with an error, so its end was not reached although no data follows.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
@@ -424,7 +426,7 @@ type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 /// read into.
 pub struct BodyTee {
     content: Vec<u8>,
-    /// Maximum length, for which memory is reserved.
+    /// Maximum length of the copy in bytes. The gateway reserves memory for this length.
     max: usize,
     reservation: Option<BufferReservation>,
     /// `None` after the hook was called.
@@ -449,7 +451,7 @@ impl BodyTee {
             return self.end(Err(TeeError::TooLarge));
         }
         if length > self.content.capacity() {
-            // The capacity is doubled as usual, but never beyond the reserved size.
+            // Double the capacity, but never exceed the size for which memory is reserved.
             let capacity = (2 * self.content.capacity()).clamp(length, self.max);
             self.content.reserve_exact(capacity - self.content.len());
         }
@@ -535,7 +537,7 @@ impl HttpBody for RequestBody {
 
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
-        // The end of a chunked body is unknown until the body is polled.
+        // Poll the body, because the end of a chunked body is unknown until the body is polled.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }
@@ -548,7 +550,7 @@ impl Drop for RequestBodyInner {
 /// Maximum length in bytes of a request body that is read to its end so that the connection can be reused.
 const MAX_DRAINED_BODY: u64 = 64 << 10;
 
-/// Maximum time to read such a body.
+/// Maximum time to read and discard the rest of a request body after an early response.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Return whether the response may be sent before the request has been read, so that the connection must then be

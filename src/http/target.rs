@@ -9,14 +9,14 @@ use http::{HeaderMap, Uri, Version};
 
 /// Return the host of a request in lower case, without port and without trailing dot. IPv6 addresses are in their
 /// shortest form. The host is taken from the target if the target has one (RFC 9112 §3.2.2), otherwise from the single
-/// `Host` header. The result is empty if an HTTP/1.0 request has neither.
+/// `Host` header. The result is empty if an HTTP/1.0 request has no host.
 ///
 /// # Errors
 /// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the text
 /// of the problem detail.
 pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
-        return Err("the target is not one of http or https");
+        return Err("the scheme of the request target is neither http nor https");
     }
     let mut fields = headers.get_all(HOST).iter();
     let field = fields.next();
@@ -117,7 +117,7 @@ pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
 }
 
 /// Return the path to forward: the canonical form, except that encoded delimiters such as `%3A`, `%2B` and `%3B` stay
-/// encoded. Some servers give `;` and `+` a meaning that `%3B` and `%2B` do not have.
+/// encoded. Some servers treat `;` and `+` as delimiters, but not `%3B` and `%2B`.
 ///
 /// # Errors
 /// The errors of [`canonical_path`].
@@ -158,8 +158,8 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     Ok(Cow::Owned(out))
 }
 
-/// Return whether there is nothing to decode, encode, resolve or merge. A `.` at the start of a segment uses the slow
-/// path.
+/// Return whether the path is already canonical, with a fast check. For a `.` at the start of a segment, return
+/// `false`, so that the slow code handles it.
 fn is_canonical(path: &[u8]) -> bool {
     let mut previous = b'.';
     path.iter().all(|&byte| {

@@ -36,7 +36,7 @@ impl UpgradeRequest {
         value.filter(|value| !value.is_empty()).map(UpgradeRequest)
     }
 
-    /// Add the offer to the headers of the upstream request.
+    /// Add the offer to upgrade to the headers of the upstream request.
     pub fn insert_into(&self, headers: &mut HeaderMap) {
         set_upgrade_headers(headers, self.0.clone());
     }
@@ -74,9 +74,9 @@ fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
 /// A tunnel on which both sides have agreed. The tunnel starts when the upgrade of both connections is complete.
 #[derive(Debug)]
 pub struct Tunnel {
-    /// Upgrade of the client connection.
+    /// Resolves to the byte stream of the client connection after the upgrade.
     pub downstream: OnUpgrade,
-    /// Upgrade of the upstream connection.
+    /// Resolves to the byte stream of the upstream connection after the upgrade.
     pub upstream: OnUpgrade,
     /// Maximum time without data in either direction.
     pub idle_timeout: Duration,

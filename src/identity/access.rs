@@ -93,7 +93,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match merged.last_mut() {
-            // The range ends at the last address of the family, so it includes all later ranges.
+            // A range that ends at the last address of its family includes all later ranges.
             Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
                 last.last = last.last.max(range.last);
             }
@@ -206,12 +206,12 @@ pub enum AccessDecision<'r> {
     NotAllowed,
 }
 
-/// The source of a network.
+/// Where the configuration lists a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListSource<'r> {
-    /// The configuration file.
+    /// The network is written in the configuration file.
     Inline,
-    /// This file of networks.
+    /// The network is in this file of networks.
     File(&'r str),
 }
 
@@ -223,7 +223,7 @@ impl AccessDecision<'_> {
 }
 
 impl AccessRules {
-    /// Decide about a client address.
+    /// Decide whether the rules allow a client address.
     pub fn decide(&self, client: IpAddr) -> AccessDecision<'_> {
         if let Some(source) = self.deny.find(client) {
             return AccessDecision::Denied(source);
@@ -312,7 +312,7 @@ mod tests {
         let rules = AccessRules { allow: None, deny: list(&["2001:db8::/32"]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotDenied);
         assert!(!rules.decide(address("2001:db8::1")).is_allowed());
-        // An `allow` without networks, such as an empty file, allows no client.
+        // `allow` with no network, for example from an empty file, allows no client.
         let rules = AccessRules { allow: Some(list(&[])), deny: list(&[]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotAllowed);
     }

@@ -77,13 +77,13 @@ pub struct Consumers(HashMap<[u8; 8], ConsumerKey>);
 pub struct ConsumerKey {
     /// Hash of the key.
     pub hash: KeyHash,
-    /// The consumer.
+    /// The consumer that owns the key.
     pub consumer: Arc<Consumer>,
     /// Restrictions of the key. `None` if the key is valid on all routes and never expires.
     pub terms: Option<Box<KeyTerms>>,
 }
 
-/// Restrictions of a key.
+/// Restrictions that apply to an API key, such as its expiry and routes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeyTerms {
     /// Name of the key, for logs.
@@ -133,8 +133,7 @@ pub struct ConsumerDirectory(pub Vec<Arc<Consumers>>);
 impl Consumers {
     /// Add a key.
     ///
-    /// # Errors
-    /// The key exists already. The error contains the consumer that has the key.
+    /// # Errors The key belongs to a consumer already. The error contains the consumer that has the key.
     pub fn insert(&mut self, key: ConsumerKey) -> Result<(), Arc<Consumer>> {
         match self.0.insert(hash_prefix(&key.hash), key) {
             None => Ok(()),
@@ -142,7 +141,7 @@ impl Consumers {
         }
     }
 
-    /// Return the keys.
+    /// Return the keys of all consumers.
     pub fn keys(&self) -> impl Iterator<Item = &ConsumerKey> {
         self.0.values()
     }
@@ -152,7 +151,7 @@ impl Consumers {
         self.0.values().map(|key| &key.consumer)
     }
 
-    /// Return whether there are no keys.
+    /// Return whether no consumer has a key.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -241,7 +240,7 @@ impl ApiKeyProvider {
             let (consumer, key) = (&*consumer.name, terms.name.as_deref());
             if terms.disabled {
                 debug!(consumer, key, "API key is disabled");
-                // The message does not reveal that the key exists.
+                // Use the message for unknown keys, so that a client does not learn that the disabled key exists.
                 return Verification::Invalid(AuthError::UnknownApiKey(presented.source));
             }
             if terms.expires_us.is_some_and(|expires| expires <= request.now_us) {

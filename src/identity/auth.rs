@@ -26,15 +26,15 @@ pub struct AuthProvider {
 /// The kind of a provider, with its settings.
 #[derive(Debug)]
 pub enum ProviderKind {
-    /// API keys.
+    /// `api-key`: the provider verifies API keys.
     ApiKey(ApiKeyProvider),
-    /// Bearer tokens (JWT).
+    /// `jwt`: the provider verifies bearer tokens (JWT).
     Jwt(JwtVerifier),
-    /// The verified client certificate of the connection.
+    /// `client-cert`: the provider requires a verified client certificate.
     ClientCert,
-    /// User names and passwords.
+    /// `basic`: the provider verifies user names and passwords.
     Basic(BasicProvider),
-    /// A server that decides about each request.
+    /// `forward`: the provider asks a server about each request.
     Forward(ForwardProvider),
 }
 
@@ -62,7 +62,7 @@ pub struct RouteAuth {
     pub providers: Vec<usize>,
     /// Challenges of a 401, without duplicates: at least one for each kind of provider of the route (RFC 9110 §11.6.1).
     pub challenges: Vec<Challenge>,
-    /// Detail of a 401 for a request without any credential that `require` accepts.
+    /// Problem detail of the 401 response to a request without any credential that `require` accepts.
     pub missing: Arc<str>,
 }
 
@@ -100,8 +100,8 @@ pub struct Credentials<'a> {
 pub enum Verification {
     /// The request has no credential of this kind.
     Absent,
-    /// The credential has another format or another issuer. The credential is invalid, unless another provider of the
-    /// route verifies it.
+    /// The credential has another format or another issuer. The request is rejected, unless another provider of the
+    /// route verifies the credential.
     Foreign(AuthError),
     /// The credential is valid.
     Valid(Proof),
@@ -142,7 +142,7 @@ pub enum AuthError {
     /// The API key has expired.
     #[error("the API key has expired")]
     ExpiredApiKey(KeySource),
-    /// The API key is not for this route.
+    /// The API key is restricted to other routes.
     #[error("the API key is not valid for this route")]
     ApiKeyRoute,
     /// The headers have different API keys.
@@ -169,21 +169,22 @@ pub enum AuthError {
     /// The credential cannot be verified at the moment. The client should retry later.
     #[error("{0}")]
     Unavailable(&'static str),
-    /// The authentication server sent an invalid response. The client may have caused this, so no request is admitted.
+    /// The authentication server sent an invalid response. The request is rejected even with `on_error = "allow"`,
+    /// because the client may have caused the invalid response.
     #[error("the request cannot be authenticated at the moment")]
     InvalidResponse,
-    /// The provider with this index cannot decide without waiting. No client gets this error: the caller waits for the
-    /// result and continues with [`Credentials::resume`].
+    /// The provider with this index cannot decide without waiting. The caller waits for the result and continues with
+    /// [`Credentials::resume`], so no client gets this error.
     #[error("the verification of the credential is not finished")]
     Pending(usize),
 }
 
-/// How an API key was sent.
+/// The form in which a client sent an API key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
-    /// As a bearer token.
+    /// The client sent the key as a bearer token.
     Bearer,
-    /// With another scheme, or without one.
+    /// The client sent the key with another scheme, or without a scheme.
     Other,
 }
 
@@ -201,7 +202,7 @@ impl ProviderKind {
 }
 
 impl AuthProvider {
-    /// Return the headers that the provider reads.
+    /// Return the request headers in which the provider looks for credentials.
     pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
         let (places, names): (&[KeyPlace], &[HeaderName]) = match &self.kind {
             ProviderKind::ApiKey(keys) => (&keys.places, &[]),
@@ -472,8 +473,8 @@ impl<'a> Credentials<'a> {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        // The response of an authentication server is more informative than the error about a foreign
-                        // credential.
+                        // Return the denial of an authentication server instead of the error about a foreign
+                        // credential, because it is more informative.
                         if foreign.as_ref().is_none_or(|(_, known)| is_denied(error) && !is_denied(known)) {
                             foreign = Some((*index, error.clone()));
                         }
@@ -531,15 +532,15 @@ impl<'a> Credentials<'a> {
         self.check_foreign(route, request)
     }
 
-    /// Reject credentials of `identify` that have another format and that no provider has verified. A token can be such
-    /// a credential, whatever `on_unknown` is set to for keys. Tokens are therefore checked first.
+    /// Reject credentials of `identify` that have another format and that no provider has verified. Check tokens before
+    /// API keys, because an unverified token is rejected regardless of `on_unknown` of the keys.
     fn check_foreign(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let mut unknown_keys = Vec::new();
         for index in &route.identify {
             let Verification::Foreign(error) = self.verify(*index, request) else { continue };
             let error = error.clone();
             match error {
-                // Without an admission by the server, the request continues as without a credential.
+                // If the server does not admit the request, treat the request as one without a credential.
                 AuthError::Denied(_) => {}
                 _ if self.is_verified_elsewhere(*index) => {}
                 AuthError::UnknownApiKey(_) => unknown_keys.push(*index),
@@ -609,9 +610,9 @@ impl AuthProvider {
     }
 
     /// Return whether a header is removed unless a provider has verified and forwards it, because it contains a
-    /// credential that this provider would read. `place` is the index of the header. The headers that an authentication
-    /// server reads, such as cookies, may also have other uses. Whether such headers are forwarded depends only on the
-    /// configuration.
+    /// credential that this provider would read. `place` is the index of the header. Headers that an authentication
+    /// server reads, such as cookies, may also be used by the upstream, so only the configuration determines whether
+    /// they are forwarded.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),

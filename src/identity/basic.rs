@@ -2,8 +2,8 @@
 //! writes.
 //!
 //! Computing a bcrypt hash intentionally takes milliseconds of CPU time. For credentials that were verified within the
-//! last minute, only one HMAC is computed. All other credentials wait for a blocking thread. The number of hashes that
-//! are being computed or queued is bounded.
+//! last minute, only one HMAC is computed. The hash of any other credentials is computed on a blocking thread. The
+//! number of hashes that are computed or queued is bounded.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -143,7 +143,7 @@ type Fingerprint = [u8; 32];
 pub enum BasicLookup {
     /// The credentials belong to this user.
     Verified(Box<str>),
-    /// The password must be hashed.
+    /// The password must be hashed and compared with the stored hash.
     Unverified(UnverifiedUser),
 }
 
@@ -189,10 +189,11 @@ impl BasicVerifier {
     pub fn lookup(&self, credentials: &[u8]) -> Result<BasicLookup, BasicError> {
         let (pair, colon) = decode(credentials).ok_or(BasicError::Malformed)?;
         let (user, password) = (&pair[..colon], &pair[colon + 1..]);
-        // User names in the file are UTF-8, so any other name is unknown. The password may have any encoding.
+        // A user name that is not UTF-8 is unknown, because the names in the file are UTF-8. The password may have any
+        // encoding.
         let user = str::from_utf8(user).map_err(|_| BasicError::Rejected)?;
         let table = self.users.load();
-        // A user name contains no colon, so the decoded pair is unambiguous.
+        // Hash the decoded pair `USER:PASSWORD`. It is unambiguous, because a user name contains no colon.
         let fingerprint = table.fingerprint(&pair);
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(BasicLookup::Verified(user.into()));
@@ -221,7 +222,7 @@ impl BasicVerifier {
             let permit = timeout(QUEUE_TIMEOUT, self.permits.clone().acquire_owned()).await;
             permit.map_err(|_| VerificationBusy)?.map_err(|_| VerificationBusy)?
         };
-        // A request with the same credentials may have been earlier in the queue.
+        // Look up the cache again, because an earlier request in the queue may have had the same credentials.
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(Ok(user));
         }
@@ -229,14 +230,15 @@ impl BasicVerifier {
             return Ok(Err(BasicError::Rejected));
         }
         let hashing = spawn_blocking(move || {
-            // The permit is released when the hash is computed, even if the request was cancelled before.
+            // Move the permit into the thread, so that it is held until the hash is computed even if the request is
+            // cancelled.
             let _permit = permit;
             let is_valid = table.htpasswd.verify(&user, &password);
             let remembered = if is_valid { (&table.verified, VERIFIED_TTL) } else { (&table.rejected, REJECTED_TTL) };
             remembered.0.insert(fingerprint, monotonic() + remembered.1);
             if is_valid { Ok(user) } else { Err(BasicError::Rejected) }
         });
-        // The runtime drops the task if it shuts down.
+        // The task fails only if the runtime shuts down and drops it.
         hashing.await.map_err(|_| VerificationBusy)
     }
 }
@@ -244,8 +246,8 @@ impl BasicVerifier {
 impl UserTable {
     fn new(htpasswd: Htpasswd) -> Self {
         let mut key = [0; 32];
-        // If there are no random bytes, TLS cannot start either. The key is then known to anyone, as are the hashes in
-        // a file.
+        // Ignore the error: without random bytes, TLS cannot start either. The key would then be zero, and the digests
+        // would be as easy to attack as the hashes in the file.
         let _ = rand::fill(&mut key);
         UserTable {
             htpasswd,
@@ -384,7 +386,7 @@ impl HtpasswdError {
 }
 
 impl Htpasswd {
-    /// Return whether there are no users.
+    /// Return whether the file lists no users.
     pub fn is_empty(&self) -> bool {
         self.hashes.is_empty()
     }
@@ -408,7 +410,7 @@ impl Htpasswd {
             if user.is_empty() {
                 return Err(at(Fault::NoUser));
             }
-            // Apache ignores the text after a second colon.
+            // Drop the text after a second colon, as Apache does.
             let hash = rest.split(':').next().unwrap_or_default();
             let hash = PasswordHash::parse(user, hash).map_err(at)?;
             if htpasswd.users.insert(user.into(), htpasswd.hashes.len()).is_some() {
@@ -419,8 +421,8 @@ impl Htpasswd {
         Ok(htpasswd)
     }
 
-    /// Return whether this is the password of the user. The check takes as long for an unknown user: the password is
-    /// hashed with the salt and the cost of another user, which is always the same user for the same name.
+    /// Return whether this is the password of the user. For an unknown user, the check takes as long: it hashes the
+    /// password with the salt and the cost of a known user. The same name always selects the same known user.
     fn verify(&self, user: &str, password: &[u8]) -> bool {
         if let Some(index) = self.users.get(user) {
             return self.hashes[*index].verify(password);
@@ -459,7 +461,7 @@ impl PasswordHash {
             _ if text.starts_with("$5$") => unsupported("SHA-256 crypt"),
             _ if text.starts_with("$6$") => unsupported("SHA-512 crypt"),
             _ if text.starts_with("$2x$") => unsupported("a faulty implementation of bcrypt (`$2x$`)"),
-            // A crypt hash cannot be distinguished from a plain-text password of 13 characters.
+            // Reject text of 13 characters, because a crypt hash cannot be distinguished from a plain-text password.
             _ => unsupported("crypt, or not hashed at all"),
         }
     }
@@ -479,7 +481,7 @@ impl PasswordHash {
 
 // === apr1: the MD5 of Apache's htpasswd, a variant of FreeBSD's crypt ===
 
-/// Length of an encoded digest.
+/// Length of an apr1 digest in its text form.
 const APR1_LENGTH: usize = 22;
 
 /// Digits of the encoding, in the order of their values.

@@ -24,8 +24,8 @@ pub enum ClientCertError {
     Expired,
 }
 
-/// Maximum length in bytes of `Client-Cert-Chain`. Servers limit the size of headers, and the client chooses the
-/// certificates that follow its own.
+/// Maximum length in bytes of `Client-Cert-Chain`. The size is limited, because the client chooses the certificates
+/// that follow its own, and servers reject large headers.
 const MAX_CHAIN_HEADER: usize = 16 << 10;
 
 /// The verified certificate of a client, followed by the other certificates that the client sent.
@@ -59,7 +59,7 @@ impl ClientCertificate {
             let chain = rest.iter().map(|certificate| byte_sequence(certificate)).collect::<Vec<_>>().join(", ");
             let is_sent = !chain.is_empty() && chain.len() <= MAX_CHAIN_HEADER;
             Some(CertificateHeaders {
-                // Base64 and colons form a valid header value.
+                // The conversion cannot fail, because Base64 and colons form a valid header value.
                 certificate: HeaderValue::try_from(byte_sequence(first)).ok()?,
                 chain: is_sent.then(|| HeaderValue::try_from(chain).ok()).flatten(),
             })
@@ -88,8 +88,8 @@ const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.5", "serialNumber"),
 ];
 
-/// Return the subject of a verified certificate (DER). Return `None` if the subject is empty, because many clients
-/// could share an empty subject. `now_s` is the current time in seconds since the Unix epoch. The expiration is checked
+/// Return the subject of a verified certificate (DER). Return `None` if the subject is empty, because different clients
+/// may have empty subjects. `now_s` is the current time in seconds since the Unix epoch. The expiration is checked
 /// again, because resuming a TLS session does not check it.
 ///
 /// # Errors
@@ -127,12 +127,12 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
             text.push('=');
             escape(text, value);
         }
-        // All other types and values are written as their DER encoding (RFC 4514 §2.4).
+        // Write attributes of all other types with the OID and the DER encoding of the value (RFC 4514 §2.4).
         (name, _) => {
             text.push_str(name.unwrap_or(&oid));
             text.push_str("=#");
             for byte in attribute.attr_value().to_der_vec().map_err(|_| ClientCertError::Malformed)? {
-                // Writing to a string cannot fail.
+                // Ignore the result, because writing to a string cannot fail.
                 let _ = write!(text, "{byte:02X}");
             }
         }
@@ -220,7 +220,7 @@ mod tests {
     fn expired_certificate_is_rejected() {
         let mut params = CertificateParams::default();
         params.not_after = date_time_ymd(2020, 1, 1);
-        // A custom extension must not prevent parsing.
+        // The test certificate has a custom extension, which must not prevent parsing.
         params.custom_extensions = vec![CustomExtension::from_oid_content(&[1, 2, 3], vec![5, 0])];
         let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
         assert!(subject(certificate.der(), 1_577_836_800).is_ok(), "to the last second");

@@ -16,7 +16,7 @@ use crate::identity::{
 };
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
-/// Maximum number of bytes of a value that is shown. The number is limited, because clients may choose the value.
+/// Maximum number of bytes of a value that is shown. Values are cut at this length, because clients may choose them.
 const MAX_DISPLAY_BYTES: usize = 128;
 
 /// Label of a client network that replaces an API key.
@@ -53,7 +53,7 @@ pub struct ResolvedIdentity {
 /// Error in an identity named by an administrator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityInputError {
-    /// A part is missing.
+    /// The administrator gave no value for a part of the identity.
     #[error("`{0}` is missing")]
     Missing(Cow<'static, str>),
     /// No consumer has this name.
@@ -131,7 +131,8 @@ impl Descriptor {
 fn is_public(tag: u8) -> bool {
     match tag {
         b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
-        // These are accepted API keys, headers, cookies, query parameters and values of bodies.
+        // All other tags belong to values that may be secret: accepted API keys, headers, cookies, query parameters and
+        // values of bodies.
         _ => false,
     }
 }
@@ -168,7 +169,7 @@ impl IdentitySpec {
             }
             Ok(IdentityPart::Address(ANONYMOUS_TAG)) => network(ANONYMOUS_LABEL),
             Ok(IdentityPart::Address(_) | IdentityPart::Missing(_)) => network(IP_LABEL),
-            // A request with this error has no identity.
+            // Display no identity for a request that has none.
             Err(_) => DisplayPart { label: descriptor.label().into(), value: None },
         };
         IdentityDisplay(self.descriptors.iter().map(part_of).collect())
@@ -194,7 +195,7 @@ impl IdentitySpec {
     ) -> Result<ResolvedIdentity, IdentityInputError> {
         let address = |label: &'static str| {
             let text = input.get(label)?;
-            // The displayed form `ADDRESS/PREFIX` is accepted as well.
+            // Accept the displayed form `ADDRESS/PREFIX` as well.
             let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
             Some(
                 address
@@ -206,7 +207,7 @@ impl IdentitySpec {
         let mut encoder = IdentityEncoder::default();
         let mut caller = Caller::Missing;
         let mut is_exempt = false;
-        // Placeholder address for parts that are not client networks.
+        // Use a placeholder for the client address, which is not needed for parts that are not client networks.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {
             let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());
@@ -231,7 +232,7 @@ impl IdentitySpec {
                     caller = Caller::Consumer(consumer.clone());
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
-                // The host is in canonical form, as for routing.
+                // Convert the host to canonical form, as routing does.
                 (Descriptor::Host, Some(name)) => {
                     (descriptor.tag(), target::canonical_host(name).into_owned().into_bytes(), no_address)
                 }

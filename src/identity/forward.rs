@@ -21,7 +21,7 @@ use crate::limiter::clock::monotonic;
 /// A provider of kind `forward`.
 #[derive(Debug)]
 pub struct ForwardProvider {
-    /// The settings.
+    /// Settings of the provider.
     pub settings: ForwardSettings,
     /// The cache of admissions, for which the server is not called again. `None` if the server is called for each
     /// request.
@@ -41,7 +41,7 @@ pub struct ForwardSettings {
     pub request_headers: Vec<HeaderName>,
     /// Headers of the server that the upstream gets. If clients send headers with these names, they are always removed.
     pub response_headers: Vec<HeaderName>,
-    /// Maximum time for the whole exchange.
+    /// Maximum time for the request to the authentication server and its response.
     pub timeout: Duration,
     /// Whether requests are admitted while the server does not respond.
     pub fail_open: bool,
@@ -66,7 +66,7 @@ pub struct ToldParts {
 }
 
 impl ToldParts {
-    /// All parts.
+    /// The server receives all parts of the request.
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
 }
 
@@ -112,10 +112,11 @@ impl Admission {
 const MAX_CACHED_HEADERS: usize = 4096;
 
 /// Admissions by a keyed hash of the values that the server receives. All workers share the cache. Denials are not
-/// cached: a denial may start the session of one client, and the next request may have a valid credential.
+/// cached, because the response may start the session of one client, and because the next request may have a valid
+/// credential.
 pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
-    /// Exchanges in progress, each with the receiver of its result.
+    /// Calls to the server in progress, each with a receiver of its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
     /// Secret of the process for the hash of credentials, so that other processes cannot use the hash.
     secret: [u8; 32],
@@ -130,7 +131,7 @@ struct CachedAdmission {
     expires_at: Instant,
 }
 
-/// A result that concurrent requests with the same key may use.
+/// The result of a call to the server, for the requests that wait for this call.
 #[derive(Debug, Clone)]
 pub enum SharedResult {
     /// The server admits the requests.
@@ -152,8 +153,8 @@ pub enum CacheRole<'a> {
     Wait(watch::Receiver<Option<SharedResult>>),
 }
 
-/// An exchange that other requests wait for. If the value is dropped without a result, another request calls the
-/// server.
+/// A call to the server for which other requests wait. If the value is dropped without a result, another request calls
+/// the server.
 #[derive(Debug)]
 pub struct PendingExchange<'a> {
     cache: &'a ForwardCache,
@@ -170,7 +171,7 @@ impl fmt::Debug for ForwardCache {
 impl ForwardCache {
     fn new(max_entries: usize) -> Self {
         let mut secret = [0; 32];
-        // If there are no random bytes, TLS cannot start either.
+        // Ignore the error: without random bytes, TLS cannot start either.
         let _ = rand::fill(&mut secret);
         ForwardCache { admissions: Cache::new(max_entries), pending: Mutex::default(), secret }
     }
@@ -258,7 +259,7 @@ fn header_size(headers: &HeaderMap) -> usize {
 fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
     let mut ttl = ttl;
     for line in response.get_all(CACHE_CONTROL) {
-        // A header that is not text cannot be interpreted.
+        // Do not store the admission if the header is not text, because it cannot be interpreted.
         for directive in line.to_str().ok()?.split(',').map(str::trim) {
             let (name, value) = directive.split_once('=').unwrap_or((directive, ""));
             if ["no-store", "no-cache"].iter().any(|word| name.eq_ignore_ascii_case(word)) {

@@ -44,7 +44,7 @@ pub struct JwtVerifier {
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
-    /// Required claims.
+    /// Claims that each token must have, with their required values.
     pub claims: Vec<RequiredClaim>,
 }
 
@@ -74,9 +74,9 @@ pub enum TokenError {
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
     /// The algorithm of the token differs from the algorithm of the key.
-    #[error("the bearer token is signed with another algorithm than that of its key")]
+    #[error("the algorithm of the bearer token differs from the algorithm of its key")]
     Algorithm,
-    /// The signature is invalid.
+    /// The signature of the token is invalid.
     #[error("the signature of the bearer token is invalid")]
     Signature,
     /// The claim `exp` is missing.
@@ -120,7 +120,7 @@ pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
 /// Return whether a credential has the form of a JWT: three base64url parts, of which the first is a JSON object with
 /// `alg` (RFC 7515 §3.1).
 pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
-    // A fourth part means that the credential has more than three parts, so it is no JWT.
+    // A credential with a fourth part is not a JWT.
     let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
     let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
     let [header, payload, _] = &parts[..] else { return false };
@@ -132,7 +132,7 @@ pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
     header.is_some_and(|header| header.contains_key("alg"))
 }
 
-/// The library reports this error if it cannot parse or decode a token.
+/// jsonwebtoken reports this error if it cannot parse or decode a token.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -146,7 +146,7 @@ impl JwtVerifier {
             (Verification::Foreign(AuthError::Token(TokenError::UnknownKey)), Some(remote)) => {
                 match remote.may_refresh() {
                     true => Verification::Pending,
-                    // A refresh may have ended after the keys were read.
+                    // Verify the token again, because a refresh may have ended after the keys were read.
                     false => self.verify_with_current_keys(request),
                 }
             }
@@ -159,7 +159,8 @@ impl JwtVerifier {
         if let Some(remote) = &self.remote {
             let refreshes = async {
                 remote.refresh().await;
-                // A refresh that was running may have read the keys before the issuer published this one.
+                // Refresh a second time: the first refresh may have started before the issuer published the key of this
+                // token.
                 if let Verification::Pending = self.verify_request(request) {
                     remote.refresh().await;
                 }
@@ -186,7 +187,7 @@ impl JwtVerifier {
             }
             Err(TokenError::NoKeys) => Verification::Foreign(TokenError::Malformed.into()),
             Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
-            // The token may be for another provider of the route.
+            // These errors are not final, because another provider of the route may verify the token.
             Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
                 Verification::Foreign(error.into())
             }
@@ -240,8 +241,8 @@ impl JwtVerifier {
             return Err(TokenError::Issuer);
         }
         verified?;
-        // The signature has been verified, so decoding without verification is safe here. The claim validation of the
-        // library would accept an `aud` that is a number.
+        // The signature has been verified, so decoding without verification is safe here. The claim validation of
+        // jsonwebtoken is not used, because it would accept an `aud` that is a number.
         Ok(insecure_decode_claims(token)?)
     }
 
@@ -315,7 +316,7 @@ const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 /// Maximum total size in bytes of the verified tokens that are cached for each set of keys.
 const MAX_VERIFIED_BYTES: u64 = 4 << 20;
 
-/// Expected number of these tokens, for the initial size of the table.
+/// Expected number of cached tokens for each set of keys. It determines the initial size of the cache.
 const EXPECTED_VERIFIED: usize = 1024;
 
 /// The keys with which tokens may be signed.
@@ -334,7 +335,7 @@ struct VerifiedToken {
     length: u64,
 }
 
-/// The weight of a token in the cache.
+/// Weighs each cached token by its length.
 #[derive(Debug, Clone)]
 struct TokenLength;
 
@@ -370,7 +371,7 @@ pub enum KeySetError {
     #[error("keys[{0}] is symmetric (`oct`): a key that verifies tokens could also sign them")]
     Symmetric(usize),
     /// An RSA key has an unsupported size.
-    #[error("keys[{0}] has {1} bits: an RSA key needs 2048 to 8192")]
+    #[error("keys[{0}] has {1} bits, but an RSA key must have 2048 to 8192 bits")]
     KeySize(usize, usize),
     /// A key is malformed.
     #[error("keys[{0}] is malformed")]
@@ -419,7 +420,7 @@ impl KeySet {
         let mut keys: Vec<Key> = Vec::new();
         let mut skipped = Vec::new();
         for (index, jwk) in set.keys.into_iter().enumerate() {
-            // The library does not know these kinds of keys.
+            // Skip keys of a kind that jsonwebtoken does not know.
             let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
             match Key::from_jwk(index, &jwk) {
                 Ok(Some(key)) => {
@@ -440,7 +441,7 @@ impl KeySet {
         self.keys.len()
     }
 
-    /// Return whether there are no keys.
+    /// Return whether the set has no keys.
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty()
     }
@@ -474,7 +475,7 @@ impl Key {
         }
         let decoding = DecodingKey::from_jwk(jwk).map_err(|_| KeySetError::Malformed(index))?;
         let malformed = |_| KeySetError::Malformed(index);
-        // The library would validate a key only on first use. Validate it now, so that errors appear when the
+        // jsonwebtoken would validate a key only on first use. Validate it now, so that errors appear when the
         // configuration is loaded.
         match decoding.kind() {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
@@ -507,11 +508,11 @@ pub const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct RemoteKeys {
     keys: Arc<ArcSwapOption<KeySet>>,
     state: Mutex<RefreshState>,
-    /// Number of finished attempts.
+    /// Number of finished attempts to fetch the keys.
     finished: watch::Sender<u64>,
     /// Wakes the task that fetches the keys.
     wanted: Notify,
-    /// Number of successful and of failed attempts.
+    /// Number of successful and of failed attempts to fetch the keys.
     counts: [AtomicU64; 2],
     /// Time of the last success in µs since the Unix epoch; 0 before the first.
     last_success_us: AtomicU64,
@@ -519,7 +520,7 @@ pub struct RemoteKeys {
 
 #[derive(Debug, Default)]
 struct RefreshState {
-    /// Whether an attempt is running or about to begin.
+    /// Whether an attempt to fetch the keys is running or about to begin.
     is_pending: bool,
     /// Time at which a token with an unknown key last caused a refresh.
     asked_at: Option<Instant>,
@@ -562,7 +563,7 @@ impl RemoteKeys {
                 self.wanted.notify_one();
             }
         }
-        // An error would mean that the sender is dropped, but `self` owns the sender.
+        // Ignore errors: waiting fails only if the sender is dropped, but `self` owns the sender.
         let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
     }
 
@@ -571,7 +572,7 @@ impl RemoteKeys {
         self.wanted.notified().await;
     }
 
-    /// Begin an attempt, or a task that makes attempts.
+    /// Begin an attempt to fetch the keys, or a task that makes several attempts.
     pub fn begin(&self) -> RefreshAttempt<'_> {
         self.lock().is_pending = true;
         RefreshAttempt(self)
@@ -582,7 +583,7 @@ impl RemoteKeys {
         RefreshAttempt(self)
     }
 
-    /// Record a successful attempt that returned the same keys.
+    /// Record a successful attempt in which the server returned the known keys.
     pub fn record_unchanged(&self, now_us: u64) {
         self.last_success_us.store(now_us, Ordering::Relaxed);
         self.counts[0].fetch_add(1, Ordering::Relaxed);
@@ -610,7 +611,7 @@ impl RemoteKeys {
         self.counts[1].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of successful and of failed attempts.
+    /// Return the number of successful and of failed attempts to fetch the keys.
     pub fn counts(&self) -> [u64; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
@@ -645,7 +646,7 @@ mod tests {
 
     use super::*;
 
-    /// A key pair, with the key set of its public key.
+    /// Return a new key pair, and a key set that contains its public key.
     fn issuer() -> (Ed25519KeyPair, KeySet) {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });

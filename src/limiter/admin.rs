@@ -21,7 +21,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict
 /// Time for which the other gateways can read the record of a reset. All gateways poll more often than that.
 const RESET_BROADCAST_TTL: Duration = Duration::from_secs(5);
 
-/// Administration of the limits of a process.
+/// Operations of administrators on the limits of this process, such as resets and overrides.
 #[derive(Debug)]
 pub struct LimiterAdmin {
     /// States in this process: all states, or the local shares for outages of Redis.
@@ -101,7 +101,7 @@ impl LimiterAdmin {
             let mut redis_key = Vec::new();
             key.write(prefix, &mut redis_key);
             was_counted |= store.delete_state(identity, redis_key).await?;
-            // Also delete the state in the local share for outages.
+            // Also delete the state of the local share, which decides in outages.
             self.memory.remove(key.local_hash());
         }
         let (hash, field) = (overrides::hash_key(prefix), reset_field(limit, identity));
@@ -111,7 +111,7 @@ impl LimiterAdmin {
         let refreshed = self.overrides.refresh(store, &hash).await;
         let effective_within = match (written, refreshed) {
             (Ok((WriteStatus::Written, _)), Ok(())) => MAX_PROPAGATION,
-            // The other gateways were not notified, so their cached denials only expire.
+            // If the notification fails, cached denials on other gateways stay valid until they expire.
             _ => MAX_DENIAL_AGE,
         };
         Ok(ResetResult { was_counted, effective_within })
@@ -167,7 +167,7 @@ impl LimiterAdmin {
             // Apply the record at once: Redis may lose it before other gateways have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
-        // If this read of the overrides fails, the next poll reads the other records.
+        // Ignore an error of this read, because the next poll reads the records again.
         let _ = self.overrides.refresh(store, &hash).await;
         Ok(status)
     }

@@ -50,7 +50,7 @@ impl Rule {
         }
     }
 
-    /// Compute one step of the algorithm. The function writes nothing.
+    /// Compute one step of the algorithm, without writing the new state.
     pub fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         match self {
             Rule::TokenBucket(rule) => rule.step(state, now, kind, cost),
@@ -63,12 +63,12 @@ impl Rule {
     }
 
     /// Return the time in µs in which a token bucket repays the debt that existed before the last `cost` tokens of a
-    /// charge. The charge was made `elapsed_us` before this outcome. Only the refill after this time counts against a
-    /// refund of these tokens. The result is rounded down, to the client's disadvantage. The value is 0 for the other
-    /// algorithms, which do not need it.
+    /// charge. The charge was made `elapsed_us` before this outcome. The refill within this time repays earlier debt,
+    /// so only the later refill reduces the refund of these tokens. The result is rounded down, to the client's
+    /// disadvantage. The value is 0 for the other algorithms, which do not need it.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
-            // If the reset time is 0, the whole debt has been repaid since the charge.
+            // A reset time of 0 means that the whole debt has been repaid since the charge.
             Rule::TokenBucket(rule) if outcome.reset_us > 0 => rule.debt_before_us(outcome.reset_us + elapsed_us, cost),
             Rule::TokenBucket(_)
             | Rule::FixedWindow(_)
@@ -92,7 +92,7 @@ impl Rule {
         }
     }
 
-    /// Return the number that the script contract defines for the kind of algorithm.
+    /// Return the kind of algorithm, which the arguments of the scripts contain as a letter (`lua/generic.lua`).
     pub fn kind(&self) -> AlgorithmKind {
         match self {
             Rule::TokenBucket(_) => AlgorithmKind::TokenBucket,
@@ -108,7 +108,7 @@ impl Rule {
         }
     }
 
-    /// Return the arguments a to d of the script contract, for a call at about `now_us`.
+    /// Return the parameters a to d in the arguments of the scripts (`lua/generic.lua`), for a call at about `now_us`.
     pub fn script_arguments(&self, now_us: u64) -> [u64; 4] {
         match self {
             Rule::TokenBucket(rule) => [rule.burst, rule.refill, rule.parts, 0],
@@ -145,7 +145,7 @@ impl Rule {
     /// Parse a quota in the syntax of this algorithm.
     ///
     /// # Errors
-    /// The text is not a quota in this syntax.
+    /// The text is not a valid quota.
     pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
         if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
     }
@@ -196,7 +196,7 @@ impl Rule {
     }
 }
 
-/// The algorithm kinds of the script contract.
+/// The kinds of algorithms that the arguments of the scripts distinguish (`lua/generic.lua`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AlgorithmKind {
     /// `token_bucket.lua`
@@ -218,7 +218,7 @@ pub enum AlgorithmKind {
 }
 
 impl AlgorithmKind {
-    /// Return the letter of the kind in the script contract.
+    /// Return the letter of the kind in the arguments of the scripts.
     pub fn letter(self) -> &'static str {
         match self {
             AlgorithmKind::TokenBucket => "B",
@@ -244,7 +244,7 @@ pub enum State {
         updated_at: u64,
         /// Debt of the bucket, in parts of a token.
         debt: u64,
-        /// Number of parts of a token.
+        /// Number of parts into which the bucket divides a token.
         parts: u64,
         /// Time at which the key of the state expires in Redis, µs. The time is between 0.5 s and 1.001 s after the
         /// debt is repaid.
@@ -282,7 +282,7 @@ pub enum State {
 /// The kind of step for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepKind {
-    /// Admit the cost if it fits.
+    /// Charge the cost if the remaining quota allows it.
     Check,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
@@ -290,17 +290,17 @@ pub enum StepKind {
     Refund {
         /// Time of the admitting verdict, µs.
         charged_at: u64,
-        /// See [`Rule::debt_before_us`](Rule::debt_before_us).
+        /// Time in which a token bucket repays the debt from before the charge ([`Rule::debt_before_us`]).
         debt_before_us: u64,
     },
     /// Renew a concurrency permit.
     Renew,
 }
 
-/// The charge fits into the limit.
+/// Whether a charge fits into the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// It fits.
+    /// The charge fits.
     Ok,
     /// The limit is exceeded. The charge fits after exactly `retry_us`.
     Exceeded,
@@ -327,16 +327,16 @@ pub struct Outcome {
 /// The change of the state that is made when the whole request has been decided.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// No change.
+    /// The state does not change.
     None,
     /// Delete the state, because it is empty.
     Delete,
     /// Replace the state. The second value is the time in µs after which the new state has the same meaning as no
     /// state.
     Put(State, u64),
-    /// Edit the sliding log.
+    /// Change the entries of the sliding log.
     Log(LogEdit),
-    /// Edit the concurrency permits.
+    /// Change the set of concurrency permits.
     Permits(PermitEdit),
 }
 
@@ -357,14 +357,14 @@ pub struct LogEdit {
     pub window: u64,
 }
 
-/// An edit of a set of concurrency permits.
+/// A change of a set of concurrency permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PermitEdit {
-    /// Time of the edit, µs.
+    /// Time of the change, µs.
     pub now: u64,
     /// Permit TTL, µs.
     pub ttl: u64,
-    /// The action.
+    /// The action on the set of permits.
     pub action: PermitAction,
 }
 
@@ -380,7 +380,7 @@ pub struct Step {
     pub free: u64,
     /// µs until the limit is fully reset, without the charge.
     pub free_reset_us: u64,
-    /// The change that makes the charge, if it fits. Otherwise the change that repairs a state whose time is in the
-    /// future, or a token bucket whose rate has changed.
+    /// The change of the state if the charge fits. If the charge does not fit, the change that repairs a state whose
+    /// time is in the future, or a token bucket whose rate has changed.
     pub change: Change,
 }

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-/// The clocks of two machines drift apart by less than this fraction of a wait.
+/// Upper bound of clock drift: during a wait, the clocks of two machines drift apart by less than this fraction of the
+/// wait.
 const MAX_DRIFT_DIVISOR: u32 = 2000;
 
-/// The clock from which a store takes the time of a decision.
+/// The clock that determines the time of decisions.
 #[derive(Debug, Clone, Default)]
 pub enum Clock {
     /// The `TIME` of Redis. For the memory store, the system clock.
     #[default]
     Store,
-    /// The `TIME` of Redis for decisions, while the clock of this process is wrong by this number of µs.
+    /// Decisions use the `TIME` of Redis, and the clock of this process is wrong by this number of µs, for tests.
     Skewed(i64),
-    /// An instant set by hand, in µs since the Unix epoch.
+    /// An instant that tests set, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
     /// The `TIME` of Redis is used for decisions. The clock of this process showed this number of µs since the Unix
     /// epoch at this instant, and has run with [`monotonic`] since then.
@@ -42,7 +43,7 @@ impl Clock {
         }
     }
 
-    /// Now, in µs since the Unix epoch.
+    /// Return the current time, in µs since the Unix epoch.
     pub fn now_us(&self) -> u64 {
         match self {
             Clock::Manual(now) => now.load(Ordering::SeqCst),
@@ -52,7 +53,7 @@ impl Clock {
         }
     }
 
-    /// The current time as the argument of the script. With 0 the script uses the time of Redis.
+    /// Return the current time as the argument of the script, or 0, with which the script uses the time of Redis.
     pub fn script_argument_us(&self) -> u64 {
         match self {
             Clock::Manual(_) => self.now_us(),
@@ -61,12 +62,13 @@ impl Clock {
     }
 }
 
-/// The wall clock of the system, µs since the Unix epoch.
+/// Return the time of the system clock, in µs since the Unix epoch.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// Return the time for which a wait by the clock of another machine lasts at least by the clock of this machine.
+/// Return the minimum duration, by the clock of this machine, of a wait that was measured by the clock of another
+/// machine.
 pub fn subtract_drift(wait: Duration) -> Duration {
     wait - wait / MAX_DRIFT_DIVISOR
 }
@@ -77,8 +79,8 @@ pub fn monotonic() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// The time since an instant of [`monotonic`]. [`Instant::elapsed`] would advance while a test has paused tokio's
-/// clock.
+/// Return the time since an instant of [`monotonic`]. [`Instant::elapsed`] would advance while a test has paused
+/// tokio's clock.
 pub fn elapsed_since(instant: Instant) -> Duration {
     monotonic().saturating_duration_since(instant)
 }

@@ -18,7 +18,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, StoreError, Verdict};
 pub struct LimitCheck<'a, 'p> {
     /// Index of the limit on the route.
     pub limit_index: usize,
-    /// The limit.
+    /// The limit that is checked.
     pub limit: &'a LimitSpec,
     /// The variant of the limit that applies to this request.
     pub variant: &'p Arc<LimitVariant>,
@@ -35,11 +35,11 @@ pub struct LimitCheck<'a, 'p> {
 pub struct LimitResult<'a> {
     /// Index of the limit on the route.
     pub limit_index: usize,
-    /// The limit.
+    /// The limit that is checked.
     pub limit: &'a LimitSpec,
     /// The quota that applied to the request.
     pub quota: Quota,
-    /// The outcome of the check.
+    /// The outcome of the check of this limit.
     pub outcome: Outcome,
 }
 
@@ -57,7 +57,7 @@ pub struct Decision<'a> {
     pub is_overloaded: bool,
     /// Time of the decision, µs since the Unix epoch.
     pub now_us: u64,
-    /// The result of each limit that took part in the decision, without shadow limits.
+    /// The result of each limit that took part in the decision, except shadow limits.
     pub results: Vec<LimitResult<'a>>,
     /// The shadow limits that would have denied the request.
     pub shadow_denied: Vec<&'a LimitSpec>,
@@ -80,7 +80,7 @@ impl<'a> LimitCheck<'a, 'a> {
 }
 
 impl<'a> LimitCheck<'a, '_> {
-    /// Return the key of the state.
+    /// Return the key of the state that the check reads and changes.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
@@ -136,7 +136,7 @@ impl<'a> LimitCheck<'a, '_> {
         first_permit_id.wrapping_add(self.limit_index as u64)
     }
 
-    /// Return the part of the check that is needed after the decision.
+    /// Return the owned data of the check, for deferred charges after the decision.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
         OwnedCharge {
             limit_index: self.limit_index,
@@ -250,7 +250,7 @@ impl<'a> Decision<'a> {
         self.is_overloaded |= other.is_overloaded;
         self.now_us = self.now_us.max(other.now_us);
         self.results.extend(other.results);
-        // Headers list the limits in the order of the route.
+        // Sort the results, because headers list the limits in the order of the route.
         self.results.sort_by_key(|result| result.limit_index);
         self.shadow_denied.extend(other.shadow_denied);
         self.permits = match (self.permits, other.permits) {

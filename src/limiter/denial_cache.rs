@@ -24,8 +24,8 @@ pub struct DenialCache(Cache<u128, CachedDenial>);
 struct CachedDenial {
     variant_id: u64,
     cost: u64,
-    /// The denial is certainly valid until this time. The time is counted from before the call, so that it ends no
-    /// later than the denial in Redis.
+    /// The denial is certainly valid until this time. The time starts before the call, so that the cached denial ends
+    /// no later than the denial in Redis.
     expires_at: Instant,
     /// Time at which the verdict arrived. Retry and reset times for clients count from this time, so that clients do
     /// not retry too early.
@@ -73,8 +73,8 @@ impl DenialCache {
     /// Insert a denial that was requested at `asked_at` and has just arrived.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;
-        // A saturated concurrency limit may admit a request at any time. Costs above the limit never fit, and clients
-        // rarely retry them.
+        // Do not cache other denials: a saturated concurrency limit may admit a request at any time, and clients rarely
+        // retry a cost that exceeds the limit.
         if outcome.status != Status::Exceeded {
             return;
         }

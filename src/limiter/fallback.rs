@@ -17,13 +17,13 @@ use crate::limiter::verdict::{Operation, StoreError, Verdict};
 #[error("the limits cannot be checked: {0}")]
 pub struct StoreUnavailable(#[source] pub StoreError);
 
-/// Interval for logging states that cannot be used, whatever the number of requests is.
+/// Interval for logging states that cannot be used, regardless of the number of requests.
 const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Interval for logging that checks are rejected because of overload.
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reject checks that a working store did not decide in time, whatever `on_store_error` is. Otherwise a client could
+/// Reject checks that a working store did not decide in time, regardless of `on_store_error`. Otherwise a client could
 /// exceed a limit by sending more requests. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
@@ -41,7 +41,7 @@ pub(super) fn decide_overloaded<'a>(
 }
 
 /// Decide during an outage. Fail closed if one limit has `on_store_error = "deny"`. Otherwise the limits with `"local"`
-/// decide by their local shares. The usage of all other limits is counted as well, because they cannot be charged.
+/// decide by their local shares. For limits that are not charged, only the usage totals are counted.
 pub(super) fn decide_without_store<'a>(
     (fallback, events): (&MemoryStore, &EventQueue),
     checks: &[LimitCheck<'a, '_>],
@@ -54,8 +54,8 @@ pub(super) fn decide_without_store<'a>(
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {
             let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-            warn!(%error, ?limits, "rejecting an identity: its stored state is corrupt; delete the state or wait until \
-                                    it expires");
+            warn!(%error, ?limits, "rejecting requests of an identity: its stored state is corrupt; delete the \
+                                    state or wait until it expires");
         }
         if checks.iter().any(|check| !check.limit.shadow) {
             return Err(StoreUnavailable(error));
@@ -101,11 +101,10 @@ fn decide_locally<'a>(
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 
-/// Decide by the checks whose limits have room in the memory store. The other limits cannot count. Shadow limits and
+/// Decide by the checks whose limits have room in the memory store. All other limits cannot count. Shadow limits and
 /// limits with `"allow"` admit the request.
 ///
-/// # Errors
-/// An enforced limit without `"allow"` has no room, or another request took the remaining room in between.
+/// # Errors The memory store has no room for a new state of an enforced limit without `"allow"`.
 pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c LimitCheck<'a, 'p>>,
@@ -125,7 +124,7 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     }
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
-    // If bits are set again, another request took the remaining room in between.
+    // If the store still reports limits without room, another request has taken the room since the first check.
     if verdict.full_limits != 0 {
         return Err(StoreUnavailable(StoreError::CapacityExceeded));
     }

@@ -69,7 +69,7 @@ impl IdentityHasher {
 pub struct IdentityEncoder(Vec<u8>);
 
 impl IdentityEncoder {
-    /// Append a part.
+    /// Append one part of the identity.
     pub fn push(&mut self, tag: u8, value: &[u8]) {
         self.0.push(tag);
         self.0.extend_from_slice(&(value.len() as u64).to_be_bytes());
@@ -90,9 +90,9 @@ impl IdentityEncoder {
 /// The key of one limit's state for one identity.
 #[derive(Debug, Clone, Copy)]
 pub struct Key<'a> {
-    /// The identity.
+    /// Hash of the identity.
     pub identity: Identity,
-    /// The limit's part of the key.
+    /// The part of the key that belongs to the limit.
     pub state_name: &'a StateName,
 }
 

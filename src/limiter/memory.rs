@@ -69,8 +69,8 @@ impl MemoryStore {
 
     /// Decide all charges at one instant, without waiting for I/O.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // Lock each shard of the request once, always in the same order. The fixed order of the locks prevents
-        // deadlocks and makes the request atomic.
+        // Lock each shard of the request once, and hold all locks, so that the request is atomic. The fixed order of
+        // the locks prevents deadlocks.
         let mut shard_bits = 0u64;
         for charge in charges {
             shard_bits |= 1 << shard_of(charge.key.local_hash());
@@ -173,7 +173,7 @@ fn decide_locked(
         let max_cost = charges.first().map_or(0, |charge| charge.cost);
         let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
         granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
-        // If no token remains, request one token, so that the outcome contains the retry time.
+        // If no token remains, run the step again for one token, so that the outcome contains the retry time.
         requested = Some(granted.max(max_cost.min(1)));
         if max_cost == 0 {
             operation = Operation::Peek;
@@ -212,7 +212,7 @@ fn decide_locked(
     }
 }
 
-/// Return the used share of a limit with this number of tokens remaining, in 1/255.
+/// Return the share of the quota that is used if `remaining` tokens remain, from 0 (nothing) to 255 (the whole quota).
 fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
     let capacity = u128::from(charge.rule.capacity().max(1));
     let remaining_share = u128::from(remaining) * 255 / capacity;
@@ -252,8 +252,8 @@ fn step_all(
 
 // === Shards: the states of each limit are separate, so that one limit cannot evict the states of another limit ===
 
-/// Number of entries that the sweep examines for each insertion. The number is greater than one, so that sweeping is
-/// faster than growth.
+/// Number of entries that the sweep examines for each insertion. This is greater than one, so that expired states are
+/// removed faster than new states are added.
 const SWEPT_PER_INSERT: usize = 2;
 
 /// Number of entries that are compared to find an entry to evict. As for volatile-ttl in Redis, a sample of five finds
@@ -263,8 +263,9 @@ const EVICTION_SAMPLE: usize = 5;
 /// Maximum number of entries that are searched for an evictable entry before a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. The value
-/// is half of the quota: an identity that evicts its own state can gain at most this share.
+/// Used share of the quota, in 1/255, from which the state of an identity is evicted only to make room for the
+/// guaranteed part of another limit. The value is half of the quota, so that an identity that evicts its own state
+/// gains at most half of the quota.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.
@@ -290,7 +291,7 @@ struct LimitStates {
 struct Entry {
     state: State,
     expires_at_us: u64,
-    /// Used share of the limit at the last change, in 1/255.
+    /// Share of the quota that was used at the last change, from 0 (nothing) to 255 (the whole quota).
     used_share: u8,
 }
 
@@ -301,7 +302,7 @@ pub(crate) struct StateWrite {
     pub(crate) permit_id: u64,
     /// Time of the charge, µs.
     pub(crate) now_us: u64,
-    /// Used share of the limit after the charge, in 1/255.
+    /// Share of the quota that is used after the charge, from 0 (nothing) to 255 (the whole quota).
     pub(crate) used_share: u8,
 }
 
@@ -310,7 +311,7 @@ pub(crate) struct StateWrite {
 pub(crate) enum Room {
     /// The state has room. The value is the number of states that were evicted for it.
     Available(u64),
-    /// All states that could be evicted are at or near their limit.
+    /// No state can be evicted, because all candidates have used at least half of their quota.
     Full,
 }
 
@@ -348,7 +349,7 @@ impl Shard {
             self.sweep(own, now);
         }
         if !self.limits.is_empty() {
-            // Sweep another limit as well, so that unused limits occupy no room.
+            // Also sweep a second limit, so that expired states of unused limits are removed.
             self.next_sweep = (self.next_sweep + 1) % self.limits.len();
             self.sweep(self.next_sweep, now);
         }
@@ -358,7 +359,8 @@ impl Shard {
         let limits = self.limits.len() + usize::from(limit_index.is_none());
         let guaranteed = (capacity / limits).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
-            // Another limit uses the guaranteed part of this limit.
+            // This limit has less than its guaranteed part, because another limit uses it. Evict a state of the other
+            // limit.
             let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
             let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
             return Room::Available(u64::from(evicted));
@@ -460,7 +462,7 @@ impl LimitStates {
                 };
                 *before = used;
                 if *expires_us <= now && edit.remove.is_none() {
-                    // The step has ignored expired entries, so they can be dropped.
+                    // The whole log has expired, and the step has ignored its entries, so drop them.
                     log.clear();
                 }
                 edit.apply(log);

@@ -1,5 +1,5 @@
-//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers do
-//! not contend for cache lines. Readers add up the cells of all workers.
+//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers
+//! do not contend for cache lines. Readers add up the cells of all workers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -50,7 +50,7 @@ impl AnsweredBy {
 
 // === Cells ===
 
-/// Counters of `N` kinds of events.
+/// A counter for each of `N` kinds of events.
 #[derive(Debug)]
 pub struct Counter<const N: usize>([AtomicU64; N]);
 
@@ -71,7 +71,7 @@ impl<const N: usize> Counter<N> {
         self.0[kind].fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Return all counters.
+    /// Return the values of all `N` counters.
     pub fn values(&self) -> [u64; N] {
         std::array::from_fn(|kind| self.0[kind].load(Ordering::Relaxed))
     }

@@ -50,13 +50,13 @@ pub enum EventPeriod {
 pub struct LimitUsage {
     /// The thresholds of the limit.
     pub notify: Arc<Notify>,
-    /// The identity.
+    /// The identity whose usage is reported.
     pub identity: Identity,
-    /// The quota that applied.
+    /// The quota that applied to the identity.
     pub quota: Quota,
     /// Capacity of the rule that made the decision.
     pub capacity: u64,
-    /// Tokens remaining.
+    /// Tokens that remain after the charge.
     pub remaining: u64,
     /// Whether the limit denied the request, or would have denied it without shadow mode.
     pub is_denied: bool,
@@ -73,7 +73,7 @@ pub struct LimitUsage {
 /// An event, which means that the usage has reached a threshold.
 #[derive(Debug, Clone)]
 pub struct QuotaEvent {
-    /// The usage.
+    /// The usage that reached the threshold.
     pub usage: LimitUsage,
     /// The threshold, in percent.
     pub threshold: u8,
@@ -82,8 +82,8 @@ pub struct QuotaEvent {
 }
 
 impl LimitUsage {
-    /// Return the usage after an outcome, if it has reached a threshold. Of the outcome, `reserved` tokens may still be
-    /// refunded.
+    /// Return the usage after an outcome, if it has reached a threshold. Tokens that are only `reserved` do not count,
+    /// because they may be refunded.
     pub fn new(
         notify: &Arc<Notify>,
         identity: Identity,
@@ -103,7 +103,7 @@ impl LimitUsage {
         let is_denied = match status {
             Status::Ok => false,
             Status::Exceeded => true,
-            // A denial because the cost exceeds the capacity gives no information about the usage.
+            // Ignore a denial because the cost exceeds the capacity: it gives no information about the usage.
             Status::CostTooLarge | Status::Saturated => return None,
         };
         let capacity = rule.capacity();
@@ -120,7 +120,7 @@ impl LimitUsage {
             reset_us,
             period,
         };
-        // If the reset time is 0, no tokens are used, or the limit did not take part in the decision.
+        // A reset time of 0 means that no tokens are used, or that the limit did not take part in the decision.
         (reset_us > 0 && usage.thresholds().next().is_some()).then_some(usage)
     }
 
@@ -140,19 +140,19 @@ impl LimitUsage {
 /// The events of a limit, by identity and threshold.
 type RememberedEvents = HashMap<(Identity, u8), Remembered, RandomState>;
 
-/// The end of a period.
+/// The time until which an event is remembered: the end of its period.
 #[derive(Debug, Clone, Copy)]
 struct Remembered {
     period: EventPeriod,
     until: Instant,
 }
 
-/// The events of this process. Each threshold has one event per period. The queue is bounded, and adding an event never
-/// waits.
+/// The events of this process. Each identity causes at most one event for each threshold and period. The queue is
+/// bounded, and adding an event never waits.
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
-    /// By limit.
+    /// Events that were already sent, by limit.
     remembered: Mutex<HashMap<Box<str>, RememberedEvents, RandomState>>,
     dropped: AtomicU64,
 }
@@ -194,7 +194,7 @@ impl EventQueue {
                 EventPeriod::Window(_) => Duration::from_micros(usage.reset_us),
                 EventPeriod::Rolling(length) => length,
             };
-            // The end of the period is beyond the range of the clock, so it never ends.
+            // If the end of the period is beyond the range of the clock, the period never ends.
             let until = now.checked_add(length).unwrap_or(now + FOREVER);
             remembered.insert(key, Remembered { period: usage.period, until });
             total += usize::from(is_new);
@@ -224,7 +224,7 @@ impl EventQueue {
     }
 }
 
-/// This time is longer than any process runs.
+/// A duration of 100 years, which is longer than any process runs.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 impl Remembered {
@@ -253,7 +253,7 @@ pub enum DeliveryResult {
 }
 
 impl DeliveryResult {
-    /// All values, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [DeliveryResult; 4] =
         [DeliveryResult::Delivered, DeliveryResult::Claimed, DeliveryResult::Failed, DeliveryResult::Dropped];
 

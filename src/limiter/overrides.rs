@@ -57,9 +57,9 @@ pub struct OverrideQuota {
 /// A temporary quota of one identity.
 #[derive(Debug)]
 pub struct Override {
-    /// The limit.
+    /// The limit to which the override applies.
     pub limit: Arc<LimitSpec>,
-    /// The identity.
+    /// The identity to which the override applies.
     pub identity: Identity,
     /// The quota as the administrator has written it.
     pub quota: OverrideQuota,
@@ -211,7 +211,8 @@ impl Overrides {
         loop {
             let result = self.refresh(store, key).await;
             if let Err(error) = &result {
-                // Rate limit checks already report every other error.
+                // Log only errors about the hash of overrides, because rate limit checks already report every other
+                // error.
                 if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                     warn!(%error, "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md \
                                    lists the permissions");
@@ -270,7 +271,7 @@ impl Overrides {
             warn!(
                 overrides = dropped,
                 max = MAX_OVERRIDES,
-                "too many overrides: some that the store lost are not restored"
+                "too many overrides: some overrides that the store lost are not restored"
             );
         }
         Ok(())
@@ -300,7 +301,8 @@ impl Overrides {
         let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
         let earliest =
             |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
-        // A removal without a revision deletes the field, so the record is not lost.
+        // Consider only records with a revision: a record without a revision is removed by deleting its field, so a
+        // missing field is not lost.
         let known = self.lock_entries();
         let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
         let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {
@@ -316,7 +318,7 @@ impl Overrides {
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
         let mut known = self.lock_entries();
-        // A field without a revision that is missing was removed.
+        // Forget records without a revision whose field is missing, because the field was removed.
         let stored: HashSet<_> = snapshot.entries.iter().map(|record| &*record.key).collect();
         let is_there = |field: &str| !is_complete || stored.contains(field);
         known.retain(|field, known| now < known.forget_at && (known.entry.revision > 0 || is_there(field)));
@@ -350,7 +352,7 @@ impl Overrides {
             entries.iter().filter(|(_, known)| now < known.expires_at)
         {
             let Some((_, limit, identity)) = parse_field(field) else { continue };
-            // Another gateway may have different limits.
+            // Ignore records of unknown limits, because another gateway may have different limits.
             let (Some(limit), Ok(quota)) =
                 ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value))
             else {

@@ -11,8 +11,8 @@ use crate::limiter::clock::{elapsed_since, monotonic};
 /// within the default timeout. Further checks are rejected at once.
 pub const MAX_WAITING_CHECKS: usize = 16_384;
 
-/// Maximum additional time for a check or a call, if the worker was busy with other tasks. The bound ensures that the
-/// gateway detects a server that hangs.
+/// Maximum time that is added to the timeout of a check or call if the worker was busy with other tasks. It is bounded,
+/// so that the gateway detects a server that hangs.
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
 /// Fraction of the timeout for which further checks wait for the reply to a call in flight: 3 ms of 50 ms. Clients

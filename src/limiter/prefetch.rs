@@ -1,8 +1,9 @@
 //! Prefetching: tokens of groups of states with many requests are charged before the requests that will use them.
 //!
-//! The process has at most one prefetch for each group, whatever the number of its workers is. Groups may share states,
+//! The process has at most one prefetch for each group, regardless of the number of workers. Groups may share states,
 //! for example a global limit and one limit per client. For each state, the process holds at most `prefetch` tokens of
-//! its limit, summed over all groups. The bounds in the manual depend on this. The current time is a parameter.
+//! its limit, summed over all groups. The bounds in `docs/reference/limits.md` depend on this maximum. The current time
+//! is a parameter.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -42,9 +43,9 @@ struct PrefetchedTokens {
     states: Arc<[u128]>,
     /// Time from which the tokens must not be used.
     expires_at: Instant,
-    /// Time at which the verdict arrived.
+    /// Time at which the verdict of the store arrived.
     decided_at: Instant,
-    /// The verdict after all tokens were charged.
+    /// The verdict of the store after it charged all prefetched tokens.
     verdict: Verdict,
 }
 
@@ -61,11 +62,11 @@ pub struct PrefetchReservation {
 /// Unused tokens to refund, with the time of their charge.
 #[derive(Debug, PartialEq, Eq)]
 pub struct UnusedTokens {
-    /// Number of tokens.
+    /// Number of prefetched tokens that were not used.
     pub tokens: u64,
     /// Time of the charge by the store's clock, in µs since the Unix epoch.
     pub charged_at: u64,
-    /// Outcomes of the limits at the charge of these tokens, which were the last ones of their call.
+    /// Outcomes of the limits after the charge of these tokens, which were charged last in their call.
     pub outcomes: Vec<Outcome>,
 }
 
@@ -80,7 +81,7 @@ impl PrefetchPool {
         release(outstanding, &advance.states, 1);
         let elapsed_us = now.saturating_duration_since(advance.decided_at).as_micros() as u64;
         let outcome_now = |outcome: &Outcome| Outcome {
-            // Clients see the other prefetched tokens as available.
+            // Add the remaining prefetched tokens, because clients see them as available.
             remaining: outcome.remaining + advance.remaining,
             reset_us: outcome.reset_us.saturating_sub(elapsed_us),
             ..*outcome
@@ -231,7 +232,7 @@ fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
         // Tokens that were charged in one window must not be used in the next window.
         Rule::FixedWindow(_) => subtract_drift(Duration::from_micros(outcome.reset_us)).min(PREFETCH_TTL),
         Rule::TokenBucket(_) | Rule::SlidingWindow(_) | Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => PREFETCH_TTL,
-        // A running request holds a concurrency permit. Such a permit cannot be prefetched.
+        // Concurrency permits cannot be prefetched, because each belongs to a running request.
         Rule::Concurrency(_) => Duration::ZERO,
     }
 }
@@ -327,7 +328,7 @@ mod tests {
             let advances = Arc::<PrefetchPool>::default();
             let outcome = verdict(20, reset_us).outcomes[0];
             let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
-            // The reply took 100 ms, so the end of the window was 100 ms closer.
+            // The reply took 100 ms, so when it arrived, the window ended 100 ms sooner than the reply says.
             let decided = start + Duration::from_millis(100);
             advances.reserve(GROUP, single_state(100)).unwrap().fill(5, verdict, rules.iter(), start, decided);
             let until = start + Duration::from_micros(usable_us);
@@ -392,7 +393,7 @@ mod tests {
         fn state_never_exceeds_its_prefetch(
             steps in proptest::collection::vec((0u128..6, 0u64..40, 0u8..5), 1..200)
         ) {
-            // Groups of one to three of four states, each state with a different prefetch.
+            // There are four states, each with a different prefetch. Each group has one to three of them.
             let prefetch = [10, 25, 40, 7];
             let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
             let advances = Arc::<PrefetchPool>::default();

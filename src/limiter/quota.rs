@@ -22,9 +22,9 @@ pub struct Quota {
 /// Units of time whose windows follow the calendar with `fixed-window`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CalendarUnit {
-    /// From midnight to midnight.
+    /// A calendar day, from midnight to midnight.
     Day,
-    /// From Monday to Sunday (ISO 8601).
+    /// A calendar week, from Monday to Sunday (ISO 8601).
     Week,
     /// A calendar month.
     Month,
@@ -35,16 +35,16 @@ pub enum CalendarUnit {
 /// The reason why a quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QuotaError {
-    /// The text does not have the form `COUNT/UNIT`. The variant contains the text.
+    /// This text does not have the form `COUNT/UNIT`.
     #[error("`{0}` is not a quota")]
     Syntax(String),
-    /// The count is not a positive integer. The variant contains the text.
+    /// The count, which is this text, is not a positive integer.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
-    /// The unit is neither a unit of time nor a duration. The variant contains the text.
+    /// The unit, which is this text, is neither a unit of time nor a duration.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
-    /// A parameter is 0. The variant contains the name of the parameter.
+    /// The parameter with this name is 0.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
     /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
@@ -54,7 +54,7 @@ pub enum QuotaError {
         count: u64,
     },
     /// A sliding log stores one timestamp for each token, and the quota has too many tokens.
-    #[error("a sliding log of {count} units is too long: at most {max} are kept")]
+    #[error("a sliding log has at most {max} entries, but the quota has {count}")]
     LongLog {
         /// Tokens per window.
         count: u64,
@@ -68,7 +68,7 @@ pub enum QuotaError {
         buckets: u64,
     },
     /// The algorithm requires a window of fixed length, but the quota is per month or year.
-    #[error("months and years have no fixed length: they are valid only for fixed-window")]
+    #[error("quotas per month and year are valid only for fixed-window, because months and years have no fixed length")]
     NoFixedWindow,
     /// The local share of one gateway needs integers of more than 64 bits.
     #[error("a quota that is divided among {gateway_count} gateways cannot be counted exactly")]
@@ -84,7 +84,7 @@ pub enum QuotaError {
         /// Capacity of the variant.
         capacity: u64,
     },
-    /// The IANA time zone database has no such zone. The variant contains the name of the time zone.
+    /// The IANA time zone database has no zone with this name.
     #[error("there is no time zone `{0}`")]
     TimeZone(String),
 }
@@ -264,8 +264,8 @@ impl CalendarWindows {
     }
 
     /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window, and the
-    /// start of the window after that, in µs since the Unix epoch. A store whose clock differs slightly also finds its
-    /// current window among these boundaries.
+    /// start of the window after that, in µs since the Unix epoch. Two windows are returned, so that a store whose
+    /// clock is slightly ahead also finds its current window.
     pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if !(cached[0] <= now_us && now_us < cached[1]) {
@@ -372,7 +372,7 @@ mod tests {
             ("1_000 req/hr", Some("1000/hour")),
             ("0.5/s", Some("30/min")),
             ("1.5/min", Some("90/hour")),
-            // The quota is 86.4 per day.
+            // `0.001/s` is 86.4 per day.
             ("0.001/s", None),
             ("1.5/week", None),
             ("1/fortnight", None),
@@ -412,7 +412,7 @@ mod calendar_tests {
                 "2026-11-21T12:00:00Z",
                 ["2026-11-21T00:00:00Z", "2026-11-22T00:00:00Z", "2026-11-23T00:00:00Z"],
             ),
-            // A day of 23 hours, and one of 25.
+            // The test contains a day of 23 hours and a day of 25 hours.
             (
                 CalendarUnit::Day,
                 "Europe/Berlin",

@@ -67,11 +67,11 @@ impl Default for RedisSettings {
 /// A single Redis server or a Redis Cluster.
 #[derive(Debug, Clone)]
 pub enum RedisDeployment {
-    /// One server keeps all states.
+    /// One Redis server keeps the states of all limits.
     Single(RedisEndpoint),
     /// The masters of a cluster, each of which keeps the states of some identities.
     Cluster {
-        /// The nodes that are queried to discover the cluster.
+        /// The nodes from which a worker learns the other nodes of the cluster.
         seeds: Vec<Address>,
         /// The credentials for each node.
         login: Login,
@@ -136,9 +136,9 @@ const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:637
 #[derive(Debug, thiserror::Error)]
 #[error("{message}; expected {hint}")]
 pub struct UrlError {
-    /// The reason.
+    /// The reason why the URL is invalid.
     pub message: String,
-    /// The expected form.
+    /// The form that the URL must have.
     pub hint: &'static str,
 }
 
@@ -193,7 +193,7 @@ fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertifica
 
 /// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case of this form.
 struct UrlParts<'a> {
-    /// User and password, including the `@`.
+    /// User and password, with the `@` at the end.
     credentials: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
@@ -257,8 +257,7 @@ fn sentinels(
         build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
-    // The Sentinels report the address of the master. In this template, the first host is a placeholder for the host of
-    // the master.
+    // Use the first host as a placeholder: the Sentinels report the address of the master later.
     let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
         .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();

@@ -27,8 +27,8 @@ use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::usage::{UsageDays, UsageTable};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Interval for retrying a release or refund that did not reach the store. A release that may have been executed before
-/// the call that registered the permit is also repeated after this interval.
+/// Interval for retrying a release or refund that did not reach the store. After this interval, the gateway also
+/// repeats a release that may have overtaken the call that registered the permit.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
@@ -48,15 +48,15 @@ const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time after which a charge or refund that cannot be sent because of overload or an outage is dropped.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time after which such a charge or refund is dropped at the end of the process.
+/// At the end of the process, time after which a charge or refund that cannot be sent is dropped.
 const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The operation on a limit that is deferred until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deferred {
-    /// Nothing.
+    /// The response causes no charge and no refund.
     Nothing,
-    /// Charge the cost.
+    /// Charge the cost after the response.
     Charge,
     /// Refund the cost if the response requires it.
     Refund,
@@ -72,10 +72,10 @@ impl Deferred {
     }
 }
 
-/// The action that the response requires for a limit.
+/// What the gateway charges or refunds on a limit after the response has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SettleAction {
-    /// No action.
+    /// Charge and refund nothing.
     Nothing,
     /// Charge this cost, even if it exceeds the remaining tokens.
     Charge(u64),
@@ -122,11 +122,12 @@ pub struct StoreHandle {
 /// The queue of the calls that remain to be made when requests end. One task takes the calls from the queue and spawns
 /// a task for each call, so that a slow or failed call does not delay the others.
 ///
-/// The queue is unbounded, but an entry only replaces the permits or charges of a request that has ended.
+/// The queue is unbounded. This is safe, because each entry replaces the permits or charges of a request that has
+/// ended.
 #[derive(Debug)]
 pub struct SettlementQueue {
     store_handle: Arc<StoreHandle>,
-    /// `None` until the first entry is queued within the runtime of the limiter.
+    /// Sender of the queue. `None` until the first entry is queued.
     sender: OnceLock<UnboundedSender<QueuedSettlement>>,
 }
 
@@ -136,11 +137,11 @@ enum Settlement {
     /// Release concurrency permits.
     Release {
         permits: Arc<[OwnedCharge]>,
-        /// Whether no call that registers the permits can be executed after the release.
+        /// Whether the release is final, because no call that registers the permits can be executed after it.
         is_certain: bool,
         max_ttl: Duration,
     },
-    /// Charge or refund.
+    /// Charge the cost of a response, or refund a charge.
     Deliver { decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge> },
 }
 
@@ -165,7 +166,7 @@ impl SettlementQueue {
             runtime.spawn(make_queued_calls(self.store_handle.clone(), receiver));
             sender
         });
-        // An error means that the runtime of the limiter has ended.
+        // Ignore the error of `send`, which means that the runtime of the limiter has ended.
         let _ = sender.send(QueuedSettlement { settlement, tracked: self.store_handle.tasks.token() });
     }
 }
@@ -197,7 +198,7 @@ impl QueuedSettlement {
 impl StoreHandle {
     /// Spawn a background task. Return `None` outside of a tokio runtime.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
-        // Outside of a runtime, the process is ending. Permits then expire by their TTL.
+        // Do nothing outside of a runtime, because the process is ending. Permits then expire by their TTL.
         let handle = Handle::try_current().ok()?;
         Some(self.tasks.spawn_on(task, &handle).abort_handle())
     }
@@ -263,7 +264,7 @@ impl StoreHandle {
     /// request was cancelled may be executed after the release, on another connection or in a store that hung. Unless
     /// the release `is_certain`, repeat it once.
     async fn release(&self, permits: &[OwnedCharge], mut is_certain: bool, max_ttl: Duration) {
-        // One TTL after the store is available again, the permits have expired.
+        // Stop one TTL after the last outage, because the permits have then expired in the store.
         let mut last_outage_at = monotonic();
         while elapsed_since(last_outage_at) < max_ttl {
             match self.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, permits).await {
@@ -290,7 +291,8 @@ impl StoreHandle {
         let store_handle = self.clone();
         let spawned = self.spawn(async move {
             if store_handle.post_all_usage().await {
-                // Usage that was added at the end was not sent, because another task held the claim.
+                // Start again for usage that was added at the end: its request started no task, because this task held
+                // the claim.
                 store_handle.post_usage();
             }
         });
@@ -327,7 +329,7 @@ impl StoreHandle {
             }
             posts.for_each(|post| usage.put_back(post));
             let Some(error) = interrupted_by else { continue };
-            debug!(%error, "usage totals are not posted yet");
+            debug!(%error, "cannot send usage totals to Redis yet; retrying");
             if self.tasks.is_closed() {
                 last_posts += 1;
                 if last_posts >= MAX_LAST_POSTS {
@@ -360,7 +362,7 @@ impl Drop for PostingClaim<'_> {
 }
 
 impl OwnedCharge {
-    /// Return the key of the state.
+    /// Return the key of the state that the charge changes.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
@@ -374,7 +376,7 @@ impl OwnedCharge {
 
     /// Return the refund of all tokens of this charge except `kept` tokens.
     fn partial_refund(self, kept: u64, decided_by: DecidedBy) -> OwnedCharge {
-        // The kept tokens are older than the refunded tokens, so the refill repays them first.
+        // Add the kept tokens to the earlier debt, because the refill repays them before the refunded tokens.
         let debt_before_us = self.debt_before_us.saturating_add(self.rule(decided_by).refill_time_us(kept));
         OwnedCharge { cost_or_permit_id: self.cost_or_permit_id - kept, debt_before_us, ..self }
     }
@@ -404,7 +406,7 @@ pub struct ConcurrencyPermits {
     store_state: Arc<PermitStoreState>,
     /// Whether this process' local share counts the permits.
     is_counted_here: bool,
-    /// The permits of other checks of the same request.
+    /// Permits of other checks of the same request, which are held for the same time.
     others: Vec<ConcurrencyPermits>,
 }
 
@@ -472,8 +474,9 @@ impl ConcurrencyPermits {
         self.ttls().max().unwrap_or_default()
     }
 
-    /// Hold the permits of the limits for which `is_granted` returns true; a shadow limit may have granted no permit.
-    /// Renew the permits after a third of the shortest TTL, and when the store is available again after an outage.
+    /// Keep only the permits of the limits for which `is_granted` returns true, because a shadow limit may have granted
+    /// no permit. Renew the permits after a third of the shortest TTL, and when the store is available again after an
+    /// outage.
     pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
         if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
             self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
@@ -568,7 +571,7 @@ pub struct DeferredCharge {
     pub decided_by: DecidedBy,
     /// Time of the check in µs, by the clock of the store or of the local share that decided.
     pub charged_at: u64,
-    /// The charge.
+    /// The charge to which the operation applies.
     pub charge: OwnedCharge,
 }
 
@@ -655,7 +658,7 @@ impl DeferredCharges {
             return None;
         }
         let settlements = self.settlements.clone();
-        // Use a separate task, so that a client that disconnects now is charged nevertheless.
+        // Settle in a separate task, so that the charge is made even if the client disconnects now.
         let task = self.settlements.store_handle.tasks.spawn(async move {
             let mut outcomes = Vec::new();
             let mut failure = None;
@@ -666,7 +669,7 @@ impl DeferredCharges {
                     }
                     Err(error) => {
                         if error.is_not_executed() {
-                            // Retry in the background, because the response does not wait for it.
+                            // Retry in the background, so that the response does not wait.
                             settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
                         }
                         failure = Some(error);
@@ -682,9 +685,9 @@ impl DeferredCharges {
 
 impl Drop for DeferredCharges {
     fn drop(&mut self) {
-        // The client disconnected before the response was known, or a later step rejected the request. Deferred costs
-        // are charged nevertheless: the upstream may have done the work, and attempts must not be free. Reservations
-        // stay charged for the same reason.
+        // The value is dropped without a response if the client disconnects early, or if a later step rejects the
+        // request. Deferred costs are charged nevertheless: the upstream may have done the work, and attempts must not
+        // be free. Reservations stay charged for the same reason.
         let (mut by_store, mut locally) = (Vec::new(), Vec::new());
         for owed in mem::take(&mut self.charges).into_iter().filter(|owed| owed.deferred == Deferred::Charge) {
             match owed.decided_by {

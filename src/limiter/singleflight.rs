@@ -3,8 +3,8 @@
 //! While a check of a group is in flight, further checks of the same group wait, and the next call takes tokens for all
 //! of them. The next call is sent when the call in flight has a reply, or after a sixteenth of the timeout. An identity
 //! with many requests therefore costs Redis one call per round trip or, if Redis is slow, at most sixteen calls per
-//! timeout, whatever its traffic is. If the limits allow it, such a call also prefetches tokens, so that the next
-//! checks need no call.
+//! timeout, regardless of its request rate. If the limits allow it, such a call also prefetches tokens, so that the
+//! next checks need no call.
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -36,7 +36,7 @@ const YIELDS_BEFORE_SEND: usize = 4;
 const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
 /// Deny a check after this number of consecutive calls that granted tokens only to other checks. A further call might
-/// get a token that has refilled. A single check would not wait for refills either, however.
+/// get a token that has refilled, but a check without coalescing would not wait for a refill either.
 const MAX_MISSED_CALLS: u32 = 2;
 
 type CheckResult = Result<Verdict, StoreError>;
@@ -44,7 +44,7 @@ type CheckResult = Result<Verdict, StoreError>;
 /// The states of a request whose checks can be coalesced.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckGroup {
-    /// Identifies the group.
+    /// Id of the group of checks that share store calls.
     pub id: u128,
     /// Maximum number of tokens to prefetch while the group has many requests. 0 disables prefetching.
     pub prefetch: u64,
@@ -115,8 +115,8 @@ impl Singleflight {
                 vacant.insert(Flight::default());
                 None
             }
-            // A check is in flight, or the prefetched tokens are used up. In the second case, the group must prefetch
-            // again, and this check joins the call.
+            // Join the next call of the group: either a check is in flight, or the prefetched tokens are used up and
+            // the group prefetches again.
             flight => {
                 if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITING_CHECKS {
                     self.waiter_count.fetch_sub(1, Ordering::Relaxed);
@@ -132,7 +132,8 @@ impl Singleflight {
         };
         let Some(turn) = queued else {
             store_handle.store.count_check(AnsweredBy::Store);
-            // The value is dropped at the end, and also when the client disconnects while its call is in flight.
+            // A guard that is dropped at the end of the check, or when the client disconnects while the call is in
+            // flight.
             let _guard = FlightGuard { singleflight: self, group: group.id };
             return store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, charges).await;
         };
@@ -164,7 +165,7 @@ impl Singleflight {
             group,
             charges: owned_charges(),
         };
-        // This is a separate task, so that a request that is cancelled does not cancel the others.
+        // Make the calls in a separate task, so that the cancellation of one request does not cancel the others.
         store_handle.spawn(async move {
             if !is_idle {
                 let _ = timeout(latency_target(task.singleflight.timeout), leader_done.notified()).await;
@@ -192,9 +193,8 @@ impl Singleflight {
     }
 }
 
-/// Marks the end of the leader's check when it is dropped: the check has its verdict, or its client has disconnected.
-/// Dropping the value sends nothing. Dropping the value only signals the task of the group, which owns the waiters and
-/// makes their calls.
+/// Dropping the guard signals that the leader's check has ended, because the check has its verdict or its client has
+/// disconnected. The task of the group, which owns the waiters, then makes the calls for them.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,
@@ -251,7 +251,7 @@ impl FlightTask {
             let kept = verdict.granted.min(waiter_count) - abandoned;
             let refunds = refunds(&self.charges, &verdict.outcomes, abandoned, verdict.granted - kept);
             let ledger = self.store_handle.clone();
-            // Use a separate task, because the checks that are rejected do not wait for the reply.
+            // Reply to the checks in a separate task, so that rejected checks do not wait for the reply of Redis.
             self.store_handle.spawn(async move {
                 if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
                     debug!(%error, "a refund for cancelled requests failed, and their tokens may remain charged");
@@ -295,7 +295,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
             verdict.granted = 1;
             verdict.charged_later += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
-                // The value before the tokens of the later waiters were taken.
+                // Restore the value that this waiter sees: without the tokens of the waiters after it.
                 outcome.remaining += (granted - 1 - index) as u64;
             }
             verdict
@@ -303,7 +303,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
         abandoned += u64::from(waiter.reply.send(answer).is_err());
     }
     if granted == 0 {
-        // Either no token remained and the verdict contains the retry time, or there is no verdict.
+        // Send the same result to all waiters: either a denial with its retry time, or an error.
         for one in waiting.by_ref() {
             let _ = one.reply.send(result.clone());
         }
@@ -321,7 +321,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
 fn exhausted_denial(verdict: &Verdict) -> Verdict {
     let mut denied = Verdict { granted: 0, ..verdict.clone() };
     for outcome in denied.outcomes.iter_mut().filter(|outcome| outcome.remaining == 0) {
-        // The time of the next token is unknown.
+        // `Saturated` means that the time of the next token is unknown.
         outcome.status = Status::Saturated;
     }
     denied
@@ -332,7 +332,7 @@ fn exhausted_denial(verdict: &Verdict) -> Verdict {
 impl Singleflight {
     /// Take one prefetched token of each state of the group. Return the verdict, and the time of the charge in µs.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
-        // Most limits do not prefetch, so their requests avoid the lock and the clock.
+        // Return early for limits without prefetching, to avoid the lock and the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
     }
 
@@ -405,8 +405,8 @@ pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> 
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }
 
-/// Return the refunds of `tokens` of a call. `with_later` counts these tokens and those of the call that are kept or
-/// refunded after them: refill pays for all other tokens of the call first.
+/// Return the refunds of `tokens` of a call. `with_later` is the number of these tokens plus the tokens of the call
+/// that are kept or refunded later. The refill repays all other tokens of the call first.
 fn refunds(charges: &[OwnedCharge], outcomes: &[Outcome], tokens: u64, with_later: u64) -> Vec<OwnedCharge> {
     let mut refunds = with_cost(charges, tokens);
     for (pending, outcome) in refunds.iter_mut().zip(outcomes) {
@@ -439,7 +439,8 @@ mod tests {
             usage: None,
             notify: None,
         };
-        // The tokens of earlier requests, of checks that wait for the call, and of checks whose clients disconnect.
+        // Each case has the numbers of tokens for earlier requests, for checks that wait for the call, and for checks
+        // whose clients disconnect.
         for (earlier, waiting, cancelled) in [(0, 1, 1), (0, 4, 4), (3, 2, 3), (0, 1, 6), (0, 6, 1)] {
             for refill_ms in [0, 50, 100, 250, 400, 2000] {
                 let remaining = async |cancelled: usize| {
@@ -464,7 +465,7 @@ mod tests {
                     receivers.truncate(waiting);
                     let waiter = |reply| Waiter { reply, queued_at: monotonic(), missed_calls: 0 };
                     Arc::new(task).send(replies.into_iter().map(waiter).collect(), monotonic()).await;
-                    // The task of the refund runs when this task waits for it.
+                    // The refund task reads the clock only when this task waits for it, so set the clock now.
                     clock.set(1_000_000 + refill_ms * 1000);
                     store_handle.tasks.close();
                     store_handle.tasks.wait().await;

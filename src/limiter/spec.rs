@@ -105,7 +105,7 @@ pub enum OnStoreError {
 
 impl LimitSpec {
     /// Create a limit without tiers, queue and prefetching. The limit counts requests, denies, is announced, and falls
-    /// back to its local share if the store fails. To change this, set the other fields.
+    /// back to its local share if the store fails. To change these properties, set the other fields.
     ///
     /// `name` is part of keys and response headers. The name must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`.
     /// `rule` must be the rule for `quota`.
@@ -222,11 +222,11 @@ impl LimitVariant {
         let count = self.quota.count;
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // A full window may be used at its end, and the next window at its beginning.
+            // Twice the count: a client may use one window at its end, and the next window at its beginning.
             Rule::FixedWindow(FixedWindow {
                 start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
             }) => 2 * count,
-            // The same applies here, but one request is needed to open the first window.
+            // One less than for aligned windows, because one request is needed to open the first window.
             Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
                 2 * count - 1
             }
@@ -241,7 +241,7 @@ impl LimitVariant {
                 let refilled = u128::from(self.quota.count) * wait.as_micros() / u128::from(window);
                 u64::try_from(refilled).unwrap_or(u64::MAX).saturating_add(1)
             }
-            // A whole window may reset at once.
+            // The whole count, because a window resets at once.
             _ => self.worst_case(),
         }
     }

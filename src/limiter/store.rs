@@ -25,7 +25,7 @@ use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 /// The store for the counters of one worker.
 #[derive(Debug)]
 pub enum Store {
-    /// Counters in this process.
+    /// Counters in the memory of this process.
     Memory(Arc<MemoryStore>),
     /// Counters in Redis, with counters in this process for outages.
     Redis {
@@ -99,7 +99,8 @@ impl RedisStore {
     ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
-            // The future is boxed, because the futures of single servers would otherwise have the size of this future.
+            // Box the future of the cluster, because it is large and would otherwise determine the size of all store
+            // futures.
             RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
         }
     }
@@ -204,8 +205,8 @@ impl RedisStore {
         Ok(commands::parse_number(reply)? == 1)
     }
 
-    /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. The call may be
-    /// repeated without harm.
+    /// Claim a quota event, and add it to a stream. Return `false` if another event already has the claim. The call may
+    /// be repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -259,7 +260,7 @@ impl RedisStore {
         Ok(rows)
     }
 
-    /// Return the keys of a query, each once.
+    /// Search Redis for the keys of the totals that a query selects. Return each key once.
     async fn scan_usage(&self, query: &UsageQuery) -> Result<Vec<UsageKey>, UsageError> {
         let (from, to) = (UsageMonth::from(query.from), UsageMonth::from(query.to));
         let mut keys = BTreeSet::new();
@@ -311,7 +312,7 @@ impl RedisStore {
     }
 }
 
-/// Return the keys of known identities.
+/// Return the keys of the totals of these identities.
 fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     let last = UsageMonth::from(query.to);
     let kinds = if query.with_models { &[UsageFields::Days, UsageFields::Models][..] } else { &[UsageFields::Days] };
@@ -340,17 +341,17 @@ pub enum UsageError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There are more totals than the query allows. The variant contains that number.
+    /// There are more totals than this number, which the query allows.
     #[error("there are more than {0} totals")]
     TooMany(usize),
 }
 
-/// What made the decision: the store or this gateway.
+/// The component that made a decision: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
-    /// The store, for all gateways.
+    /// The store decided, on behalf of all gateways.
     Store,
-    /// This gateway alone, because the store was unavailable.
+    /// The gateway decided with its local share, because the store was unavailable.
     Local,
 }
 
@@ -381,8 +382,7 @@ impl Store {
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
             (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
-        // The future is boxed, because the futures of checks that stay in this process would otherwise have the size of
-        // this future.
+        // Box the future of store calls, because it is large and checks in local memory do not need it.
         let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
@@ -415,7 +415,7 @@ impl Store {
         }
     }
 
-    /// Return whether one call can decide these charges.
+    /// Return whether one call to the store can decide these charges.
     pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
         match self {
             Store::Memory(_) | Store::Redis { store: RedisStore::Single(_), .. } => true,

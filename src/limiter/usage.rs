@@ -49,7 +49,7 @@ pub struct UsageDays {
 /// A calendar day and its bounds. Days on which daylight saving time begins or ends have 23 or 25 hours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UsageDay {
-    /// The date.
+    /// The calendar date.
     pub date: Date,
     /// The first instant of the day, µs since the Unix epoch.
     pub start_us: u64,
@@ -86,7 +86,7 @@ impl UsageDays {
         let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
         let mut date = self.zone.to_datetime(now).date();
         let mut end_us = start_of_day_us(next_day(date), &self.zone);
-        // A day that has begun continues even if the clock is set back over midnight.
+        // Move only forward: if the clock is set back over midnight, the day that has begun continues.
         if now_us >= end_us {
             date = next_day(date);
             end_us = start_of_day_us(next_day(date), &self.zone);
@@ -100,7 +100,7 @@ fn next_day(date: Date) -> Date {
 }
 
 impl UsageDay {
-    /// Return the same day without bounds, for changes of a day's total that may be made at any time.
+    /// Return the same day without bounds, for changes of its total that may be made on a later day, such as refunds.
     #[must_use]
     pub fn at_any_time(self) -> Self {
         UsageDay { start_us: 0, end_us: EXACT_INTEGER_LIMIT, ..self }
@@ -125,7 +125,7 @@ impl UsageMonth {
         Date::new(self.year, self.month, day).ok()
     }
 
-    /// Return the first day.
+    /// Return the first day of the month.
     pub fn first_day(self) -> Date {
         self.day(1).unwrap_or(Date::ZERO)
     }
@@ -163,9 +163,9 @@ impl FromStr for UsageMonth {
 /// What the fields of a hash with totals stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum UsageFields {
-    /// Days.
+    /// Each field of the hash stands for one day.
     Days,
-    /// A day and a model each.
+    /// Each field of the hash stands for one day and one model.
     Models,
 }
 
@@ -174,9 +174,9 @@ pub enum UsageFields {
 pub struct UsageKey {
     /// Name of the limit.
     pub limit: Box<str>,
-    /// The identity.
+    /// Hash of the identity.
     pub identity: u128,
-    /// The month.
+    /// The month of the totals.
     pub month: UsageMonth,
     /// What the fields of the hash stand for.
     pub fields: UsageFields,
@@ -197,7 +197,7 @@ pub fn write_key(prefix: &str, limit: &str, identity: Identity, month: UsageMont
     out.extend_from_slice(b"}:");
     out.extend_from_slice(limit.as_bytes());
     out.extend_from_slice(KEY_PART.as_bytes());
-    // Writing to a vector cannot fail.
+    // Ignore the result, because writing to a vector cannot fail.
     let _ = write!(out, "{month}");
 }
 
@@ -235,7 +235,7 @@ pub struct UsageRow {
     pub limit: Box<str>,
     /// Hash of the identity.
     pub identity: u128,
-    /// The day.
+    /// The day of the total.
     pub date: Date,
     /// The model. `None` for the total of the day, which includes the costs of all models.
     pub model: Option<Box<str>>,
@@ -250,9 +250,9 @@ pub struct UsageQuery {
     pub limits: Vec<Box<str>>,
     /// The identities, by limit in the order of `limits`. `None`: all.
     pub identities: Option<Vec<Identity>>,
-    /// First day.
+    /// First day of the period to read.
     pub from: Date,
-    /// Last day.
+    /// Last day of the period to read.
     pub to: Date,
     /// Whether the totals by model are read as well.
     pub with_models: bool,
@@ -287,7 +287,7 @@ pub struct UsageTable {
     rows: AtomicUsize,
     /// Cost that is in no total, because the table was full or the cost could not be sent to Redis.
     lost: AtomicU64,
-    /// Identifies this process in posts to Redis.
+    /// A random id that identifies this process in posts to Redis.
     poster: u64,
     posts: Mutex<Posts>,
     /// Whether a task sends the totals to Redis.
@@ -300,7 +300,7 @@ pub struct UsageTable {
 struct UsageShard {
     limits: BTreeMap<Box<str>, LimitTotals>,
     rows: usize,
-    /// The newest day.
+    /// The newest day for which this process has totals.
     newest: Option<Date>,
 }
 
@@ -315,7 +315,7 @@ struct Posts {
 /// sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsagePost {
-    /// The totals.
+    /// The key of the totals to which the amounts are added.
     pub key: UsageKey,
     /// The amounts to add, none of which is 0.
     pub amounts: Vec<UsageAmount>,
@@ -374,7 +374,7 @@ impl UsageTable {
         if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
         } else if at.1.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
-            // The total of the day contains this cost, so no cost is lost.
+            // Do not count the cost of the model as lost, because the total of the day contains it.
         } else if shard.rows < self.capacity {
             shard.insert(limit, identity.0, at, amount);
             self.rows.fetch_add(1, Ordering::Relaxed);
@@ -423,7 +423,7 @@ impl UsageTable {
         self.len() == 0
     }
 
-    /// Return the cost that is in no total.
+    /// Return the cost that was lost, because no total could count it.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
@@ -516,7 +516,7 @@ impl UsageTable {
                     let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
                     let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
                     let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
-                    // Days and models of a month alternate.
+                    // In the order of the map, entries of days and of models of a month alternate.
                     match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
                         Some(post) => post.amounts.push(amount),
                         None => {
@@ -535,20 +535,20 @@ impl UsageTable {
         taken
     }
 
-    /// Remove a post that Redis has confirmed.
+    /// Remove the sent amounts after Redis has confirmed them.
     pub fn confirm(&self, post: &UsagePost) {
         self.rows.fetch_sub(post.amounts.len(), Ordering::Relaxed);
     }
 
-    /// Remove a post that cannot be sent.
+    /// Remove amounts that cannot be sent to Redis, and count them as lost.
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
-        // The totals of the days already contain the costs of the models.
+        // Count only the totals of days as lost, because they already contain the costs of the models.
         let days = post.amounts.iter().filter(|amount| amount.model.is_none());
         self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
 
-    /// Keep a post that Redis may not have executed.
+    /// Keep the sent amounts for the next attempt, because Redis may not have added them.
     pub fn put_back(&self, post: UsagePost) {
         self.posts.lock().unwrap_or_else(PoisonError::into_inner).unconfirmed.push(post);
     }
@@ -575,7 +575,7 @@ mod tests {
             ("UTC", "2026-11-24T00:00:00Z", "2026-11-24", 24),
             ("Europe/Berlin", "2026-11-23T22:59:59.999999Z", "2026-11-23", 24),
             ("Europe/Berlin", "2026-11-23T23:00:00Z", "2026-11-24", 24),
-            // Daylight saving time begins and ends.
+            // The test covers the days on which daylight saving time begins and ends.
             ("Europe/Berlin", "2026-03-29T21:59:59.999999Z", "2026-03-29", 23),
             ("Europe/Berlin", "2026-03-29T22:00:00Z", "2026-03-30", 24),
             ("Europe/Berlin", "2026-10-24T22:00:00Z", "2026-10-25", 25),

@@ -12,7 +12,7 @@ use crate::limiter::usage::{UsageDay, UsageDays};
 pub enum Operation {
     /// Check all charges, then make all of them or none.
     Check,
-    /// Return the outcomes without writing.
+    /// Return the outcomes without a change of the states.
     Peek,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
@@ -30,7 +30,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Return the arguments of the script contract: a letter, and for a refund the time of the charge.
+    /// Return the letter of the operation in the arguments of the scripts, and for a refund the time of the charge.
     pub fn script_arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
@@ -68,7 +68,7 @@ impl Charge<'_> {
     pub fn usage_day(&self, operation: Operation, now_us: u64) -> Option<UsageDay> {
         let days = self.usage?;
         match operation {
-            // A deferred cost is charged later.
+            // No total changes now, because a deferred cost is charged later.
             Operation::Check if self.mode.is_deferred() => None,
             Operation::Check | Operation::TakeUpTo | Operation::Charge => Some(days.day_at(now_us)),
             Operation::Refund { charged_at } => Some(days.day_at(charged_at).at_any_time()),
@@ -115,7 +115,7 @@ impl ChargeMode {
         matches!(self, ChargeMode::Deferred | ChargeMode::ShadowDeferred)
     }
 
-    /// Return the flag of the script contract.
+    /// Return the flag in the arguments of the scripts.
     pub fn flag(self) -> &'static str {
         match self {
             ChargeMode::Enforced => "-",
@@ -140,7 +140,8 @@ pub struct Verdict {
     /// denial by several servers may end at any time: if one server grants another request and a second server denies
     /// it, the granted tokens are refunded.
     pub decided_at_us: Vec<u64>,
-    /// Tokens that the same call charged for later checks. The outcomes include these tokens.
+    /// Number of tokens that the same call charged for checks after this one. The outcomes already include these
+    /// tokens.
     pub charged_later: u64,
     /// A bit mask of the charges whose limits have no room for another identity, only from the memory store. If the
     /// mask is not 0, nothing was charged.
@@ -221,7 +222,7 @@ pub enum StoreError {
     /// The memory store is full: a limit has no room for another identity. Nothing was charged.
     #[error("the memory store is full: a limit cannot count another identity (`store.max_memory_states`)")]
     CapacityExceeded,
-    /// The reply is not a verdict.
+    /// The reply of the store is not a verdict.
     #[error("the reply of the store is malformed")]
     MalformedReply,
 }

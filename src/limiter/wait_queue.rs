@@ -24,7 +24,7 @@ pub struct WaitTicket<'a> {
 }
 
 impl WaitQueues {
-    /// Return whether any requests wait for this state.
+    /// Return whether any requests are queued for this state.
     pub fn has_waiters(&self, key: u128) -> bool {
         self.lock().contains_key(&key)
     }

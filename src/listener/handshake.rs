@@ -29,14 +29,14 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// fit into one packet, and the SNI extension can be anywhere in the ClientHello.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-/// This array has one element for each [`HandshakeFailure`].
+/// The log throttles, one for each [`HandshakeFailure`].
 static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
     [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 
 /// Return the first bytes of a connection without consuming them. The result is empty if the client has closed the
 /// connection.
 pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
-    // Allocate memory only when the client sends data.
+    // Wait until the client sends data before allocating the buffer.
     stream.readable().await?;
     let mut bytes = vec![0; MAX_CLIENT_HELLO];
     let count = stream.peek(&mut bytes).await?;
@@ -60,8 +60,7 @@ pub(super) fn plain_http_response() -> Vec<u8> {
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
 /// and return `None`.
 ///
-/// # Errors
-/// An error if the handshake fails, or if there is no challenge for the name.
+/// # Errors An error if the handshake fails, or if there is no challenge for the name.
 pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     acceptor: &TlsAcceptor,
     challenges: &ManagedCertificates,
@@ -113,7 +112,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
     for prefix in [1, 2, 1] {
         take_vector(&mut rest, prefix)?;
     }
-    // The extensions may be truncated.
+    // Accept truncated extensions, because the record may not contain the whole ClientHello.
     rest = rest.get(2..)?;
     loop {
         let kind = rest.get(..2)?;
@@ -121,7 +120,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
         let mut extension = take_vector(&mut rest, 2)?;
         if kind == [0, 0] {
             let mut names = take_vector(&mut extension, 2)?;
-            // The name type is `host_name`.
+            // Skip the name type, which is `host_name`.
             names = names.strip_prefix(&[0])?;
             return take_vector(&mut names, 2);
         }
@@ -148,9 +147,9 @@ const ALPN_H2: &[u8] = b"h2";
 /// HTTP version of a downstream connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Protocol {
-    /// HTTP/1.0 or HTTP/1.1.
+    /// The client uses HTTP/1.0 or HTTP/1.1.
     Http1,
-    /// HTTP/2.
+    /// The client uses HTTP/2.
     Http2,
 }
 
@@ -223,7 +222,7 @@ pub enum ProxyError {
 
 /// Read the header, and no byte after the header.
 pub(super) async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
-    // Headers of both versions are longer than this prefix.
+    // Read as many bytes as the version 2 prefix has, because headers of both versions are longer.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
@@ -234,7 +233,7 @@ pub(super) async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxySou
     parse_proxy_header(&header)
 }
 
-/// Read to the end of the line.
+/// Read a version 1 header, which ends with its line.
 async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     if !header.starts_with(b"PROXY ") {
         return Err(ProxyError::NoHeader);
@@ -245,7 +244,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
         if room == 0 {
             return Err(ProxyError::TooLong);
         }
-        // Without a newline, all peeked bytes belong to the header.
+        // If the peeked bytes contain no newline, all of them belong to the header.
         let peeked_bytes = stream.peek(&mut peeked[..room]).await?;
         if peeked_bytes == 0 {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
@@ -258,7 +257,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// Read as many bytes as the fixed part of the header declares.
+/// Read the variable part, whose length the fixed part of the header contains.
 async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(V2_FIXED_LENGTH, 0);
@@ -274,8 +273,7 @@ async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
 
 /// Parse a complete header.
 ///
-/// # Errors
-/// An error if the header is malformed.
+/// # Errors An error if the header is malformed.
 pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;
@@ -307,7 +305,7 @@ pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
             (tcp.source_address, tcp.source_port),
             (tcp.destination_address, tcp.destination_port),
         )),
-        // The connection is not TCP over IP, so the address must be ignored (§2.2).
+        // Ignore the address if the connection is not TCP over IP (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }

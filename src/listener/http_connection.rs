@@ -33,7 +33,8 @@ use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
 
-/// The default of hyper. hyper keeps these headers on the stack. An explicit maximum costs an allocation per request.
+/// Default maximum number of headers in hyper. With the default, hyper keeps headers on the stack. With an explicit
+/// maximum, it allocates memory for each request.
 const HYPER_MAX_HEADERS: usize = 100;
 
 /// Window of an HTTP/2 stream in bytes: how much of a request the stream buffers while the upstream does not read it.
@@ -47,7 +48,7 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 /// stream continues only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
-/// A connection may use one part in this many of `max_buffered` for request bodies that the gateway has to read.
+/// Divisor of `max_buffered`: the part that one connection may use for request bodies that the gateway has to read.
 const INSPECTED_SHARE: usize = 4;
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
@@ -69,11 +70,11 @@ pub(super) enum CloseReason {
 
 /// Event on a connection.
 enum ConnectionEvent {
-    /// The connection ended. `None` if the client does not read the response.
+    /// The connection ended with this result. `None` if the client does not read the response.
     Closed(Option<hyper::Result<()>>),
     /// A request will not be read to its end, so that no other request can follow.
     RequestUnread,
-    /// The headers of a request after the first request have begun and are incomplete.
+    /// The headers of a request have begun and are incomplete. This is not the first request of the connection.
     HeadersStarted(u64),
     /// Draining has started.
     Draining,
@@ -94,12 +95,14 @@ pub(super) struct HttpConnection {
     pub(super) drain: CancellationToken,
 }
 
-/// Spawns the streams of an HTTP/2 connection, each with the watchdog of its flow.
+/// Spawns a task for each stream of an HTTP/2 connection. Each task has a watchdog that observes whether the client
+/// reads the response.
 #[derive(Debug, Clone)]
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// Budget of the request bodies that the gateway has to read. It is larger, because each is held as a whole.
+    /// Budget of the request bodies that the gateway has to read. It is larger than the budget of responses, because
+    /// each of these bodies is held as a whole.
     inspected: Arc<BufferBudget>,
     /// The flow of the stream that is spawned next. hyper calls the service and then passes the future of the service
     /// to the executor, both in the task of the connection.
@@ -107,7 +110,7 @@ struct StreamExecutor {
 }
 
 impl HttpConnection {
-    /// Serve the connection to its end.
+    /// Serve requests until the connection is closed.
     pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<CloseReason, BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -117,8 +120,8 @@ impl HttpConnection {
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
-                // The connection lives longer than its requests, so requests borrow from the connection instead of
-                // counting references.
+                // Let requests borrow from the connection instead of counting references, because the connection lives
+                // longer than its requests.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(flow.clone());
                     serve_request(&*self.gateway, &*self.peer, in_flight, request)
@@ -129,7 +132,7 @@ impl HttpConnection {
             }
             Protocol::Http2 => {
                 let executor = StreamExecutor::new(settings, self.buffer_budget.clone());
-                // hyper spawns each request as a separate task.
+                // Pass an executor, with which hyper spawns each request as a separate task.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(executor.start_stream());
                     serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
@@ -164,7 +167,7 @@ impl HttpConnection {
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // The number of the request whose headers the timer is set for.
+        // The counter of incomplete request headers for which the timer is set.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -240,7 +243,7 @@ impl HttpConnection {
             waker.mark_ready();
         }
         if let Some(tunnel) = self.activity.take_tunnel() {
-            // The future is boxed, because few connections become tunnels.
+            // Box the future, because only few connections need space for a tunnel.
             Box::pin(tunnel.run_tunnel()).await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
@@ -277,7 +280,7 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
         let flow = self.lock_next_flow().take().unwrap_or_else(|| self.new_flow());
         let mut watchdog = WriteWatchdog::new(self.body_idle_timeout, flow);
         let mut stream = Box::pin(stream);
-        // Dropping the stream sends RST_STREAM.
+        // Drop the stream, which sends RST_STREAM.
         tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
     }
 }
@@ -291,12 +294,13 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // The result is determined before the body of this request starts.
+    // Read the counter before the body of this request starts, so that it does not include this body.
     let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
     let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
     Box::pin(async move {
-        // Malformed requests are stream errors (RFC 9113 §8.1.1). In HTTP/1, hyper rejects such requests.
+        // Reset the stream of a malformed HTTP/2 request (RFC 9113 §8.1.1). For HTTP/1, hyper itself rejects malformed
+        // requests.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
         }
@@ -337,7 +341,8 @@ fn http2_builder(settings: &ServerSettings, executor: StreamExecutor) -> http2::
 // The lingering close of a connection, so that the client can read the last response.
 //
 // If a socket is closed while data arrives, the kernel sends a reset, and the client then loses what it has not read.
-// So the gateway sends FIN, and then reads and discards data until the client also closes the connection.
+// To prevent the reset, the gateway sends FIN, and then reads and discards data until the client also closes the
+// connection.
 
 /// Maximum time to read from a client that keeps sending, like nginx's `lingering_time`.
 const LINGERING_TIME: Duration = Duration::from_secs(30);
@@ -350,7 +355,7 @@ const LINGERING_BUFFER_SIZE: usize = 16 << 10;
 
 /// Send FIN, then read and discard data until the client closes the connection or a timeout expires.
 pub(super) async fn lingering_close(mut stream: TcpStream) {
-    // This fails if FIN was already sent.
+    // Ignore the error of `shutdown`, which fails if FIN was already sent.
     let _ = stream.shutdown().await;
     let mut buffer = vec![0; LINGERING_BUFFER_SIZE];
     let discard = async { while let Ok(Ok(1..)) = timeout(LINGERING_TIMEOUT, stream.read(&mut buffer)).await {} };
@@ -360,6 +365,6 @@ pub(super) async fn lingering_close(mut stream: TcpStream) {
 /// Close the connection with a reset (RST). A truncated response then does not look complete, and the kernel keeps no
 /// data for a client that does not read.
 pub(super) fn reset_on_close(stream: &TcpStream) {
-    // This fails only if the connection is already closed.
+    // Ignore the error, because the call fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }

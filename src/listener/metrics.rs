@@ -28,12 +28,12 @@ pub enum HandshakeFailure {
     Timeout,
     /// The client closed the connection.
     Closed,
-    /// Any other error.
+    /// The handshake failed with any other error.
     Other,
 }
 
 impl HandshakeFailure {
-    /// All values, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [HandshakeFailure; 10] = [
         HandshakeFailure::PlainHttp,
         HandshakeFailure::NotTls,

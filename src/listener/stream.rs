@@ -53,7 +53,7 @@ impl ReclaimableStream {
         )
     }
 
-    /// Put bytes back that were already read.
+    /// Put back bytes that were already read, so that the next read returns them.
     pub(super) fn rewind(&mut self, bytes: Bytes) {
         self.prefix = bytes;
     }
@@ -66,7 +66,7 @@ impl ReclaimableStream {
 impl Drop for ReclaimableStream {
     fn drop(&mut self) {
         if let (Some(stream), Some(return_sender)) = (self.stream.take(), self.return_sender.take()) {
-            // This fails if the receiver was dropped, which then does not need the stream.
+            // Ignore the error of `send`: if the receiver was dropped, the stream is not needed.
             let _ = return_sender.send(stream);
         }
     }
@@ -85,7 +85,7 @@ impl AsyncRead for ReclaimableStream {
             buffer.put_slice(&self.prefix.split_to(count));
             let read_before = buffer.filled().len();
             // Continue to read in the same call, because hyper allocates a larger buffer if headers arrive in pieces.
-            // The next read reports an error or the end.
+            // Ignore the result, because the next read reports an error or the end again.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.metrics.record_received(buffer.filled().len() - read_before);
             self.bytes_read += buffer.filled().len() - before;
@@ -162,14 +162,15 @@ impl SelectiveWaker {
         SelectiveWaker { waker: state.clone().into(), state, task: None }
     }
 
-    /// Return a context to poll the futures with if one of them has woken the task since the last call.
+    /// If one of the futures has woken the task since the last call, return the context with which to poll them all.
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());
-            // The waker is stored before the flag is read, so that every later wake reaches this task.
+            // Store the waker before reading the flag, so that every later wake reaches this task.
             self.state.lock_task().clone_from(&self.task);
         }
-        // In most calls no future has woken the task, so a plain load first avoids the write to a shared cache line.
+        // Load the flag first: in most calls no future has woken the task, and the load avoids a write to a shared
+        // cache line.
         let woken = &self.state.woken;
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
@@ -212,8 +213,8 @@ const FRAMES_PER_SECOND: u32 = 200;
 /// Control frames that a connection may send for each request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
-/// Two numbers in one: bytes to the client that add the credit for one control frame, and bytes of DATA from the client
-/// that add the credit for one short DATA frame.
+/// Number of bytes sent to the client that earn the credit for one control frame. The same number of DATA bytes from
+/// the client earns the credit for one short DATA frame.
 const BYTES_PER_FRAME: u32 = 256;
 
 /// Maximum number of received DATA bytes that are saved as credit for short frames.
@@ -310,7 +311,8 @@ impl FrameMonitor {
                 requests += u32::from(kind == HEADERS);
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Clients split uploads at buffer and window boundaries, which also produces short frames.
+            // Give credit for long DATA frames, because clients that split uploads at buffer and window boundaries also
+            // send short frames.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,
@@ -421,7 +423,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
                 let response = error.response(self.proxy_status);
                 return self.poll_write_parser_error(cx, response, bytes.len());
             }
-            // The end of an earlier response comes first.
+            // Write the bytes before the error response first, because they belong to an earlier response.
             written_now = &bytes[..error.start];
         }
         let polled = Pin::new(&mut self.stream).poll_write(cx, written_now);
@@ -458,19 +460,19 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
 // === Errors of the HTTP/1 parser: hyper responds to requests that it cannot parse ===
 
-/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is the
-/// last one of its connection. The gateway sends a problem document instead.
+/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is
+/// the last one of its connection. The gateway sends a problem document instead.
 ///
-/// The response is recognized by its bytes, but only if the client has sent bytes after its last request: content that
-/// contains the same bytes is not changed. Malformed requests that are pipelined, in one packet with the request before
-/// them, keep the response of hyper.
+/// The gateway recognizes the response of hyper by its bytes, but only if the client has sent bytes after its last
+/// request. Content that contains the same bytes is therefore not changed. If a malformed request arrives in one packet
+/// with the request before it (pipelining), its client gets the response of hyper.
 #[derive(Debug)]
 struct ParserError<'a> {
-    /// Position of the response in the written bytes.
+    /// Position of the error response of hyper in the written bytes.
     start: usize,
     status: StatusCode,
     detail: &'static str,
-    /// Value of `Date`.
+    /// Value of the header `Date` in the error response.
     date: &'a str,
 }
 
@@ -497,7 +499,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
 impl<'a> ParserError<'a> {
-    /// Find the response at the end of these bytes.
+    /// Find an error response of hyper at the end of these bytes.
     fn find(bytes: &'a [u8]) -> Option<Self> {
         let head = bytes.strip_suffix(b"\r\n\r\n")?;
         let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
@@ -506,7 +508,7 @@ impl<'a> ParserError<'a> {
         Some(ParserError { start: head.len() - known.len(), status: *status, detail, date })
     }
 
-    /// Return the response with a problem document.
+    /// Return the error response that has a problem document as its body.
     fn response(&self, proxy_status: bool) -> Bytes {
         let mut headers = format!("date: {}\r\n", self.date);
         if proxy_status {

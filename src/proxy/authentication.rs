@@ -35,10 +35,10 @@ use crate::snapshot::routes::Route;
 use crate::upstream::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
-/// The reason why a request is not authenticated, with the challenges of its route.
+/// The error for a request that is not authenticated: the reason, and the challenges of the route.
 #[derive(Debug)]
 pub struct AuthRejection<'a> {
-    /// The reason.
+    /// The reason why authentication failed.
     pub error: AuthError,
     /// Challenges of the response if its status is 401.
     pub challenges: &'a [Challenge],
@@ -60,7 +60,7 @@ pub fn authenticate<'a>(
 }
 
 /// Continue an authentication for which the provider `pending` has to wait, as long as the caches of authentication
-/// servers have their admissions. All limits can then be checked in one call.
+/// servers contain an admission. If no provider is left to wait for, one call can check all limits.
 ///
 /// # Errors
 /// As for [`authenticate`].
@@ -113,7 +113,7 @@ pub(super) async fn finish<'a>(
     }
 }
 
-/// Return the result of a provider that has to wait, at the latest when the route timeout expires.
+/// Wait for the result of a provider, at most until the route timeout expires.
 async fn verify_pending(
     context: &mut RequestContext<'_>,
     route: &Route,
@@ -129,7 +129,7 @@ async fn verify_pending(
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
             }
-            // Providers of these kinds never wait.
+            // This code is not reached, because providers of these kinds never wait.
             ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Verification::Absent,
         }
     };
@@ -190,9 +190,9 @@ pub(super) async fn verify_with_server(
     context.snapshot.metrics.record_forward_auth(index, counted);
     match result {
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
-        // Another alternative of `require` may still admit the request.
+        // Return the denial as an error, after which another alternative of `require` may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
-        // The client may be able to cause an invalid response, and must not be admitted because of it.
+        // Ignore `on_error` for an invalid response, because the client may be able to cause it.
         Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
         Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
         Err(error) => Verification::Unavailable(error),
@@ -213,7 +213,7 @@ pub(super) fn verify_with_cached_admission(
     Some(Verification::Valid(Proof::Forward(admission)))
 }
 
-/// Return the headers for the server, except `Host`. With a cache, they are the key.
+/// Return the headers for the server, except `Host`. With a cache, these headers are the cache key.
 fn told_headers(
     context: &mut RequestContext<'_>,
     provider: &ForwardProvider,
@@ -233,7 +233,7 @@ fn told_headers(
     // As for upstreams, a trusted proxy sends the host and the scheme that the client has used.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
-        // A method is a token, and therefore a valid header value.
+        // The conversion cannot fail, because a method is a token, and therefore a valid header value.
         let method = HeaderValue::from_str(request.method().as_str()).ok();
         headers.extend(method.map(|method| (X_FORWARDED_METHOD, method)));
     }
@@ -243,7 +243,7 @@ fn told_headers(
             Some(query) => HeaderValue::try_from(format!("{path}?{query}")),
             None => HeaderValue::from_str(path),
         };
-        // The parts come from a target that is valid.
+        // Building the target cannot fail, because its parts come from a valid target.
         headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
     }
     if told.host {
@@ -278,7 +278,7 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // If the other request was cancelled, one of the waiting requests calls the server.
+        // Try again if the other request was cancelled: one of the waiting requests then calls the server.
         if waiting.changed().await.is_err() {
             continue;
         }
@@ -286,7 +286,8 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // A denial may start a session, so it must be sent to only one client.
+            // Do not share a denial with other requests, because it may start a session and must be sent to only one
+            // client.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }
@@ -345,7 +346,7 @@ async fn exchange(
         return Exchange { result: Ok(Arc::new(admission)), response: parts.headers };
     }
     let mut headers = selected(&parts.headers, &DENIAL_HEADERS);
-    // The server has denied the request, whatever happens to the body.
+    // The denial is valid even if its body cannot be read.
     let body = match timeout_at(deadline, read(body, MAX_DENIAL_BODY)).await {
         Ok(Some(body)) => body,
         Ok(None) | Err(_) => {

@@ -27,9 +27,9 @@ pub enum InspectError {
     #[error(transparent)]
     Unread(#[from] UnreadBody),
     /// The route depends on a value that servers may read differently, or on a value that is too long.
-    #[error("the JSON value `{0}`, by which requests are routed, is there twice, in another spelling, or too long")]
+    #[error("the JSON value `{0}`, which selects the route, occurs twice or in another spelling, or is too long")]
     Ambiguous(JsonPointer),
-    /// The body is not an acceptable JSON-RPC message.
+    /// The body is not a valid JSON-RPC message, or contradicts the MCP headers.
     #[error(transparent)]
     Rpc(#[from] RpcError),
 }
@@ -38,13 +38,15 @@ pub enum InspectError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnreadBody {
     /// The body is compressed.
-    #[error("the request body has a content coding, and the gateway has to read it: send it uncompressed")]
+    #[error("the request body has a content coding, but the gateway has to read the body: send it uncompressed")]
     ContentCoding,
     /// The media type of the body is a form, or has a charset other than UTF-8.
-    #[error("the request body is a form or has another charset than UTF-8, and the gateway has to read it as JSON")]
+    #[error(
+        "the request body is a form or has a charset other than UTF-8, but the gateway has to read the body as JSON"
+    )]
     MediaType,
     /// The body is longer than the maximum that the gateway reads.
-    #[error("the request body is longer than {0} bytes, and the gateway has to read it")]
+    #[error("the request body is longer than {0} bytes, which is the maximum that the gateway reads")]
     TooLong(usize),
     /// The buffer budget is exhausted.
     #[error("the gateway has no memory for the request body at the moment")]
@@ -81,9 +83,9 @@ pub enum BodyContent {
 pub struct InspectedBody {
     /// Length of the body in bytes.
     pub length: usize,
-    /// Values and JSON-RPC messages.
+    /// Values and JSON-RPC messages that were read from the body.
     pub json: JsonBody,
-    /// What the request to an LLM API may use. `None` if this was not needed.
+    /// The maximum token usage of a request to an LLM API. `None` if no limit counts tokens.
     pub llm: Option<Result<RequestInfo, RequestError>>,
 }
 
@@ -125,10 +127,10 @@ impl BodyContent {
         }
     }
 
-    /// Check what the limits of a route require of the body, and of the headers that repeat values of the body.
+    /// Check the body against the limits of a route: the JSON-RPC messages, and the MCP headers that repeat values of
+    /// the body.
     ///
-    /// # Errors
-    /// The body cannot be read, or is not an acceptable JSON-RPC message.
+    /// # Errors The body cannot be read, is not a valid JSON-RPC message, or contradicts the MCP headers.
     pub fn check(&self, body_use: BodyUse, headers: &HeaderMap, max_body: usize) -> Result<(), InspectError> {
         if !body_use.values {
             return Ok(());
@@ -200,8 +202,8 @@ pub(super) async fn inspect<'a>(
     Ok(())
 }
 
-/// Return why a body with these headers cannot be read: it has a content coding, or an application may read other values
-/// from its bytes than JSON in UTF-8 has.
+/// Return why a body with these headers cannot be read: it has a content coding, or its media type is not JSON in
+/// UTF-8, so that an application may read other values from the same bytes.
 pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
     let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
     if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {

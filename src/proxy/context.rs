@@ -1,6 +1,6 @@
 //! The context of one request: the facts that are known about it, from its headers to the end of its response.
 //!
-//! This is the only file that writes the access log record of a request.
+//! No other file writes the access log record of a request.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::ControlFlow;
@@ -45,7 +45,7 @@ use crate::upstream::{Upstream, UpstreamError};
 
 /// The facts that are known about a request while it is handled. If the context is dropped before
 /// [`complete`](Self::complete), the connection or stream has ended: the client closed it, or `drain_timeout` expired.
-/// If the context is dropped early, the access log has status 499.
+/// The access log record then has the status 499.
 pub(super) struct RequestContext<'a> {
     /// The configuration that applies to the whole request.
     pub(super) snapshot: &'a ConfigSnapshot,
@@ -58,11 +58,11 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
-    /// The values that were read from the body, for a route, an identity or a cost.
+    /// The values of the body that a route, an identity or a cost depends on.
     pub(super) body: Option<Box<BodyContent>>,
     /// The id of a JSON-RPC message, whose errors are JSON-RPC errors. The id is null if the message has none.
     pub(super) rpc_id: Option<serde_json::Value>,
-    /// What the request to an LLM API may use, if limits count its tokens.
+    /// The maximum token usage of a request to an LLM API, if limits count its tokens.
     pub(super) llm: Option<Box<LlmRequest>>,
     /// Reservations that the response settles when it ends.
     pub(super) settlement: Option<Box<LlmSettlement>>,
@@ -74,9 +74,9 @@ pub(super) struct RequestContext<'a> {
     pub(super) response_values: RenderedValues,
     started_at: Instant,
     request_id: Option<RequestId>,
-    /// `None` if the request is neither logged nor traced.
+    /// The access log record. `None` if the request is neither logged nor traced.
     record: Option<Box<RequestRecord>>,
-    /// Whether the response is already determined.
+    /// Whether `complete` was called, so that the drop records nothing.
     is_complete: bool,
     /// Whether the response may be sent before the request body has been read, so that the connection must be closed.
     has_unread_body: bool,
@@ -349,7 +349,7 @@ impl OnComplete for Completion {
     }
 }
 
-/// The precedence of decisions: the decision of a request is the first of these that one of its limits has made.
+/// The precedence of decisions in the access log: the first element that one of the limits of the request has decided.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Denied,
     LimitDecision::LocalDenied,
@@ -359,7 +359,8 @@ const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Allowed,
 ];
 
-/// Return the decision as it is in the access log; `None` means that the store was unavailable.
+/// Return the value of `decision` in the access log for a decision, or for `None`, which means that the store was
+/// unavailable.
 fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>) -> DecisionInfo {
     let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
         Some(decision) => LimitDecision::from_decision(check, decision),
@@ -422,8 +423,8 @@ pub struct Peer {
     pub listener: usize,
     /// The resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
-    /// Whether the peer must not be trusted, because it forwards requests of a client without the address of this
-    /// client.
+    /// Whether forwarding headers of the peer must not be trusted, although it is a trusted proxy: it forwards a client
+    /// whose address is unknown.
     is_distrusted: bool,
 }
 
@@ -451,8 +452,8 @@ impl Peer {
         (self.port, self.destination) = (connection.source.port(), Some(connection.destination));
     }
 
-    /// Return the client's connection for a request with these headers. The port of a client behind a trusted proxy is
-    /// unknown.
+    /// Return the addresses for the PROXY header to the upstream, for a request with these headers. The port of a
+    /// client behind a trusted proxy is unknown.
     pub(super) fn proxied_connection(&self, headers: &HeaderMap) -> ProxiedConnection {
         let client = self.client_address(headers);
         let port = if client == self.address { self.port } else { 0 };
@@ -462,7 +463,7 @@ impl Peer {
     /// Return the client address of a request with these headers: the address of the peer, unless the peer is a trusted
     /// proxy.
     pub fn client_address(&self, headers: &HeaderMap) -> IpAddr {
-        // A trusted proxy may forward requests without the address of the client.
+        // Use the address of the peer if a trusted proxy sends no client address.
         if self.forwarded.trusted { self.client_ip.client_address(self.address, headers) } else { self.address }
     }
 
@@ -502,8 +503,8 @@ impl RequestId {
     pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
             Some(received) => RequestId::Received(received.clone()),
-            // The UUIDv7 is ordered by millisecond. `Uuid::now_v7` would order more finely, but takes a lock that all
-            // workers share.
+            // The UUIDv7 is ordered by millisecond. Do not use `Uuid::now_v7`, which orders ids more finely, but takes
+            // a lock that all workers share.
             None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
         }
     }
@@ -515,7 +516,7 @@ impl RequestId {
             RequestId::Generated(id) => {
                 let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
                 let text = id.hyphenated().encode_lower(&mut text);
-                // Hexadecimal digits and hyphens are a valid header value.
+                // The conversion cannot fail, because hexadecimal digits and hyphens are a valid header value.
                 HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
             }
         }

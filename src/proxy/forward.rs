@@ -51,7 +51,7 @@ pub(super) async fn forward(
     let request_id = context.request_id(request.headers()).to_header_value();
     let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-        // The wait queues of the limits have used up the route timeout.
+        // Do not forward the request if the wait queues of the limits have used up the route timeout.
         request_body::discard_body(request, flow);
         return Err(route_timeout());
     }
@@ -62,7 +62,7 @@ pub(super) async fn forward(
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
     }
-    // The code is a block, so that the future does not keep the values while it waits for the response.
+    // Use a block, so that the future does not keep these values while it waits for the response.
     let upgrade_request = {
         let credentials = &mem::take(&mut context.credentials);
         let header_values = if route.request_headers.has_variables() {
@@ -85,7 +85,7 @@ pub(super) async fn forward(
         prepare_upstream_headers(config, route, &mut request, info)
     };
     if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
-        // The gateway could not read the usage in a compressed response.
+        // Request an uncompressed response, because the gateway cannot read the usage in a compressed one.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -125,7 +125,8 @@ pub(super) async fn forward(
         let upgraded = self::accept_upgrade(response, pending_upgrade, config.server.idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
     }
-    // hyper would treat a response to HTTP/1.0 that is delimited by the end of the connection as keep-alive.
+    // Mark a response to an HTTP/1.0 client as HTTP/1.0 if only the end of the connection delimits the body, because
+    // hyper would otherwise keep the connection open.
     let is_close_delimited = http_1_0 && response.body().size_hint().exact().is_none();
     *response.version_mut() = if is_close_delimited { Version::HTTP_10 } else { Version::HTTP_11 };
     headers::strip_hop_by_hop(response.headers_mut(), &ProtectedHeaders::default());
@@ -173,12 +174,13 @@ fn accept_upgrade(
 
 /// Move the host to the `:authority` of the request target, as HTTP/2 requires (RFC 9113 §8.3.1).
 pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
-    // HTTP/2 frames delimit the body (RFC 9113 §8.1).
+    // Remove the framing headers, because HTTP/2 frames delimit the body (RFC 9113 §8.1).
     request.headers_mut().remove(TRANSFER_ENCODING);
     let host = request.headers_mut().remove(HOST);
     let mut uri = std::mem::take(request.uri_mut()).into_parts();
     uri.scheme = Some(uri::Scheme::HTTP);
-    // A host that was used for routing, or the configured authority of the upstream, is a valid authority.
+    // The conversion cannot fail, because both the routed host and the configured authority of the upstream are valid
+    // authorities.
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
     *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
     *request.version_mut() = Version::HTTP_2;
@@ -212,9 +214,9 @@ pub struct UpstreamRequestInfo<'a> {
 pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
 
 impl ForwardedCertificate<'_> {
-    /// Set the headers of RFC 9440. The gateway removes such headers of the client, even if the client is a trusted
-    /// proxy: the upstream must receive a single certificate. Aliases of these headers are removed from the requests of
-    /// every client.
+    /// Set the headers of RFC 9440. Remove headers with these names from the request, even if a trusted proxy sent
+    /// them, because the upstream must receive a single certificate. Aliases of these headers are removed from the
+    /// requests of every client.
     pub(super) fn set_headers(self, headers: &mut HeaderMap) {
         headers.remove(CLIENT_CERT);
         headers.remove(CLIENT_CERT_CHAIN);
@@ -241,12 +243,13 @@ pub fn prepare_upstream_headers<B>(
     // Forward only the host that was used for routing. An authority is always a valid header value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
-    // HTTP/1.0 cannot upgrade, and a body would have to be read first (RFC 9110 §7.8).
+    // Offer no upgrade for HTTP/1.0, which does not support upgrades, and for a request with a body, which would have
+    // to be read first (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &config.protected_headers);
     headers::set_framing(headers, info.length);
-    // hyper sends `100 Continue` on the downstream connection when the body is first polled.
+    // Do not forward `Expect`, because hyper sends `100 Continue` to the client when the body is first polled.
     headers.remove(EXPECT);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
@@ -280,7 +283,7 @@ pub fn prepare_upstream_headers<B>(
 
 // === The values of variables in header rules for one request ===
 
-/// A request of a route, as it was received.
+/// The received request and its route, from which variables take their content.
 #[derive(Debug)]
 pub struct RequestVariables<'a, B> {
     /// The route of the request.

@@ -1,4 +1,4 @@
-//! Token budgets of LLM APIs: the reservation of a request, and the settlement at the end of its response.
+//! Token budgets of LLM APIs: reserves tokens for a request, and settles the reservation at the end of its response.
 
 use std::ops::ControlFlow;
 
@@ -35,7 +35,7 @@ pub enum LlmError {
     ContentCoding,
     /// The media type of the body is a form or has a charset that is not UTF-8.
     #[error(
-        "the request body is a form or has another charset than UTF-8: the tokens of the request cannot be estimated"
+        "the request body is a form or has a charset other than UTF-8: the tokens of the request cannot be estimated"
     )]
     MediaType,
     /// The body is longer than `inspect_body`.
@@ -51,11 +51,11 @@ pub enum LlmError {
     TooLarge {
         /// Name of the limit.
         limit: Box<str>,
-        /// Unit of the limit.
+        /// Quota unit of the limit.
         unit: Box<str>,
         /// The cost that the request reserves.
         cost: u64,
-        /// The maximum that the limit can have.
+        /// The largest cost that the limit can admit.
         capacity: u64,
     },
 }
@@ -77,7 +77,7 @@ pub struct LlmRequest {
 
 #[derive(Debug)]
 enum Content {
-    /// The request has no body, so it generates nothing.
+    /// The request has no body, so its response contains no generated tokens.
     Empty,
     /// The body cannot be read.
     Unread,
@@ -110,7 +110,7 @@ pub(super) fn inspect<'a>(
     Ok(())
 }
 
-/// Return what a request may use, from the values that were read from its body. `path` is the canonical path that the
+/// Return the maximum token usage of a request, from the values of its body. `path` is the canonical path that the
 /// upstream gets.
 ///
 /// # Errors
@@ -164,7 +164,7 @@ impl Content {
 }
 
 impl LlmRequest {
-    /// Return whether the response may use tokens.
+    /// Return whether the response may contain generated tokens.
     pub(super) fn is_counted(&self) -> bool {
         !matches!(self.content, Content::Empty)
     }
@@ -221,8 +221,8 @@ impl LlmRequest {
         }
     }
 
-    /// Take over the reservations that the end of this response body settles. Return `None` if there are none. For
-    /// errors, `refund_on` refunds the reservations, or they stay charged.
+    /// Return the settlement of the reservations, to be made at the end of this response body. Return `None` if there
+    /// are none. For errors, `refund_on` refunds the reservations, or they stay charged.
     pub(super) fn settlement(
         mut self,
         decision: &mut Decision<'_>,
@@ -238,7 +238,7 @@ impl LlmRequest {
         let is_settled_by_body = |index: usize| !limits[index].refund_on.contains(status);
         let charges = decision.deferred_charges.as_mut()?.split_reservations(is_settled_by_body)?;
         let headers = response.headers();
-        // The gateway requested the identity coding. A response with another coding cannot be measured.
+        // Do not measure a compressed response. The gateway has requested the identity coding.
         let is_plain = !headers.contains_key(CONTENT_ENCODING);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let mut meters = Vec::new();
@@ -269,7 +269,7 @@ impl LlmRequest {
             });
         }
         let cuts = settled.iter().any(|limit| limit.cuts);
-        // The declared length of a body must stay correct.
+        // Do not change a body with a declared length, because the length must stay correct.
         let is_open_ended = http_body::Body::size_hint(response.body()).exact().is_none();
         let is_stream =
             meters.first().and_then(|meter| meter.meter.as_ref()).is_some_and(ResponseMeter::is_event_stream);
@@ -283,7 +283,7 @@ impl LlmRequest {
         Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
     }
 
-    /// Return whether the response goes on without the client.
+    /// Return whether the provider continues to generate the response if the client disconnects.
     fn is_background(&self) -> bool {
         matches!(&self.content, Content::Read(info) if info.is_background)
     }
@@ -300,7 +300,7 @@ impl LlmRequest {
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
     model: Option<Box<str>>,
-    /// All limits with the same settings share one meter.
+    /// Meters of the response. All limits with the same settings share one meter.
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
     rewriter: Option<StreamRewriter>,
@@ -425,14 +425,14 @@ impl SettledLimit {
     fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
-        // Only a report by the provider is used if the input was not estimated, or if the response is generated in the
+        // Settle only to reported usage in two cases: the input was not estimated, or the response is generated in the
         // background, where more output may follow.
         let is_estimable = self.estimated_input.is_some() && !self.is_background;
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         let (cost, is_estimated, kind) = match measured {
             Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
-            // Nothing is known about the response, so it may have used the whole reservation.
+            // Keep the reservation charged, because nothing is known about the response.
             None => (self.reserved, true, SETTLED_RESERVED),
         };
         if let Some(tokens) = &self.tokens {

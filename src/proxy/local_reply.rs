@@ -1,4 +1,4 @@
-//! Local replies: the only place that chooses the status codes of responses that the gateway generates.
+//! Local replies: the responses that the gateway generates itself. No other file chooses their status codes.
 
 use std::io::ErrorKind;
 
@@ -81,11 +81,11 @@ pub enum Rejection<'a> {
     },
     /// The body cannot be read, and the route or a limit depends on it.
     Inspect(InspectError),
-    /// A request to an LLM API reserves more than a limit can have, or does not contain a maximum.
+    /// A request to an LLM API reserves more tokens than a limit can have, or its body contains no readable maximum.
     Llm {
-        /// The reason of the rejection.
+        /// The reason why the request is rejected.
         error: LlmError,
-        /// The format of the response.
+        /// The LLM API whose error format the response has.
         provider: Provider,
     },
     /// The limits cannot be checked because the store failed.
@@ -192,9 +192,9 @@ impl Rejection<'_> {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "methods are in upper case"), "bad-method")
             }
             Rejection::UnsupportedTransferCoding => {
-                let detail = "the gateway supports no transfer coding but chunked";
+                let detail = "the gateway supports no transfer coding except chunked";
                 let mut response = problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, detail);
-                // RFC 9112 §6.1: the position of the next request on the connection is uncertain.
+                // Close the connection, because the position of the next request on it is uncertain (RFC 9112 §6.1).
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 (response, "unsupported-transfer-coding")
             }
@@ -221,7 +221,7 @@ impl Rejection<'_> {
                     "the route does not serve this method",
                 );
                 let list = allowed.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
-                // Methods are tokens, so the list is a valid header value.
+                // The conversion cannot fail, because methods are tokens.
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
@@ -313,7 +313,7 @@ fn auth_response(
     }
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
     let outcome = match status {
-        // The response lists all kinds of credentials that the route accepts.
+        // List all kinds of credentials that the route accepts.
         StatusCode::UNAUTHORIZED => {
             for challenge in *challenges {
                 response.headers_mut().append(WWW_AUTHENTICATE, challenge.value(error));
@@ -321,8 +321,8 @@ fn auth_response(
             "unauthenticated"
         }
         StatusCode::FORBIDDEN => {
-            // RFC 6750 §3.1. An API key without the required right has no challenge, because another credential would
-            // not help.
+            // Add a challenge for a token without the required claim (RFC 6750 §3.1), but not for an API key without
+            // the required right, because another credential would not help.
             if matches!(error, AuthError::Claim(_)) {
                 let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
                 response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
@@ -342,7 +342,7 @@ fn denial_response(denial: &Denial, challenges: &[Challenge], error: &AuthError)
     let headers = response.headers_mut();
     headers.clone_from(&denial.headers);
     headers.insert(CACHE_CONTROL, NO_STORE);
-    // RFC 9110 §11.6.1: a 401 must contain an authentication scheme.
+    // Add a challenge, because a 401 must contain an authentication scheme (RFC 9110 §11.6.1).
     if denial.status == StatusCode::UNAUTHORIZED && !headers.contains_key(WWW_AUTHENTICATE) {
         for challenge in challenges {
             headers.append(WWW_AUTHENTICATE, challenge.value(error));
@@ -356,7 +356,7 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
     let challenge = match error {
         IdentityError::MissingApiKey(_) | IdentityError::Missing(Descriptor::ApiKey) => Some("ApiKey"),
         IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
-        // No scheme is registered for client certificates, but a 401 must contain one.
+        // Use an unregistered scheme: none is registered for client certificates, but a 401 must contain a scheme.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
         IdentityError::Missing(Descriptor::Basic) => Some("Basic"),
         IdentityError::Ambiguous(_)
@@ -367,7 +367,8 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
     };
     let status = match error {
         _ if challenge.is_some() => StatusCode::UNAUTHORIZED,
-        // The authentication server has admitted the request, and the client cannot do anything about the header.
+        // Respond with 403, because the authentication server has admitted the request and the client cannot supply the
+        // missing header.
         IdentityError::Missing(Descriptor::Forward(_)) => StatusCode::FORBIDDEN,
         _ => StatusCode::BAD_REQUEST,
     };
@@ -378,7 +379,7 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
 
 /// Return the status, the problem detail and the outcome for the access log.
 fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
-    // The log has the cause. The client must not see addresses.
+    // Do not describe the cause, because clients must not see addresses. The log contains the cause.
     match error {
         UpstreamError::NoHealthyEndpoint { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
@@ -424,7 +425,7 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 }
 
 /// Replace a problem document with a JSON-RPC error that has the document as its `data`. The error code is the status,
-/// unless JSON-RPC or MCP defines one. The codes that they define are negative.
+/// unless JSON-RPC or MCP defines one. The codes of JSON-RPC and MCP are negative.
 fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
     if response.headers().get(CONTENT_TYPE).is_none_or(|kind| kind != problem::CONTENT_TYPE) {
         return;
@@ -502,7 +503,7 @@ fn resource_exhausted_response(message: &str) -> Response<Body> {
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     headers.insert(CACHE_CONTROL, NO_STORE);
     headers.insert("grpc-status", HeaderValue::from_static("8"));
-    // The gateway generates the message in ASCII, so it needs no percent-encoding.
+    // The message needs no percent-encoding, because the gateway generates it in ASCII.
     headers
         .extend(HeaderValue::from_str(message).ok().map(|message| (HeaderName::from_static("grpc-message"), message)));
     response

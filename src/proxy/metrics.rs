@@ -71,7 +71,7 @@ pub enum LimitDecision {
 }
 
 impl LimitDecision {
-    /// All values, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [LimitDecision; 6] = [
         LimitDecision::Allowed,
         LimitDecision::Denied,
@@ -135,7 +135,7 @@ pub enum AuthResult {
 }
 
 impl AuthResult {
-    /// All values, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [AuthResult; 4] = [AuthResult::Admitted, AuthResult::Denied, AuthResult::Error, AuthResult::Cached];
 
     /// Return the value of the metric label.
@@ -152,7 +152,7 @@ impl AuthResult {
 /// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
-    /// Responses by route. Responses to requests without a route have an empty name.
+    /// Responses by route. Responses to requests without a route are under the empty name.
     pub routes: MetricFamily<ResponseStats>,
     /// Responses by route and [`COUNTED_STATUSES`].
     pub statuses: MetricFamily<StatusCounter>,
@@ -199,18 +199,18 @@ fn token_counter_name(route: &str, limit: &str) -> String {
     format!("{route} {limit}")
 }
 
-/// Return the route and the limit that such a name contains.
+/// Return the route and the limit in the result of [`token_counter_name`].
 pub fn split_token_counter_name(name: &str) -> (&str, &str) {
     name.split_once(' ').unwrap_or((name, ""))
 }
 
-/// Responses by [`COUNTED_STATUSES`].
+/// Number of responses, for each entry of [`COUNTED_STATUSES`].
 pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
-    /// Counters by [`STATUS_CLASSES`]. An additional counter is for requests without a response.
+    /// Counters by [`STATUS_CLASSES`], followed by a counter of requests without a response.
     pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
     /// Time from the request to the response headers.
     pub latency: Histogram,
@@ -278,7 +278,7 @@ struct RouteMetrics {
     responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
-    /// The vector is indexed by limit. `None` for limits that count no tokens.
+    /// Metrics of the limits that count tokens, indexed by limit. `None` for all other limits.
     tokens: Vec<Option<TokenMetrics>>,
     mirror: Option<Arc<MirrorStats>>,
 }
@@ -448,9 +448,9 @@ impl WorkerMetrics {
 
 // Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 // Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
-// Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the
-// sum of all identities of that minute too low, and it is never too high. The sketches of all workers and minutes are
-// merged when the list is read.
+// Streams", 2017). A sketch keeps at most 96 identities. The error of a sum is bounded: it is never too high, and too
+// low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all workers and minutes
+// are merged when the list is read.
 
 /// Capacity of a sketch, of which three quarters are used.
 const SKETCH_CAPACITY: usize = 128;
@@ -489,7 +489,7 @@ type Sketch = FrequentItemsSketch<SketchKey>;
 #[derive(Debug)]
 pub struct TopIdentities {
     started_at: Instant,
-    /// The worker and readers of the top list lock this value.
+    /// The sketches of the last minutes. The worker and readers of the list lock them.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
@@ -500,9 +500,9 @@ pub struct HeavyHitter {
     pub identity: Identity,
     /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// Minimum of the identity's sum.
+    /// Lower bound of the identity's sum.
     pub lower_bound: u64,
-    /// Maximum of the identity's sum.
+    /// Upper bound of the identity's sum.
     pub upper_bound: u64,
 }
 
@@ -554,7 +554,7 @@ impl TopIdentities {
 }
 
 fn new_sketch() -> Option<Sketch> {
-    // The constant capacity is valid.
+    // Creating the sketch cannot fail, because the constant capacity is valid.
     FrequentItemsSketch::new(SKETCH_CAPACITY).ok()
 }
 
@@ -613,7 +613,8 @@ mod tests {
     fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
         let denied = [Arc::<TopIdentities>::default()];
         let (now, mut names) = (denied[0].started_at, 0);
-        // Of 1.1 million denials, one identity in the flood has 100,000, which is far more than the maximum error.
+        // One identity has 100,000 of 1.1 million denials, which is far more than the maximum error, so the list must
+        // contain it.
         for stranger in 0..1_000_000_u128 {
             denied[0].record(Identity(1 << 64 | stranger), now, 1, || name("stranger"));
             if stranger % 10 == 0 {

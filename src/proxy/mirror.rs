@@ -43,7 +43,7 @@ pub enum CopyResult {
 }
 
 impl CopyResult {
-    /// All results, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [CopyResult; 2] = [CopyResult::Responded, CopyResult::Failed];
 
     /// Return the value of the metric label.
@@ -73,7 +73,7 @@ pub enum DropReason {
 }
 
 impl DropReason {
-    /// All reasons, in the order of their counters.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [DropReason; 6] = [
         DropReason::MaxInFlight,
         DropReason::MaxBody,
@@ -121,7 +121,7 @@ impl MirrorStats {
 struct InFlight(Arc<MirrorStats>);
 
 impl InFlight {
-    /// Return `None` if `max` copies are in flight.
+    /// Acquire a permit to send a copy. Return `None` if `max` copies are in flight.
     fn try_acquire(stats: &Arc<MirrorStats>, max: usize) -> Option<Self> {
         let one_more = |now: usize| (now < max).then_some(now + 1);
         stats.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
@@ -178,7 +178,7 @@ pub(super) fn select<'a>(
     let mirror = route.mirror.as_ref().filter(|mirror| mirror.picks_next())?;
     let stats = context.snapshot.metrics.mirror(route.index)?.clone();
     if request.headers().contains_key(&MIRROR_HEADER) {
-        // Two gateways that mirror to each other must not send copies forever.
+        // Do not copy a copy. Otherwise two gateways that mirror to each other would send copies forever.
         stats.drop_copy(DropReason::Copy);
         return None;
     }
@@ -218,7 +218,7 @@ impl Selected<'_> {
             upstream,
             responses: snapshot.metrics.upstream_responses(mirror.upstream),
             flow: StreamFlow::for_connection(budget.clone()),
-            // The body is in memory, so no timeout or rate for uploads applies.
+            // Set no timeout or minimum rate for the body of the copy, because it is already in memory.
             limits: BodyLimits {
                 deadline: None,
                 upload: UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
@@ -232,7 +232,7 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        // The body has at most `max_body` bytes: a longer body of known length is not copied.
+        // Reserve `max_body` bytes if the length is unknown. A longer body of known length is not copied.
         let max = length.exact().map_or(mirror.max_body, |length| length as usize);
         let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);
@@ -251,8 +251,7 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// The flow of the copy is not the flow of the client, because the copy may live longer than the connection of the
-    /// client.
+    /// Give the copy a flow of its own, because it may live longer than the connection of the client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,
@@ -278,7 +277,7 @@ impl RequestCopy {
         let mut request = Box::new(head.map(|()| body));
         let length = request.body().size_hint().exact();
         let headers = request.headers_mut();
-        // The whole body is known, whatever framing the request had.
+        // Send the body with `Content-Length`, because the whole body is in memory.
         headers.remove(TRANSFER_ENCODING);
         headers::set_framing(headers, length);
         headers.insert(MIRROR_HEADER, HeaderValue::from_static("1"));
@@ -292,8 +291,7 @@ impl RequestCopy {
             Ok(response) => {
                 stats.sent.increment(CopyResult::Responded as usize);
                 let mut body = response.into_body();
-                // The response is read to its end, so that the connection can be reused. An endless response is cut
-                // off.
+                // Read the response to its end, so that the connection can be reused, but only for a limited time.
                 let discard = async { while let Some(Ok(_)) = body.frame().await {} };
                 let _ = timeout(upstream.response_timeout(), discard).await;
             }

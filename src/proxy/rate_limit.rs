@@ -82,7 +82,7 @@ pub(super) async fn check_limits<'a>(
     }
     context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
-    // A client over its limit does not learn whether its credential is valid.
+    // Return the denial first, so that a client over its limit does not learn whether its credential is valid.
     match rejection.filter(|_| decision.admitted) {
         Some(rejection) => Err(rejection),
         None => Ok(decision),
@@ -119,7 +119,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
     let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
     let mut checks = build_checks_of(config, identities, limits, &attributes, |spec| !needs_credential(spec))?;
     if identities.iter().any(needs_credential) {
-        // The second call may deny the request.
+        // Keep the charges of the first call refundable, because the second call may deny the request.
         for check in checks.iter_mut().filter(|check| check.deferred == Deferred::Nothing && !check.is_concurrency()) {
             check.deferred = Deferred::Refund;
         }
@@ -228,7 +228,8 @@ pub(super) fn settle<'d, 'a>(
 /// Return whether the status of the response refunds the charge of a limit.
 pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Body>, UpstreamError>) -> bool {
     let status = result.as_ref().map_or_else(upstream_status, Response::status);
-    // A client cannot cause its own refund, for example by aborting the request.
+    // Never refund failures that the client causes, so that a client cannot cause a refund, for example by aborting the
+    // request.
     !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
 }
 
@@ -273,7 +274,7 @@ pub struct LimitContext<'a, B> {
     pub request: &'a Request<B>,
     /// Host that was used for routing.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
@@ -383,7 +384,8 @@ where
         if !spec.limits_unauthenticated() {
             continue;
         }
-        // A request that lacks another part of an identity or its cost is rejected in any case.
+        // Ignore errors about a missing identity or cost, because the request is rejected for its credential in any
+        // case.
         if let Ok(Some(identity)) = spec.identify(attributes, &config.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()
@@ -413,7 +415,7 @@ where
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
-/// Return the operation on a limit that must still be made when the response is known.
+/// Return the charge, refund or settlement of a limit that depends on the response.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

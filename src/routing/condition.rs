@@ -12,7 +12,7 @@ use crate::payload::json::body::{JsonBody, JsonPointer, JsonValue};
 /// A condition on the values of a header or of a query parameter, or on a value of the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// The source of the values.
+    /// The part of the request that contains the values.
     pub source: ConditionSource,
     /// The requirement on the values.
     pub test: ValueTest,
@@ -35,7 +35,7 @@ pub enum ConditionSource {
 pub enum RouteBody<'a> {
     /// The body was not read.
     Unread,
-    /// The body will not be known, so conditions on it count as met.
+    /// The body will never be known, so conditions on the body count as met.
     Unknown,
     /// The values that were read from the body. A request without a body has no values.
     Read(&'a JsonBody),
@@ -66,9 +66,9 @@ pub enum ValueTest {
     Prefix(Box<[u8]>),
     /// The header, parameter or pointer has exactly one value, and the expression matches the whole value.
     Regex(Expression),
-    /// At least one value.
+    /// The request has at least one value.
     Present,
-    /// No value.
+    /// The request has no value.
     Absent,
 }
 
@@ -97,7 +97,8 @@ impl Condition {
         matches!(self.source, ConditionSource::Json(_))
     }
 
-    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two expressions.
+    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two regular
+    /// expressions.
     pub fn excludes(&self, other: &Condition) -> bool {
         use ValueTest::{Absent, Exact, Prefix, Present, Regex};
         self.source == other.source
@@ -127,7 +128,7 @@ impl Condition {
     }
 }
 
-/// Return the condition as the object of "the route requires".
+/// Return the condition as text that completes "the route requires …".
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (kind, name, separator) = match &self.source {
@@ -185,7 +186,7 @@ pub fn query_values<'q>(query: &'q str, name: &str) -> impl Iterator<Item = Cow<
 }
 
 /// Decode a name or value of a query in the encoding of forms (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
-/// With replacement characters, different values would become equal.
+/// Replacing them with U+FFFD would make different values equal.
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     if text.contains(['%', '+']) {
         Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
@@ -247,8 +248,8 @@ impl Expression {
         if text.len() > MAX_LENGTH {
             return Err(ExpressionError::TooLong);
         }
-        // The expression is first compiled alone, so that its parentheses must be balanced: it must not close the group
-        // around it.
+        // The expression is first compiled alone, so that its parentheses must be balanced: an unbalanced parenthesis
+        // could close the group that is added around the expression.
         compile(text)?;
         let anchored = compile(&format!(r"\A(?:{text})\z"))?;
         Ok(Expression { text: text.into(), anchored })
@@ -277,7 +278,7 @@ impl Expression {
     }
 }
 
-/// Two expressions are equal if their texts are equal.
+/// Compare the texts: two expressions are equal if their texts are equal.
 impl PartialEq for Expression {
     fn eq(&self, other: &Self) -> bool {
         self.text == other.text
@@ -379,7 +380,7 @@ mod tests {
         }
     }
 
-    /// The results of the two comparisons agree with the values that conditions accept.
+    /// The test checks that both comparisons of conditions agree with the values that the conditions accept.
     #[test]
     fn comparisons_agree_with_matches() {
         let values = ["gold", "free", "go", "golden", "x", ""];
@@ -453,7 +454,7 @@ mod tests {
         assert_eq!(error("("), ExpressionError::Syntax("unclosed group".to_owned()));
     }
 
-    /// The time is linear in the length of the text, whatever the expression and the text are.
+    /// The test checks that the time is linear in the length of the text.
     #[test]
     fn nested_repetitions_are_not_exponential() {
         let expression = Expression::new("(?:a|a|aa)+(?:a*)*b").unwrap();

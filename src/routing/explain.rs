@@ -30,13 +30,13 @@ pub struct Candidate<'t, T> {
 /// The condition that a request does not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MismatchReason<'t> {
-    /// The host.
+    /// The host of the request does not match.
     Host,
-    /// The path.
+    /// The path of the request does not match.
     Path,
-    /// The listener.
+    /// The route belongs to another listener.
     Listener,
-    /// The method.
+    /// The method of the request does not match.
     Method,
     /// This condition on a header, a query parameter or the body.
     Condition(&'t Condition),
@@ -58,11 +58,11 @@ impl<T> Candidate<'_, T> {
     }
 }
 
-/// State of the walk from the root to a node.
+/// State of a walk through the route tree, from the root to a node.
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
-    /// Rest of the path. `None` if no segment remains.
+    /// The part of the path that was not compared yet. `None` if no segment remains.
     remaining: Option<&'a str>,
     path_matches: bool,
     matched_segments: usize,
@@ -186,7 +186,7 @@ impl<T> RouteEntry<T> {
     }
 }
 
-// Unreachable routes are found here.
+// Detection of unreachable routes.
 
 /// The target of an unreachable route, the target of the route that takes precedence, and the affected methods.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
@@ -324,7 +324,7 @@ mod unreachable_tests {
                 table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // The result of the lookup must agree.
+                // The lookup must give the same result as the explanation.
                 let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

@@ -28,11 +28,11 @@ pub enum PathPatternError {
     /// The path does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
-    /// A segment follows the catch-all parameter.
+    /// The path has a segment after the catch-all parameter, which must be last.
     #[error("`{{*{0}}}` matches the rest of the path: nothing may follow it")]
     RestNotLast(String),
     /// A segment has braces but is not a valid parameter.
-    #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
+    #[error("a parameter must be a whole segment with a name, such as `{{id}}` or `{{*rest}}`, not `{0}`")]
     InvalidParameter(String),
     /// Two parameters have the same name.
     #[error("duplicate parameter `{0}`")]
@@ -84,16 +84,16 @@ impl FromStr for PathPattern {
 /// Return the pattern that a path in the syntax of another program probably means: `:id`, `<id>`, `*` and regular
 /// expressions. Return `None` if the path has no such syntax, or if its meaning is unclear.
 pub fn suggestion(text: &str) -> Option<String> {
-    // These are the location modifiers of nginx, and the anchors of regular expressions.
+    // Remove the location modifiers of nginx and the anchors of regular expressions.
     let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
-    // `[^/]` is the only common expression that contains a slash.
+    // Replace `[^/]` before splitting at slashes, because it is the only common expression that contains a slash.
     let path = path.replace("[^/]", "[^.]");
     let mut segments = Vec::new();
     let mut parameters: usize = 0;
     let mut rest = path.strip_prefix('/')?.split('/').peekable();
     while let Some(segment) = rest.next() {
         let is_wildcard = matches!(segment, "*" | "**" | ".*" | ".+" | "(.*)" | "(.+)" | "{*}");
-        // If other segments follow, a wildcard matches one segment.
+        // Propose a parameter for one segment if other segments follow the wildcard.
         segments.push(match foreign_parameter(segment) {
             Some(name) => name,
             None if is_wildcard && rest.peek().is_none() => "{*rest}".to_owned(),
@@ -104,7 +104,7 @@ pub fn suggestion(text: &str) -> Option<String> {
             None => segment.to_owned(),
         });
     }
-    // A regular expression without `$` also matches longer paths.
+    // Append a catch-all parameter if the regular expression has no `$`, because it also matches longer paths.
     let is_prefix = text.trim_start_matches(['~', '*', ' ']).starts_with('^') && !text.ends_with('$');
     if is_prefix && segments.last().is_none_or(|last: &String| !last.starts_with("{*")) {
         segments.retain(|segment| !segment.is_empty());
@@ -351,8 +351,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return whether the parameter always consists of whole segments where the path of the template uses it. Otherwise
-    /// a value that is empty or has several segments would change the adjacent segments.
+    /// Return whether the parameter always consists of whole segments where the path of the template uses it. If it
+    /// does not, a value that is empty or has several segments would change the adjacent segments.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
@@ -381,7 +381,7 @@ impl RewriteTemplate {
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
         for piece in &self.path {
             let text = piece.text(value);
-            // The value of a catch-all parameter may be empty or end with a slash.
+            // In the path, the value of a catch-all parameter may be empty or end with a slash.
             out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
         }
         let mut separator = '?';
@@ -412,13 +412,14 @@ impl Piece {
     }
 }
 
-/// Append a value to a query. In a canonical path, only unreserved characters and percent-encoding can stay unchanged.
+/// Append a value to a query. Keep unreserved characters and percent-encoding, and encode all other characters of a
+/// canonical path.
 fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
             out.push(char::from(byte));
         } else {
-            // Writing to memory cannot fail.
+            // Ignore the result, because writing to memory cannot fail.
             let _ = write!(out, "%{byte:02X}");
         }
     }
@@ -531,7 +532,7 @@ mod tests {
         assert_eq!(PathPattern::from_regex("/a").unwrap().with_other_slash(), None);
     }
 
-    /// The parameters of the form with the other slash are those of the route's own path.
+    /// Both forms of a path, with and without the trailing slash, have the same parameters.
     #[test]
     fn parameters_are_captured_with_either_slash() {
         for (pattern, path, name, expected) in [

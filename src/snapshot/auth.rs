@@ -180,7 +180,7 @@ pub(super) fn authentication(
 fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
     let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
     let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
-    // The span of an empty list is unknown.
+    // Use the span of the table for an empty list, whose own span is unknown.
     let list = |list_of: &Option<Vec<config::Text>>| list(list_of).map(|span| span.unwrap_or_default());
     for (key, span, owners) in [
         ("header", auth.header.as_ref().map(|header| header.span()), &[Kind::ApiKey][..]),
@@ -253,7 +253,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
     let scheme = auth.scheme.as_ref().map_or("Bearer", |scheme| scheme.get_ref());
     if let Some(text) = auth.scheme.as_ref().filter(|text| !is_token(text.get_ref())) {
         let issue = Issue::new(text.span(), format!("`{}` is not an authentication scheme", text.get_ref()));
-        reader.push_issue(issue.with_hint("one word, such as \"Bearer\" (RFC 9110 §11.1)"));
+        reader.push_issue(issue.with_hint("write one word, such as \"Bearer\" (RFC 9110 §11.1)"));
     }
     let mut places: Vec<KeyPlace> = Vec::new();
     if let Some(list) = &auth.header {
@@ -337,8 +337,8 @@ fn jwt(
     };
     if let Some(url) = &auth.jwks_url {
         if let Some(file) = &auth.jwks_file {
-            let issue = Issue::new(file.span(), "a provider has `jwks_file` or `jwks_url`, not both");
-            reader.push_issue(issue.with_hint("leave one of them out"));
+            let issue = Issue::new(file.span(), "`jwks_file` and `jwks_url` cannot be combined");
+            reader.push_issue(issue.with_hint("remove one of the two keys"));
         }
         if let Some(remote) = remote_auth::key_url(name, auth, url, compiled.providers.len(), internal, reader) {
             verifier.keys = remote.keys.keys().clone();
@@ -402,7 +402,7 @@ fn required_claims(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<Requi
             };
             reader.push_issue(
                 Issue::new(values.span(), message)
-                    .with_hint(format!("name the values: {name} = [\"read\", \"write\"]")),
+                    .with_hint(format!("write the values: {name} = [\"read\", \"write\"]")),
             );
         }
         required.push(RequiredClaim { name: name.as_str().into(), alternatives });
@@ -419,7 +419,7 @@ pub(super) fn route_auth(
     config: &Config,
     reader: &mut Validator<'_>,
 ) -> Option<RouteAuth> {
-    // Providers with errors are reported elsewhere.
+    // Skip providers with errors, which are already reported.
     let find = |name: &str, span: Range<usize>, reader: &mut Validator<'_>| {
         if !config.auth.contains_key(name) {
             reader.unknown_name(span, "provider", name, config.auth.keys().map(String::as_str));
@@ -430,7 +430,7 @@ pub(super) fn route_auth(
     if let Some(list) = &route.require {
         if list.get_ref().is_empty() {
             let issue = Issue::new(list.span(), "`require` is empty: no request would be admitted");
-            reader.push_issue(issue.with_hint("leave out `require`, or name a provider: require = [\"keys\"]"));
+            reader.push_issue(issue.with_hint("remove `require`, or name a provider: require = [\"keys\"]"));
         }
         for item in list.get_ref() {
             let names = &item.get_ref().0;
@@ -537,7 +537,7 @@ fn challenges(providers: &[usize], compiled: &Authentication) -> Vec<Challenge> 
                 let realm = basic.realm.replace('\\', "\\\\").replace('"', "\\\"");
                 add(&format!("Basic realm=\"{realm}\", charset=\"UTF-8\""));
             }
-            // The client gets the challenges of the authentication server.
+            // Create no challenge for an authentication server, because the client gets the challenges of its response.
             ProviderKind::Forward(_) => {}
         }
     }
@@ -609,7 +609,7 @@ pub(super) fn check_limit(
             (Some(provider), _) => {
                 format!("identify = [\"{0}\"], or require = [\"{0}\"] to reject requests without one", provider.name)
             }
-            // A provider of this kind may have errors, which are reported.
+            // Report nothing if a provider of this kind has errors, because these are already reported.
             (None, Kind::Forward) if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("forward")) => {
                 "[auth.sso] with kind = \"forward\", `url` and `response_headers`, and require = [\"sso\"] on this route"
                     .to_owned()

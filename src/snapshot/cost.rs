@@ -21,7 +21,7 @@ use crate::snapshot::validator::Validator;
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// The same for each request.
+    /// A constant, which is the same for each request.
     Fixed(u64),
     /// The value of a request header, if a trusted proxy sent it.
     Request {
@@ -29,7 +29,7 @@ pub enum Cost {
         header: HeaderName,
         /// Maximum cost. A larger value counts as this maximum.
         max: u64,
-        /// Cost if the header is missing or the client is not trusted.
+        /// Cost if the header is missing, or if the peer is not a trusted proxy.
         default: u64,
     },
     /// The value of a response header. The cost is charged when the response arrives.
@@ -60,7 +60,7 @@ impl ToolCosts {
         tool.copied().unwrap_or(self.default)
     }
 
-    /// Return the largest cost of a message.
+    /// Return the cost of the most expensive message.
     pub fn max(&self) -> u64 {
         self.tools.iter().map(|(_, cost)| *cost).chain([self.default]).max().unwrap_or(0)
     }
@@ -69,9 +69,9 @@ impl ToolCosts {
 /// How the tokens of LLM APIs are counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmCost {
-    /// Cost of a token.
+    /// Cost of a token, by kind of token and model.
     pub weights: ModelWeights,
-    /// Estimates before the response.
+    /// Estimates that determine the reserved cost before the response arrives.
     pub estimate: InputEstimate,
     /// Maximum length in bytes of a body that is read.
     pub max_body: usize,
@@ -88,7 +88,7 @@ pub struct LlmCost {
 /// Maximum cost that Lua 5.1 computes exactly.
 const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
 
-/// Cost of a request to an LLM API that is rejected before its body is read.
+/// Cost that is charged for a request to an LLM API if it is rejected before its body is read.
 const UNREAD_LLM_COST: u64 = 1;
 
 /// A trusted proxy sent an invalid cost.
@@ -277,10 +277,10 @@ fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>
 fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'_>) -> u64 {
     let Some(written) = written else { return default };
     let thousandths = reader.fraction(Some(written), 0..=MAX_WEIGHT, 0.0) * 1000.0;
-    // A decimal fraction is not exact in binary.
+    // Round the product, because a decimal fraction is not exact in binary.
     if (thousandths - thousandths.round()).abs() > 1e-6 {
         let issue = Issue::new(written.span(), format!("{} has more than three decimal places", written.get_ref()));
-        reader.push_issue(issue.with_hint("choose a larger unit: weights are counted in thousandths"));
+        reader.push_issue(issue.with_hint("choose a larger unit, because weights have a resolution of 0.001"));
     }
     thousandths.round() as u64
 }

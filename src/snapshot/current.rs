@@ -51,11 +51,11 @@ pub enum ReloadCause {
 pub struct ReloadRequest {
     /// Cause of the reload.
     pub cause: ReloadCause,
-    /// Receives the result.
+    /// Channel that receives the result of the reload.
     pub reply: oneshot::Sender<ReloadResult>,
 }
 
-/// The failure of the last reload, if it failed.
+/// The failure of a reload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReloadFailure {
     /// The complete error report.
@@ -100,7 +100,8 @@ impl ConfigHandle {
     /// Request a reload. The returned receiver gets the result.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
-        // If the reload thread has ended, the reply channel closes and the caller gets an error.
+        // Ignore the error of `send`: if the reload thread has ended, the reply channel closes, and the caller gets an
+        // error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }

@@ -122,8 +122,8 @@ const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POS
 /// Value that means all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route with these limits. The policy itself exposes the headers of the limits, so
-/// `expose_header` of the limits is moved into the policy.
+/// Compile the CORS policy of a route with these limits. Move `expose_header` of the limits into the policy, which
+/// exposes the RateLimit headers itself.
 pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
     let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());
@@ -171,7 +171,7 @@ fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
         match text.get_ref().parse() {
             Ok(OriginPattern::Any) if cors.origins.len() > 1 => {
                 let issue = Issue::new(text.span(), "`*` includes the other origins");
-                reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
+                reader.push_issue(issue.with_hint("keep either `*` or the remaining entries"));
             }
             Ok(pattern) => patterns.push(pattern),
             Err(error) => {
@@ -214,7 +214,7 @@ fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValu
     let age = reader.duration(Some(text), Duration::ZERO);
     if age.subsec_nanos() > 0 {
         let issue = Issue::new(text.span(), "`max_age` must be a whole number of seconds");
-        reader.push_issue(issue.with_hint("such as \"10m\"; \"0s\" disables the cache of browsers"));
+        reader.push_issue(issue.with_hint("write a duration such as \"10m\"; \"0s\" disables the cache of browsers"));
     }
     Some(HeaderValue::from(age.as_secs()))
 }
@@ -250,7 +250,7 @@ fn header_names(list: &[Text], reader: &mut Validator<'_>) -> Vec<HeaderName> {
     for text in list {
         if text.get_ref() == ALL {
             let issue = Issue::new(text.span(), "`*` includes the other headers");
-            reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
+            reader.push_issue(issue.with_hint("keep either `*` or the remaining entries"));
             continue;
         }
         names.extend(reader.header_name(text.span(), text.get_ref()));

@@ -69,7 +69,8 @@ pub(super) fn identity_spec(
         }
     }
     let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    // MCP sessions have requests that call no tool, and the responses of clients have no method.
+    // Skip the limit by default, because MCP sessions have requests that call no tool, and responses of clients have no
+    // method.
     let skips_other_messages =
         limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
@@ -107,8 +108,8 @@ fn exemptions(
                 let issue =
                     Issue::new(text.span(), format!("`{written}` does not begin with a source that `by` lists"));
                 let hint = match &*examples {
-                    [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
-                    words => format!("SOURCE=VALUE, the source as in `by`: {}", words.join(" or ")),
+                    [] => "write SOURCE=VALUE, with a source in `by`".to_owned(),
+                    words => format!("write SOURCE=VALUE, with one of the sources in `by`: {}", words.join(" or ")),
                 };
                 reader.push_issue(issue.with_hint(hint));
             }
@@ -119,9 +120,9 @@ fn exemptions(
                 Some(net) => exemptions.networks.push(net),
                 None => network_issue(value, text.span(), reader),
             },
-            // Hosts are compared in lower case, as in routing.
+            // Convert exempt hosts to lower case, as routing does.
             Some(Descriptor::Host) => exemptions.values.push((Descriptor::Host, value.to_ascii_lowercase().into())),
-            // Cookies are compared after decoding, as in requests.
+            // Decode exempt cookies in the same way as cookies of requests.
             Some(descriptor @ Descriptor::Cookie(_)) => {
                 let decoded = String::from_utf8_lossy(&cookie_value(value.as_bytes())).as_ref().into();
                 exemptions.values.push((descriptor.clone(), decoded));
@@ -320,7 +321,7 @@ fn compile_consumers(
             }
         }
         if limits.others.find_by_name(name).is_some() {
-            let issue = Issue::new(written_span, format!("another file has a consumer `{name}`"));
+            let issue = Issue::new(written_span, format!("another file already has a consumer `{name}`"));
             issues.push(issue.with_hint("consumer names must be unique in all files: choose another name"));
         }
         let consumer = Arc::new(Consumer {
@@ -340,7 +341,7 @@ fn compile_consumers(
                 },
             };
             let Some(hash) = parse_key_hash(hash) else {
-                // The text may be an API key that was pasted by mistake, so the message does not repeat it.
+                // Do not quote the text, because it may be an API key that was pasted by mistake.
                 issues.push(Issue::new(span, "this is not the hash of a key").with_hint(KEY_HASH_HINT));
                 continue;
             };
@@ -391,8 +392,9 @@ fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<I
     let text = text?;
     let known = || limits.tiers();
     if *limits.tier_source != TierSource::ApiKey {
-        let issue = Issue::new(text.span(), "the `tier` of a consumer has no effect: [tiers] names another source");
-        issues.push(issue.with_hint("leave out `tier`, or set [tiers] from = \"api-key\""));
+        let issue =
+            Issue::new(text.span(), "the `tier` of a consumer has no effect, because [tiers] selects another source");
+        issues.push(issue.with_hint("remove `tier`, or set [tiers] from = \"api-key\""));
     } else if !known().any(|tier| tier == text.get_ref()) {
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {
@@ -462,7 +464,7 @@ pub(super) fn access_rules(
     }
     if let Some([]) = allow {
         let issue = Issue::new(span.clone(), "`allow` is empty: every client would be rejected");
-        reader.push_issue(issue.with_hint("leave out `allow` to allow all clients"));
+        reader.push_issue(issue.with_hint("remove `allow` to allow all clients"));
     }
     let allow = allow.map(|items| files.list(items, reader));
     let deny = files.list(deny.unwrap_or_default(), reader);
@@ -479,7 +481,9 @@ impl NetworkFiles {
                 (None, Some(network)) => networks.push(network),
                 (None, None) if item.ends_with(".txt") => {
                     let issue = Issue::new(text.span(), format!("`{item}` is not an address or a network"));
-                    reader.push_issue(issue.with_hint(format!("a file is \"{FILE_PREFIX}{item}\"")));
+                    reader.push_issue(
+                        issue.with_hint(format!("if this is the path of a file, write \"{FILE_PREFIX}{item}\"")),
+                    );
                 }
                 (None, None) => network_issue(item, text.span(), reader),
             }
@@ -521,11 +525,11 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
     parse_networks(&text).map_err(|(lines, further)| {
         let issue = |span: Range<usize>| {
             let line = &text[span.clone()];
-            // Such lines belong to other programs, for example `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
+            // Give a hint for lines in the syntax of other programs, such as `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
             let mut words = line.split(|c: char| c.is_whitespace() || "\"',;".contains(c));
             let hint = match words.find(|word| parse_network(word).is_some()) {
                 Some(network) => format!("write only the network in the line: {network}"),
-                None => "one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
+                None => "write one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
             };
             Issue::new(span, format!("`{line}` is not an address or a network")).with_hint(hint)
         };
@@ -540,15 +544,15 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 impl CompiledConfig {
     /// Replace the networks of the file with this index by the networks in `content`.
     ///
-    /// # Errors
-    /// The errors are all errors of the file, or that the file is empty because it is being written. After an error,
-    /// the active networks do not change.
+    /// # Errors The file has errors, or is empty because a program is writing it. After an error, the active networks
+    /// do not change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {
-            true => {
-                Err(FileIssues::from_message(&file.path, "the file is empty: a file without networks has a comment"))
-            }
+            true => Err(FileIssues::from_message(
+                &file.path,
+                "the file is empty: if it lists no networks intentionally, write a comment into it",
+            )),
             false => parse(&file.path, content),
         };
         networks.store(Arc::new(parsed.map_err(|faulty| ConfigError { files: vec![faulty] })?));

@@ -40,7 +40,7 @@ const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 /// Maximum length of a quota unit.
 const MAX_UNIT_LENGTH: usize = 32;
 
-/// Misspelled units, with which clients would find no headers.
+/// Misspelled units. With such a unit, SDKs would not find the headers that they expect.
 const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
 /// Compile all limits.
@@ -64,8 +64,8 @@ pub(super) fn limits(
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)
             && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
         {
-            let message =
-                "this limit is by client certificate, but no listener requests one: no request would have the identity";
+            let message = "this limit is by client certificate, but no listener requests client certificates: no \
+                           request would have the identity";
             reader.push_issue(
                 Issue::new(span.clone(), message)
                     .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
@@ -75,8 +75,8 @@ pub(super) fn limits(
             identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
         if identity_spec.on_missing == OnMissing::Reject && trusted_proxies == 0 && has_user_header {
             let message = "this limit is by a header that only trusted proxies may set, but there are no trusted proxies: every request would be rejected";
-            let hint =
-                "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
+            let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip], or by = \"header:NAME\" if clients \
+                        may choose the value";
             reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
         }
         let cost = cost(limit, trusted_proxies, inspect_body, reader);
@@ -138,7 +138,8 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
             let tier = tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`"));
             let name = &limit.name;
             let message = format!(
-                "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all would be denied"
+                "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all requests would be \
+                 denied"
             );
             reader.push_issue(
                 Issue::new(span.clone(), message).with_hint("set a smaller cost, or a larger burst or quota"),
@@ -205,7 +206,7 @@ fn cost(
         let issue = Issue::new(default.span(), "`default` requires `tools`");
         reader.push_issue(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
     }
-    // `Cost::with_default` replaces this value with the cost of the route.
+    // Use a temporary value, which `Cost::with_default` replaces with the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
         (Some(text), None, Some(max)) => {
@@ -247,7 +248,7 @@ fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
 
 fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Validator<'_>) -> RefundOn {
     let Some(written) = &limit.refund_on else {
-        // Providers do not bill requests that fail.
+        // By default, refund failed requests to LLM APIs, because providers do not bill them.
         let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
         return if is_llm { RefundOn(vec![400..=599]) } else { RefundOn::default() };
     };
@@ -272,8 +273,8 @@ fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Opti
         && unit.starts_with(|c: char| c.is_ascii_lowercase())
         && unit.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
     let (message, hint) = if !is_valid {
-        let hint =
-            "1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\": units appear in headers";
+        let hint = "use 1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\", because units \
+                    appear in headers";
         (format!("`{unit}` is not a valid unit"), hint.to_owned())
     } else if unit == CONCURRENT_REQUESTS {
         (format!("`{unit}` is the unit of concurrency limits"), "algorithm = \"concurrency\" without `unit`".to_owned())
@@ -305,7 +306,7 @@ fn counts_usage(limit: &config::tables::Limit) -> bool {
 fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator<'_>) -> Option<Arc<UsageDays>> {
     let usage = limit.usage.as_ref().filter(|_| counts_usage(limit))?;
     if let Rule::Concurrency(_) = rule {
-        let message = "a permit has no cost to total: `usage` cannot be combined with concurrency";
+        let message = "concurrency permits have no cost: `usage` cannot be combined with concurrency";
         reader.push_issue(Issue::new(usage.span(), message));
         return None;
     }
@@ -481,7 +482,7 @@ pub(super) fn rule(
     reader: &mut Validator<'_>,
 ) -> Option<(Quota, Rule)> {
     let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
-    // The days of usage are in this time zone, whatever the algorithm is.
+    // Accept `time_zone` for any algorithm if `usage` is set, because it defines the days of usage totals.
     let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
@@ -501,7 +502,7 @@ pub(super) fn rule(
         return match quota {
             Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, ttl: permit_ttl }))),
             Err(error) => {
-                let hint = "the number of concurrent requests: quota = \"20\"";
+                let hint = "write the number of concurrent requests: quota = \"20\"";
                 reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
                 None
             }
@@ -591,13 +592,13 @@ fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
 /// Return a hint for an invalid quota.
 pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
-        QuotaError::Inexact { .. } => "a smaller quota, a shorter window, or a rounder count",
+        QuotaError::Inexact { .. } => "use a smaller quota, a shorter window, or a rounder count",
         QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" needs a few bytes for any quota",
-        QuotaError::TimeZone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
-        QuotaError::Buckets { .. } => "another number of `buckets`: 10 divides most windows",
-        QuotaError::NoFixedWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
-        QuotaError::Prefetch { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is enough",
-        QuotaError::LocalShare { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
+        QuotaError::TimeZone(_) => "use a name of the IANA database, such as \"Europe/Berlin\"",
+        QuotaError::Buckets { .. } => "use another number of `buckets`: 10 divides most windows",
+        QuotaError::NoFixedWindow => "use algorithm = \"fixed-window\", or a quota per \"30d\"",
+        QuotaError::Prefetch { .. } => "set a smaller `prefetch`: a tenth of the quota or of the burst is enough",
+        QuotaError::LocalShare { .. } => "set a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
     }
 }

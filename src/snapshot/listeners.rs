@@ -94,7 +94,7 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // IPv4-mapped addresses such as `::ffff:192.0.2.1` count as IPv4 addresses.
+    // Treat IPv4-mapped addresses such as `::ffff:192.0.2.1` as IPv4 addresses.
     let one = one.ip().to_canonical();
     let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
@@ -133,7 +133,9 @@ fn tls(
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
-            reader.push_issue(Issue::new(written.span(), "a certificate needs `cert` and `key`").with_hint(EXAMPLE));
+            reader.push_issue(
+                Issue::new(written.span(), "a certificate requires both `cert` and `key`").with_hint(EXAMPLE),
+            );
             continue;
         };
         let (Some(cert), Some(key)) = (reader.read_pem(cert), reader.read_pem(key)) else { continue };
@@ -180,7 +182,7 @@ fn client_verifier(
         if let Some(auth) = &tls.client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
             reader.push_issue(
-                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": the CA certificates for clients"),
+                issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
             );
         }
         return None;
@@ -267,7 +269,8 @@ impl CompiledConfig {
                 let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
                 if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
-                        "`{}` is by client-cert, but {address} has no tls.client_ca: it rejects every request there",
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: the limit rejects every request \
+                         on this listener",
                         compiled.limit.name
                     );
                     warnings.push((WarningSubject::Listener(index), text));
@@ -284,7 +287,7 @@ impl CompiledConfig {
 const CHALLENGES: [(&str, ChallengeKind); 2] =
     [("http-01", ChallengeKind::Http01), ("tls-alpn-01", ChallengeKind::TlsAlpn01)];
 
-/// Certificates by ACME.
+/// The certificates that the gateway obtains with ACME, and their settings.
 #[derive(Debug)]
 pub struct Acme {
     /// The keys of `[acme]`.
@@ -347,9 +350,9 @@ impl fmt::Debug for StoreSecret {
 
 /// Account at the CA outside of ACME (RFC 8555 §7.3.4). The `Debug` implementation does not print the key.
 pub struct ExternalAccount {
-    /// Key identifier.
+    /// Identifier of the external account key, from the CA.
     pub key_id: String,
-    /// MAC key.
+    /// MAC key of the external account, from the CA.
     pub mac_key: Vec<u8>,
 }
 
@@ -363,7 +366,7 @@ impl fmt::Debug for ExternalAccount {
 pub(super) struct AcmeListeners {
     /// The certificates. `None` if there is no `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
-    /// Names of listeners without `names`, which are the hosts of all routes.
+    /// Default names, for listeners without `names`: the hosts of all routes.
     default_names: Vec<Box<str>>,
     /// Wildcard hosts of routes.
     wildcards: Vec<Box<str>>,
@@ -386,7 +389,7 @@ impl AcmeListeners {
             match host.strip_prefix("*.") {
                 Some(_) => wildcards.push(host),
                 None if is_dns_name(&host) => default_names.push(host),
-                // The host is an address, or an error that the route reports.
+                // Skip a host that is an IP address, and an invalid host, which the route reports.
                 None => {}
             }
         }
@@ -436,7 +439,7 @@ fn compile_names(names: &[Text], reader: &mut Validator<'_>) -> Vec<Box<str>> {
             Some(issue.with_hint("list the names, or use a certificate from files: tls.certificates"))
         } else if !is_dns_name(&name) {
             let issue = Issue::new(text.span(), format!("`{name}` is not a DNS name"));
-            Some(issue.with_hint("a name such as \"api.example.com\"; international names in their form with xn--"))
+            Some(issue.with_hint("write a name such as \"api.example.com\", and international names with xn--"))
         } else if compiled.iter().any(|other| **other == *name) {
             Some(Issue::new(text.span(), format!("`{name}` is in `names` twice")))
         } else {
@@ -475,10 +478,9 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
         let issue = Issue::new(span, "CAs issue certificates only if you accept their terms of service");
-        reader
-            .push_issue(issue.with_hint(
-                "read them, for example https://letsencrypt.org/repository/, and write accept_terms = true",
-            ));
+        reader.push_issue(issue.with_hint(
+            "read the terms of service, for example https://letsencrypt.org/repository/, and write accept_terms = true",
+        ));
     }
     let email = acme.email.as_ref().filter(|email| {
         let is_valid = email.get_ref().split_once('@').is_some_and(|(user, host)| !user.is_empty() && !host.is_empty())
@@ -492,8 +494,8 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     let is_staging = acme.staging.as_ref().is_some_and(|staging| *staging.get_ref());
     let directory = match (&acme.directory, is_staging) {
         (Some(directory), true) => {
-            let issue = Issue::new(directory.span(), "`directory` and `staging` exclude each other");
-            reader.push_issue(issue.with_hint("`staging` selects the directory of Let's Encrypt"));
+            let issue = Issue::new(directory.span(), "`directory` and `staging` cannot be combined");
+            reader.push_issue(issue.with_hint("`staging` always selects the staging directory of Let's Encrypt"));
             None
         }
         (Some(directory), false) => directory_url(directory, reader),
@@ -537,7 +539,11 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
     let (roots, span, hint) = match ca {
         Some(ca) => {
             let file = reader.read_pem(ca)?;
-            (TrustRoots::from_pem(&file.content), ca.span(), "a PEM file with the CA certificates for the directory")
+            (
+                TrustRoots::from_pem(&file.content),
+                ca.span(),
+                "give the path of a PEM file with the CA certificates that verify the ACME server",
+            )
         }
         None => (TrustRoots::from_system(), span, "install the package ca-certificates, or set `ca`"),
     };
@@ -576,7 +582,7 @@ fn challenges(
     };
     if written.is_empty() {
         let issue = Issue::new(span.clone(), "`challenges` is empty: the CA could not validate any name");
-        reader.push_issue(issue.with_hint("leave out `challenges` to use http-01 and tls-alpn-01"));
+        reader.push_issue(issue.with_hint("remove `challenges` to use http-01 and tls-alpn-01"));
     }
     let mut kinds = Vec::new();
     for text in written {

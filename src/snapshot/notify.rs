@@ -23,10 +23,10 @@ use crate::upstream::Protocol;
 use crate::upstream::connector::EndpointTls;
 use crate::upstream::fetch;
 
-/// Beginning of a secret, which the Standard Webhooks specification defines.
+/// Prefix of a webhook secret in the Standard Webhooks specification.
 const SECRET_PREFIX: &str = "whsec_";
 
-/// Length of a secret in bytes, which the same specification defines.
+/// Permitted length of a webhook secret in bytes, in the Standard Webhooks specification.
 const SECRET_LENGTHS: std::ops::RangeInclusive<usize> = 24..=64;
 
 /// Maximum length of the key of a stream, in bytes.
@@ -47,20 +47,20 @@ pub enum EventDestination {
 /// A webhook.
 #[derive(Debug)]
 pub struct Webhook {
-    /// The URL.
+    /// URL that receives the events.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
-    /// Key of the signatures.
+    /// Key with which the gateway signs the events.
     pub key: Key,
-    /// Maximum time for a request and its response.
+    /// Maximum time for a request to the webhook and its response.
     pub timeout: Duration,
 }
 
 /// A Redis stream.
 #[derive(Debug)]
 pub struct EventStream {
-    /// The Redis key.
+    /// Redis key of the stream.
     pub key: Box<str>,
     /// Approximate number of entries that Redis keeps.
     pub max_length: u64,
@@ -182,7 +182,8 @@ fn stream(
         reader.push_issue(issue.with_hint("[store] with url = \"redis://…\", or `webhook`"));
     }
     let key = text.get_ref().as_str();
-    // In a cluster, the claims of events must be in the slot of the stream, so the whole name is their hash tag.
+    // Reject braces in the name of a stream. The name is the hash tag of the claims, which must be in the slot of the
+    // stream.
     let is_valid = (1..=MAX_STREAM_KEY).contains(&key.len())
         && key.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'{' | b'}'));
     if !is_valid && !reader.is_unresolved(text) {
@@ -224,7 +225,7 @@ pub(super) fn limit_notify(
 fn thresholds(at: &[Spanned<i64>], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<u8> {
     if at.is_empty() {
         let issue = Issue::new(span.clone(), "`at` is empty: there would be no events");
-        reader.push_issue(issue.with_hint("leave out `at` to use [80, 100]"));
+        reader.push_issue(issue.with_hint("remove `at` to use [80, 100]"));
     }
     let mut percentages: Vec<_> = at.iter().map(|at| reader.number(Some(at), 1..101, 100) as u8).collect();
     percentages.sort_unstable();

@@ -53,11 +53,11 @@ pub(super) struct InternalUpstreams {
 /// A JWK Set that is fetched from a URL.
 #[derive(Debug)]
 pub struct KeyUrl {
-    /// Index of the provider.
+    /// Index of the authentication provider.
     pub provider: usize,
-    /// Name of the provider.
+    /// Name of the authentication provider.
     pub name: Box<str>,
-    /// The URL.
+    /// URL of the key set.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
@@ -106,7 +106,7 @@ pub(super) fn basic(
 fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy();
     match Htpasswd::parse(&file.content) {
-        Ok(users) if users.is_empty() => Err(("no users".to_owned(), format!("add one: htpasswd -B {name} USER"))),
+        Ok(users) if users.is_empty() => Err(("no users".to_owned(), format!("add a user: htpasswd -B {name} USER"))),
         Ok(users) => Ok(users),
         Err(error) => Err((error.to_string(), error.hint(&name))),
     }
@@ -245,7 +245,9 @@ fn cache_settings(
         let ttl = reader.duration(Some(text), Duration::from_secs(10));
         if ttl.is_zero() || ttl > MAX_CACHE_TTL {
             let issue = Issue::new(text.span(), format!("`{}` is out of range", text.get_ref()));
-            reader.push_issue(issue.with_hint("up to \"1h\": a revoked session is still admitted during this time"));
+            reader.push_issue(
+                issue.with_hint("write at most \"1h\", because the gateway admits a revoked session for this time"),
+            );
         }
         ttl
     });

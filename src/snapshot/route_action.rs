@@ -39,7 +39,7 @@ pub(super) fn route_action(
     ];
     if let Some(second) = written.into_iter().flatten().nth(1) {
         let issue = Issue::new(second, "this route has two actions");
-        reader.push_issue(issue.with_hint("keep one of `upstream`, `respond` and `redirect`"));
+        reader.push_issue(issue.with_hint("keep only one of `upstream`, `respond` and `redirect`"));
         return None;
     }
     if let Some(shares) = &route.upstream {
@@ -128,7 +128,7 @@ fn redirect(
         }
         *status.get_ref()
     });
-    // `route_action` has reported all other statuses.
+    // This code is not reached, because `route_action` has reported all other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     let to = match (&redirect.to, &redirect.scheme) {
         (Some(to), None) => {
@@ -183,7 +183,7 @@ fn redirect_template(to: &Text, path: Option<&PathPattern>, reader: &mut Validat
 /// Split a redirect target into its origin (scheme and host, which may be empty) and the rest.
 fn split_origin(to: &str) -> Option<(&str, &str)> {
     let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
-        // Browsers treat the text after two slashes as a host name.
+        // Reject a path that begins with two slashes, because browsers would read a host name after them.
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -200,7 +200,7 @@ pub(super) fn rewrite(
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
         let issue = Issue::new(written.span(), "`strip_prefix` and `rewrite` require an upstream");
-        reader.push_issue(issue.with_hint("leave out this key: `redirect` has its own path"));
+        reader.push_issue(issue.with_hint("remove this key, because `redirect` has its own path"));
     }
     if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
         let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` cannot be combined");
@@ -224,7 +224,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
         let hint = "`rewrite` with a named group: path_regex = '/v1/(?<rest>.*)' and rewrite = \"/{rest}\"";
         Some(("`strip_prefix` requires `path`".to_owned(), hint.to_owned()))
     } else if path.is_some_and(|path| !path.has_prefix(text)) {
-        let hint = "whole segments that `path` begins with; otherwise use `rewrite = \"/{rest}\"`";
+        let hint = "write whole segments with which `path` begins, or use `rewrite = \"/{rest}\"`";
         Some((format!("not all paths of this route begin with `{text}`"), hint.to_owned()))
     } else {
         None
@@ -238,7 +238,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     }
 }
 
-/// Parse a template, and check that it expands to a canonical path whatever the values of its parameters are.
+/// Parse a template, and check that it expands to a canonical path for any values of its parameters.
 fn rewrite_template(
     text: &str,
     span: &Range<usize>,
@@ -253,7 +253,8 @@ fn rewrite_template(
             return None;
         }
     };
-    // `~` is not a hexadecimal digit, so a parameter cannot complete percent-encoding in the template.
+    // Insert `~` for each parameter. It is not a hexadecimal digit, so it cannot complete percent-encoding in the
+    // template.
     let (plain, query) = template.fill("~");
     match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
@@ -301,7 +302,7 @@ pub(super) fn websocket(
     };
     if let Some(fault) = fault {
         let issue = Issue::new(value.span(), fault);
-        reader.push_issue(issue.with_hint("`websocket` is for routes to upstreams with protocol \"http1\""));
+        reader.push_issue(issue.with_hint("use `websocket` only on routes to upstreams with protocol \"http1\""));
     }
     true
 }
@@ -354,7 +355,7 @@ impl WeightedUpstreams {
             return only;
         }
         let number = self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO);
-        // Scale from 0..2^64 to 0..total_weight.
+        // Scale the position from 0..2^64 to 0..total_weight.
         let position = ((u128::from(number) * u128::from(self.total_weight)) >> 64) as u64;
         let index = self.cumulative_weights.partition_point(|(end, _)| *end <= position);
         self.cumulative_weights[index].1
@@ -385,7 +386,7 @@ pub struct Mirror {
 
 impl Mirror {
     fn new(upstream: usize, percent: f64, max_body: usize, max_in_flight: usize) -> Self {
-        // 100 % is exactly 2^64, because multiplying by a power of two is exact.
+        // The product is exact, because 2^64 is a power of two, so 100 % gives exactly 2^64.
         let share = (percent / 100.0 * 2.0_f64.powi(64)) as u128;
         Mirror { upstream, percent, max_body, max_in_flight, share, counter: AtomicU64::new(0) }
     }
@@ -409,7 +410,7 @@ pub(super) fn mirror(
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader
             .push_issue(issue.with_hint(
-                "only forwarded requests are mirrored: leave out `mirror`, or give the route an `upstream`",
+                "only forwarded requests are mirrored: remove `mirror`, or set an `upstream` for the route",
             ));
     }
     let percent = reader.fraction(mirror.percent.as_ref(), 0..=100, 100.0);
@@ -440,7 +441,7 @@ mod tests {
                 for (index, weight) in weights.iter().enumerate() {
                     let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // The shares are exact from the first request on, and not only on average.
+                    // The test checks that the shares are exact from the first request on, not only on average.
                     assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }

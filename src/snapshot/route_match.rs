@@ -20,11 +20,11 @@ use crate::snapshot::validator::Validator;
 /// The treatment of requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
-    /// The route does not match such requests.
+    /// The route does not match requests whose path differs in the trailing slash.
     Strict,
-    /// The route matches such requests.
+    /// The route also matches requests whose path differs in the trailing slash.
     Same,
-    /// Such requests are redirected to the path of the route.
+    /// Requests whose path differs in the trailing slash are redirected to the path of the route.
     Redirect,
 }
 
@@ -49,7 +49,7 @@ pub(super) fn route_match(
 fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<String> {
     if list.is_empty() {
         let issue = Issue::new(span.clone(), "`hosts` is empty: no request would match");
-        reader.push_issue(issue.with_hint("leave out `hosts` to match any host"));
+        reader.push_issue(issue.with_hint("remove `hosts` to match any host"));
     }
     let mut hosts: Vec<String> = Vec::new();
     for text in list {
@@ -57,11 +57,13 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
         if host == "*" {
             if list.len() > 1 {
                 let issue = Issue::new(text.span(), "`*` matches any host, so the other hosts have no effect");
-                reader.push_issue(issue.with_hint("remove `*`, or leave out `hosts`"));
+                reader.push_issue(issue.with_hint("remove `*`, or remove `hosts`"));
             }
         } else if !is_host(host.strip_prefix("*.").unwrap_or(&host)) {
             let issue = Issue::new(text.span(), format!("`{}` is not a host", text.get_ref()));
-            reader.push_issue(issue.with_hint("a name without port, \"api.example.com\" or \"*.example.com\""));
+            reader.push_issue(
+                issue.with_hint("write a name without port, such as \"api.example.com\" or \"*.example.com\""),
+            );
         } else if hosts.contains(&host) {
             let issue = Issue::new(text.span(), format!("the route has the host `{host}` twice"));
             reader.push_issue(issue.with_hint("leave out one of them"));
@@ -90,7 +92,7 @@ fn listener_indices(
 ) -> Vec<usize> {
     if names.is_empty() {
         let issue = Issue::new(span.clone(), "`listeners` is empty: no request would match");
-        reader.push_issue(issue.with_hint("leave out `listeners` to serve all listeners"));
+        reader.push_issue(issue.with_hint("remove `listeners` to serve all listeners"));
     }
     fn name_of(listener: &Spanned<config::Listener>) -> Option<&str> {
         listener.get_ref().name.as_ref().map(|name| name.get_ref().as_str())
@@ -130,7 +132,8 @@ fn path(route: &config::tables::Route, span: &Range<usize>, reader: &mut Validat
     match PathPattern::from_regex(expression.get_ref()) {
         Ok(pattern) => {
             let text = expression.get_ref();
-            // Every path starts with a slash. Two plain characters at the beginning of an expression are not optional.
+            // Report an expression that cannot match, because every path starts with a slash: its first character is a
+            // plain character other than a slash, and no quantifier makes it optional.
             let is_plain = |character: char| character.is_ascii_alphanumeric() || matches!(character, '/' | '-' | '_');
             let is_relative = text.starts_with(|first: char| first.is_ascii_alphanumeric())
                 && text.chars().nth(1).is_none_or(is_plain);
@@ -161,7 +164,8 @@ fn expression_issue(text: &Text, error: &ExpressionError, example: &str) -> Issu
 fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
     match text.get_ref().parse::<PathPattern>() {
         Ok(pattern) => {
-            // Braces are part of the pattern. The rest of the path must be canonical, as request paths are.
+            // Compare the path without the braces of the pattern with its canonical form, because request paths are
+            // canonical.
             let plain = text.get_ref().replace(['{', '}'], "");
             match canonical_path(&plain) {
                 Ok(same) if same == plain => {}
@@ -211,7 +215,7 @@ fn trailing_slash(
     {
         let (message, hint) = match path.is_regex() {
             true => ("`trailing_slash` requires `path`", "end the expression with `/?` to match both forms"),
-            false => ("this path has no other form", "leave it out: all paths start with a slash"),
+            false => ("this path has no other form", "remove the condition, because all paths start with a slash"),
         };
         reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
     }
@@ -226,7 +230,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
         |name: &str, rule: &Spanned<ValueRule>, source: Option<ConditionSource>, reader: &mut Validator<'_>| {
             let (Some(test), Some(source)) = (value_test(name, rule, source.as_ref(), reader), source) else { return };
             if conditions.iter().any(|other| other.source == source) {
-                // Header names that differ only in case are equal.
+                // Report header names that differ only in case, because they are equal.
                 let issue = Issue::new(rule.span(), format!("duplicate condition on `{name}`"));
                 reader.push_issue(issue.with_hint("a header can have only one condition"));
             }
@@ -260,7 +264,7 @@ fn value_test(
     let keys = [exact.is_some(), prefix.is_some(), regex.is_some(), present.is_some(), absent.is_some()];
     if keys.into_iter().filter(|is_set| *is_set).count() != 1 {
         let message = format!("the condition on `{name}` must have exactly one key");
-        let hint = "one of exact = \"…\", prefix = \"…\", regex = '…', present = true or absent = true";
+        let hint = "write one of exact = \"…\", prefix = \"…\", regex = '…', present = true or absent = true";
         reader.push_issue(Issue::new(rule.span(), message).with_hint(hint));
         return None;
     }

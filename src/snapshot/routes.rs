@@ -47,7 +47,7 @@ use crate::upstream::UpstreamSettings;
 /// A compiled route.
 #[derive(Debug)]
 pub struct Route {
-    /// Index among all routes.
+    /// Index of the route in the order of the configuration.
     pub index: usize,
     /// Name of the route.
     pub name: Arc<str>,
@@ -84,7 +84,7 @@ pub struct Route {
 /// A limit in the form in which a route uses it.
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
-    /// The limit.
+    /// The limit that applies to requests of the route.
     pub limit: Arc<LimitSpec>,
     /// Index into [`RouteLimits::identities`].
     pub identity_index: usize,
@@ -101,7 +101,7 @@ pub struct RouteLimit {
 pub struct RouteLimits {
     /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
-    /// The limits.
+    /// The limits of the route.
     pub limits: Vec<RouteLimit>,
     /// Number of limits that can deny a request: all except shadow limits.
     pub enforced: usize,
@@ -120,11 +120,11 @@ pub struct RouteLimits {
 /// What the limits of a route read from a body, in addition to tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BodyUse {
-    /// Values or messages.
+    /// Whether the limits read JSON values or messages.
     pub values: bool,
-    /// JSON-RPC messages.
+    /// Whether the limits read JSON-RPC messages.
     pub messages: bool,
-    /// MCP messages, whose headers must match the body.
+    /// Whether the messages are MCP messages, whose headers must match the body.
     pub is_mcp: bool,
 }
 
@@ -133,7 +133,7 @@ pub struct BodyUse {
 pub struct LlmInspection {
     /// Maximum length of a body in bytes.
     pub max_body: usize,
-    /// Whether a limit may deny requests, because it is not a shadow limit.
+    /// Whether one of these limits may deny requests. Shadow limits do not.
     pub is_enforced: bool,
     /// Whether requests whose body cannot be read are rejected.
     pub is_required: bool,
@@ -212,9 +212,9 @@ pub enum RouteAction {
 /// Change of the path that the upstream gets.
 #[derive(Debug)]
 pub enum Rewrite {
-    /// Remove a prefix.
+    /// Remove a prefix of the path.
     StripPrefix(Box<str>),
-    /// Replace the path.
+    /// Replace the path by a template.
     Template(RewriteTemplate),
 }
 
@@ -230,7 +230,7 @@ pub struct Redirect {
 /// The target of a redirect.
 #[derive(Debug)]
 pub enum RedirectTarget {
-    /// Another path.
+    /// Another path, which a template describes.
     Template {
         /// Scheme and host. Empty if the redirect is relative to the request.
         origin: Box<str>,
@@ -260,7 +260,7 @@ pub struct DirectResponse {
 }
 
 impl DirectResponse {
-    /// Return the response.
+    /// Return the response to a request of the route.
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
         *response.status_mut() = self.status;
@@ -277,9 +277,8 @@ impl Redirect {
     /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Neither this path
     /// nor an expanded template contains `//` or a backslash, so browsers cannot find a host name in them.
     ///
-    /// # Errors
-    /// The location needs a host, but the request has none. Or the named groups of a regular expression form a path
-    /// that is not canonical.
+    /// # Errors The location needs a host that the request does not have, or the named groups of a regular expression
+    /// form a path that is not canonical.
     pub fn response<B>(
         &self,
         request: &Request<B>,
@@ -292,7 +291,8 @@ impl Redirect {
                 (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
             }
             RedirectTarget::Scheme { scheme, port } => {
-                // The host was checked before the request was routed. The host contains no port and no user.
+                // The host is valid, because it was checked before the request was routed. It contains no port and no
+                // user.
                 let host = request_host(request.uri(), request.headers(), request.version());
                 let host = host.map_err(RedirectError::Host)?;
                 if host.is_empty() {
@@ -307,17 +307,17 @@ impl Redirect {
             }
         };
         for byte in target.bytes() {
-            // Clients may send characters in queries that are not valid in URIs (RFC 3986 §2).
+            // Encode characters that are not valid in URIs (RFC 3986 §2), because clients may send them in queries.
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
             } else {
-                // Writing to memory does not fail.
+                // Ignore the result, because writing to memory cannot fail.
                 let _ = write!(location, "%{byte:02X}");
             }
         }
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = self.status;
-        // Graphic ASCII characters are valid in header values.
+        // The conversion cannot fail, because all characters are graphic ASCII characters.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
         Ok(response)
     }
@@ -412,8 +412,7 @@ impl Route {
     }
 }
 
-/// Maximum number of limits of a route. The maximum limits the number of script arguments and the size of the RateLimit
-/// headers.
+/// Maximum number of limits of a route. It bounds the number of script arguments and the size of the RateLimit headers.
 const MAX_LIMITS: usize = 16;
 
 /// Compile all routes.
@@ -533,7 +532,7 @@ fn route_limits(
     for text in &route.limits {
         let limit_name = text.get_ref();
         let Some(compiled) = limits.get(limit_name) else {
-            // Errors in an existing limit are reported elsewhere.
+            // Skip a limit that exists but has errors, because these are already reported.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
@@ -606,7 +605,7 @@ fn route_limits(
         let units = Vec::from_iter(units);
         let names = header_styles.iter().map(|style| style.header_names(&units));
         let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
-        // Header names and commas form a valid header value.
+        // The conversion cannot fail, because the value consists of header names and commas.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();

@@ -71,11 +71,11 @@ pub struct ServerSettings {
     pub header_timeout: Duration,
     /// Maximum time between two requests on a connection.
     pub idle_timeout: Duration,
-    /// Maximum time without progress on a body.
+    /// Maximum time without received or sent bytes of a body.
     pub body_idle_timeout: Duration,
     /// Minimum rate of a request body in bytes per second. 0 = no minimum.
     pub min_body_rate: u64,
-    /// Maximum time for a request body.
+    /// Maximum time to receive a request body.
     pub body_timeout: Option<Duration>,
     /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
     pub request_buffer: u64,
@@ -275,7 +275,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     for (key, value, is_valid, destinations) in settings {
         if let Some(value) = value.as_ref().filter(|_| !is_valid) {
             let issue = Issue::new(value.span(), format!("`{key}` is valid only with to = {destinations}"));
-            reader.push_issue(issue.with_hint("leave out this key, or write another destination in `to`"));
+            reader.push_issue(issue.with_hint("remove this key, or write another destination in `to`"));
         }
     }
     let target = match to.as_str() {
@@ -300,7 +300,7 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
     let path = text.map_or_else(|| PathBuf::from(default), |text| reader.resolve_path(text));
     let span = text.map_or_else(|| span.clone(), |text| text.span());
     if path.as_os_str().len() > MAX_SOCKET_PATH {
-        let message = format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes");
+        let message = format!("the path of a unix socket must have at most {MAX_SOCKET_PATH} bytes");
         reader.push_issue(Issue::new(span, message).with_hint(format!("such as \"{default}\"")));
     } else if path.metadata().is_ok_and(|found| !found.file_type().is_socket()) {
         let issue = Issue::new(span, format!("{} is not a socket", path.display()));
@@ -310,7 +310,8 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
     path
 }
 
-/// Return the tag of log messages. Daemons end a tag at the first character that cannot be in a program name.
+/// Return the tag of log messages. Only characters of program names are allowed, because daemons end a tag at any other
+/// character.
 fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     let Some(text) = text else { return DEFAULT_TAG.into() };
     let tag = text.get_ref().as_str();
@@ -344,7 +345,7 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     }
     let mut parts = uri.into_parts();
     parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
-    // A URI with scheme, authority and path is always valid.
+    // The conversion cannot fail, because a URI with scheme, authority and path is always valid.
     Uri::from_parts(parts).ok()
 }
 
@@ -362,14 +363,14 @@ pub struct AdminSettings {
 pub enum AdminSocket {
     /// `admin.sock` in the runtime directory of the service, if there is one.
     Default,
-    /// No admin socket.
+    /// The gateway has no admin socket.
     Off,
-    /// This path.
+    /// The gateway listens on a socket at this path.
     Path(PathBuf),
 }
 
-/// Maximum length of the path of the admin socket, bytes. The temporary name of the socket is longer than its path by
-/// the extension with the process id.
+/// Maximum length of the path of the admin socket, bytes. It is shorter than the maximum of the system, because the
+/// temporary name of the socket has an extension with the process id.
 const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
@@ -379,13 +380,13 @@ pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut 
         "off" => AdminSocket::Off,
         "" => {
             let issue = Issue::new(text.span(), "`socket` is empty");
-            reader.push_issue(issue.with_hint("a path such as \"/run/sluicegate/admin.sock\", or \"off\""));
+            reader.push_issue(issue.with_hint("write a path such as \"/run/sluicegate/admin.sock\", or \"off\""));
             AdminSocket::Off
         }
         _ => {
             let path = reader.resolve_path(text);
             if path.as_os_str().len() > MAX_ADMIN_SOCKET_PATH {
-                let message = format!("the path of a unix socket has at most {MAX_ADMIN_SOCKET_PATH} bytes");
+                let message = format!("the path of the admin socket must have at most {MAX_ADMIN_SOCKET_PATH} bytes");
                 reader.push_issue(Issue::new(text.span(), message).with_hint("such as \"/run/sluicegate/admin.sock\""));
             }
             AdminSocket::Path(path)
@@ -445,7 +446,7 @@ pub fn hard_limit() -> u64 {
     getrlimit(Resource::Nofile).maximum.unwrap_or(ASSUMED_LIMIT)
 }
 
-/// Raise the soft limit on open files to the hard limit. The low default of shells exists for programs that use
+/// Raise the soft limit on open files to the hard limit. The soft limit is low by default only for programs that use
 /// select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
@@ -470,7 +471,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or(&*defaults.prefix, |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Braces would change the cluster slot, which the identity must determine.
+        // Reject braces in the prefix, because they would change the hash tag, which must be the identity.
         reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not contain braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
@@ -490,7 +491,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
     if reader.is_unresolved(text) && !url.contains("://") {
-        // If there is no error, only `check --offline` reaches this code. That command needs no store.
+        // Without an error, only `check --offline` reaches this code, and it needs no store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }

@@ -97,7 +97,7 @@ fn servers(
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
     {
         let issue = Issue::new(first.span(), "all servers have weight 0");
-        reader.push_issue(issue.with_hint("leave out `weight`, or give one server a weight above 0"));
+        reader.push_issue(issue.with_hint("remove `weight`, or give one server a weight above 0"));
     }
     servers
 }
@@ -112,7 +112,7 @@ fn server(
     let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
         let issue = Issue::new(server.span(), format!("`{url}` is not the URL of a server"));
         let hint = match url.split_once("://") {
-            Some((_, rest)) => format!("the scheme is http or https, such as \"https://{rest}\""),
+            Some((_, rest)) => format!("use the scheme http or https, such as \"https://{rest}\""),
             None if url.parse::<Authority>().is_ok() => format!("add the scheme: \"http://{url}\", or https for TLS"),
             None => "such as \"http://127.0.0.1:9000\"".to_owned(),
         };
@@ -120,7 +120,8 @@ fn server(
         return None;
     };
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
+        let issue =
+            Issue::new(server.span(), "the URL of a server must consist of scheme, host and port, without a path");
         let end = url.find("://").and_then(|scheme| url[scheme + 3..].find(['/', '?']).map(|end| scheme + 3 + end));
         let server = &url[..end.unwrap_or(url.len())];
         reader.push_issue(
@@ -165,10 +166,11 @@ fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reade
     if sends_header && protocol == Protocol::Http2 {
         let issue = Issue::new(
             text.span(),
-            "`proxy_protocol` is not possible with HTTP/2: a connection has the requests of many clients",
+            "`proxy_protocol` is not possible with HTTP/2: an HTTP/2 connection carries the requests of many clients",
         );
         reader.push_issue(issue.with_hint(
-            "use protocol = \"http1\", or leave `proxy_protocol` out: X-Forwarded-For has the address of each request",
+            "use protocol = \"http1\", or remove `proxy_protocol`: X-Forwarded-For contains the client address of \
+             each request",
         ));
     }
     sends_header
@@ -243,7 +245,7 @@ pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Vali
 /// The files of a client TLS table.
 #[derive(Debug, Default)]
 pub(super) struct TlsFiles {
-    /// CA certificates.
+    /// File of the CA certificates that verify servers.
     pub(super) ca: Option<FileSnapshot>,
     /// The client certificate and its key.
     pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
@@ -279,7 +281,7 @@ impl TlsFiles {
             [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
             [None, None] => None,
             [Some(_), None] | [None, Some(_)] => {
-                reader.push_issue(Issue::new(span, "a client certificate needs `cert` and `key`"));
+                reader.push_issue(Issue::new(span, "a client certificate requires both `cert` and `key`"));
                 None
             }
         };
@@ -344,7 +346,7 @@ fn key_hint(key: &FileSnapshot) -> String {
     if has_kind("OPENSSH PRIVATE KEY") {
         return format!("convert a copy of the OpenSSH key: ssh-keygen -p -m PEM -f {path}");
     }
-    // A DER file begins with a SEQUENCE (0x30), which PEM files contain only in base64.
+    // Detect a DER file by its first byte, SEQUENCE (0x30). In PEM files, this byte occurs only in base64.
     if key.content.starts_with(&[0x30]) {
         return format!("convert DER to PEM: openssl pkey -inform DER -in {path} -out key.pem");
     }
@@ -395,7 +397,7 @@ pub(super) fn upstream_tls(
                 "install the package ca-certificates, or name the CA certificates: tls.ca = \"upstream-ca.pem\"",
             );
         }),
-        // `read_pem` has reported the error.
+        // Return `None` without an error, because `read_pem` has reported the error.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());

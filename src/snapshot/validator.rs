@@ -124,7 +124,7 @@ impl<'a> Validator<'a> {
                 let message = format!("`{}` is not a duration", text.get_ref());
                 self.push_issue(
                     Issue::new(text.span(), message)
-                        .with_hint("write a number with ms, s, m, h or d, such as \"250ms\""),
+                        .with_hint("write a duration with ms, s, m, h or d, such as \"250ms\""),
                 );
                 default
             }
@@ -163,7 +163,7 @@ impl<'a> Validator<'a> {
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());
                 self.push_issue(
-                    Issue::new(text.span(), message).with_hint("write a number with B, KiB or MiB, such as \"64KiB\""),
+                    Issue::new(text.span(), message).with_hint("write a size with B, KiB or MiB, such as \"64KiB\""),
                 );
                 default
             }
@@ -188,7 +188,7 @@ impl<'a> Validator<'a> {
     /// Check that a number that may have a fraction is in the allowed range.
     pub(super) fn fraction(&mut self, value: Option<&Spanned<f64>>, allowed: RangeInclusive<i32>, default: f64) -> f64 {
         let Some(value) = value else { return default };
-        // The result is false for a value that is not a number.
+        // The comparison is false for NaN, so NaN is rejected as well.
         if (f64::from(*allowed.start())..=f64::from(*allowed.end())).contains(value.get_ref()) {
             return *value.get_ref();
         }
@@ -246,7 +246,7 @@ impl<'a> Validator<'a> {
     pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {
             let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
-            self.push_issue(issue.with_hint("leave out `methods` to match all methods"));
+            self.push_issue(issue.with_hint("remove `methods` to match all methods"));
         }
         let mut methods = Vec::new();
         for text in list.unwrap_or_default() {
@@ -273,7 +273,8 @@ impl<'a> Validator<'a> {
     }
 
     /// Parse the name of a header whose value routes or limits a request. `Host` is not such a header: the host of a
-    /// request may be in its target, and has several spellings. `instead` is what to write for the host.
+    /// request may be in its target, and has several spellings. `instead` is the text that the hint proposes for the
+    /// host.
     pub(super) fn routed_header_name(&mut self, span: Range<usize>, name: &str, instead: &str) -> Option<HeaderName> {
         let parsed = self.header_name(span.clone(), name)?;
         if parsed == HOST {
@@ -304,7 +305,8 @@ impl<'a> Validator<'a> {
             && name.len() <= 64
             && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
         if !is_valid {
-            let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names appear in headers, keys and metrics";
+            let hint =
+                "use 1 to 64 letters, digits, `-`, `_` or `.`, because names appear in headers, keys and metrics";
             self.push_issue(Issue::new(span, format!("`{name}` is not a valid name")).with_hint(hint));
         }
     }

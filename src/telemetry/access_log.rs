@@ -19,7 +19,7 @@ use crate::telemetry::log::{Journald, LogFormat, LogSocket, Syslog, SyslogHeader
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
-/// Batch delay, and maximum number of queued bytes.
+/// Settings of the writer thread: the delay of a batch, and the maximum number of queued bytes.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
@@ -50,7 +50,7 @@ pub struct AccessRecord<'a> {
     pub status: u16,
     /// Number of bytes of the response body that were sent.
     pub bytes: u64,
-    /// Whether the whole body was sent.
+    /// Whether the whole response body was sent.
     pub complete: bool,
     /// Time from the start of the request to the end of its response. The log has this time in ms.
     #[serde(serialize_with = "milliseconds")]
@@ -119,7 +119,7 @@ pub struct EffectiveLimit {
     pub identity: u128,
 }
 
-/// Check of one limit.
+/// The check of one limit, as the log shows it.
 #[derive(Debug, Serialize)]
 pub struct LimitInfo {
     /// Name of the limit.
@@ -127,7 +127,7 @@ pub struct LimitInfo {
     /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
-    /// Cost of the request. If the cost depends on the response, the cost that the response reports.
+    /// Cost of the request. If the cost depends on the response, this is the cost that the response reports.
     pub cost: u64,
     /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if another limit denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -163,7 +163,7 @@ pub struct UpstreamInfo {
     /// Time from the start of the first attempt to the response headers. The log has this time in ms.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// Number of retries.
+    /// Number of retries of the upstream request.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
     /// Time from the start of the request to the first attempt. This time is only in traces.
@@ -173,7 +173,7 @@ pub struct UpstreamInfo {
 
 /// Destination of the access log.
 pub enum LogDestination {
-    /// Lines for a file or a stream.
+    /// The records are lines, for a file or a stream.
     Stream(Box<dyn Write + Send>),
     /// Messages for a syslog daemon.
     Syslog(Syslog),
@@ -193,9 +193,9 @@ pub struct AccessLog {
 /// Form of the records in the queue.
 #[derive(Debug, Clone)]
 enum Encoding {
-    /// Lines.
+    /// Each record is a line.
     Line(LogFormat),
-    /// Framed syslog messages.
+    /// Each record is a framed syslog message.
     Syslog(LogFormat, Arc<SyslogHeader>),
     /// Framed JSON. The writer thread converts this JSON to journal entries.
     Journald,
@@ -212,7 +212,7 @@ struct Sampler {
 impl Sampler {
     /// Return whether the next record is written. The written records are evenly distributed.
     fn picks_next(&self) -> bool {
-        // A multiplication by a power of two is exact.
+        // The product is exact, because 2^64 is a power of two.
         let share = (self.rate * 2.0_f64.powi(64)) as u64;
         self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
     }
@@ -222,8 +222,7 @@ impl AccessLog {
     /// Start the writer thread. `sample` is the share of the records of successes that are written: above 0, and 1
     /// means all. `format` does not apply to journald.
     ///
-    /// # Errors
-    /// An error if the destination cannot be used, or if the thread cannot be started.
+    /// # Errors An error if the destination cannot be used, or if the thread cannot be started.
     pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
         let (encoding, writer) = match destination {
             LogDestination::Stream(mut out) => {
@@ -247,7 +246,7 @@ impl AccessLog {
     /// Queue a record, unless it is the record of a success and the sample leaves it out.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Format the record before `push` takes the lock that the workers share.
+            // Format the record here, outside of the lock that the workers share.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         let mut record = *record;
@@ -266,7 +265,7 @@ impl AccessLog {
                 }
                 Encoding::Syslog(format, header) => push_framed(text, |text| {
                     let written_at_us = record.time.saturating_add(record.duration_ms.as_micros() as u64);
-                    // Writing to a `Vec` cannot fail.
+                    // Ignore the result, because writing to a `Vec` cannot fail.
                     let _ = header.write(text, record.status, written_at_us);
                     record.write(*format, text);
                 }),
@@ -300,7 +299,7 @@ impl AccessRecord<'_> {
     }
 
     fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
-        // Writing to a `Vec` cannot fail.
+        // Ignore the result, because writing to a `Vec` cannot fail.
         let _ = match format {
             LogFormat::Json => serde_json::to_writer(out, self).map_err(io::Error::from),
             LogFormat::Text => self.write_text(out),
@@ -309,7 +308,7 @@ impl AccessRecord<'_> {
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
-        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
+        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
@@ -345,7 +344,8 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // The client chose this value. Without spaces and line breaks, the record stays one line of fields.
+            // Replace spaces and line breaks, because the client chose the value, and the record must stay one line of
+            // fields.
             write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
@@ -374,7 +374,7 @@ impl AccessRecord<'_> {
     }
 }
 
-/// Convert to ms, with a resolution of 1 µs.
+/// Return a duration in ms, with a resolution of 1 µs.
 fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
 }
@@ -383,7 +383,7 @@ fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Erro
     out.serialize_f64(to_milliseconds(*time))
 }
 
-/// Serialize a time in µs as seconds. An `f64` is exact to the µs until the year 2255.
+/// Serialize a time in µs as seconds. An `f64` of seconds is exact to the µs until the year 2255.
 fn seconds<S: Serializer>(us: &u64, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_f64(*us as f64 / 1e6)
 }
@@ -397,7 +397,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // `skip_serializing_if` skips a field that is `None`.
+    // Not called for `None`, because `skip_serializing_if` skips such a field.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -407,7 +407,7 @@ fn is_zero(count: &u64) -> bool {
 
 // === Request record: collected during a request, written to the access log and the trace exporter at its end ===
 
-/// Destinations of the records of requests.
+/// The access log and the trace exporter, which receive a record of each request.
 #[derive(Debug, Clone, Default)]
 pub struct TelemetrySinks {
     /// The access log, unless it is off.
@@ -612,8 +612,7 @@ impl<T: Send + 'static> BatchWriter<T> {
     /// Start the thread. The thread calls `deliver` with each batch. The result of `deliver` is the number of records
     /// that were lost.
     ///
-    /// # Errors
-    /// An error if the thread cannot be started.
+    /// # Errors An error if the thread cannot be started.
     pub fn start(
         config: BatchConfig,
         mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
@@ -636,7 +635,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 batch.clear();
                 batch.shrink_to(RETAINED_CAPACITY);
                 if let Command::Flush(done) = command {
-                    // The receiver may already have stopped waiting.
+                    // Ignore the error of `send`: the receiver may have stopped waiting.
                     let _ = done.send(());
                 }
             }
@@ -644,7 +643,8 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Queue the items that `add` appends. They are one record. If the queue is full, drop the record and count it.
+    /// Queue the items that `add` appends. All items belong to one record. If the queue is full, drop the record and
+    /// count it.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -661,7 +661,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         add(&mut pending.items);
         drop(pending);
         if was_empty {
-            // This does not fail, because the thread runs as long as a sender exists.
+            // Sending cannot fail, because the thread runs as long as a sender exists.
             let _ = self.commands.send(Command::Deliver);
         }
     }
@@ -692,7 +692,7 @@ mod tests {
 
     use super::*;
 
-    /// Programs parse these formats, so they must not change by accident.
+    /// This test fixes the formats, because programs parse them.
     #[test]
     fn access_record_has_documented_json_and_text_formats() {
         let limit_info = |limit: &str, decision, remaining, settled: Option<u64>| LimitInfo {
@@ -808,7 +808,7 @@ mod tests {
             (AccessRecord { status: 400, ..ok }, false),
             (AccessRecord { complete: false, ..ok }, false),
             (AccessRecord { decision: Some(&shadow_denied), ..ok }, false),
-            // gRPC has a separate status.
+            // gRPC reports errors in a separate status, with the HTTP status 200.
             (AccessRecord { outcome: "rate-limited", ..ok }, false),
         ] {
             assert_eq!(record.is_success(), expected, "{record:?}");

@@ -45,8 +45,7 @@ pub enum LogFormat {
 
 /// Set up the process log. A second call has no effect.
 ///
-/// # Errors
-/// An error if the writer thread cannot be started.
+/// # Errors An error if the writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
@@ -55,7 +54,7 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // This fails if a subscriber is already installed, as in tests. Keep the subscriber that is installed.
+    // Ignore the error: if a subscriber is already installed, as in tests, keep it.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
@@ -89,7 +88,7 @@ impl LogWriter {
         let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
-                // Ignore errors, because a closed terminal does not reopen and there is no other place to report them.
+                // Ignore errors of standard error, because there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
                 // The send fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and
@@ -110,7 +109,7 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     }
     let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        // `is_stalled` keeps this thread from waiting for its own line of the `warn!` below.
+        // Set `is_stalled`, so that this thread does not wait for its own line of the `warn!` below.
         state.is_stalled.store(true, Ordering::Relaxed);
         warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
@@ -154,8 +153,7 @@ pub struct LogFile {
 impl LogFile {
     /// Open or create the file for appending.
     ///
-    /// # Errors
-    /// An error if the file cannot be opened or created.
+    /// # Errors An error if the file cannot be opened or created.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
@@ -188,7 +186,7 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Write whole lines, all to one file.
+    /// Write complete lines to one file. If log rotation replaces the file, later calls use the new file.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -212,7 +210,7 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
 /// Maximum number of lines of each library within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
-/// Length of a period.
+/// Length of the period in which the lines of a library are counted.
 const PERIOD: Duration = Duration::from_secs(60);
 
 /// A filter that admits all lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] of each library.
@@ -250,7 +248,7 @@ impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
         }
         let (admitted, suppressed) = self.admit(library);
         if suppressed > 0 {
-            warn!(library, suppressed, "a library logged more than 10 lines a minute");
+            warn!(library, suppressed, "a library logged more than 10 lines within a minute: the rest was suppressed");
         }
         admitted
     }
@@ -301,18 +299,18 @@ const LENGTH_BYTES: usize = size_of::<u32>();
 pub struct Syslog {
     /// Path of the socket of the daemon.
     pub socket: PathBuf,
-    /// Form of the header.
+    /// Format of the message header.
     pub protocol: SyslogProtocol,
-    /// Code of the facility.
+    /// Number of the syslog facility.
     pub facility: u8,
     /// The field APP-NAME of RFC 5424, or TAG of RFC 3164.
     pub tag: Box<str>,
 }
 
-/// Form of the header of a syslog message.
+/// Format of the header of a syslog message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SyslogProtocol {
-    /// RFC 5424.
+    /// The header has the format of RFC 5424.
     Rfc5424,
     /// RFC 3164 without the host name, the form that syslog(3) writes.
     Rfc3164,
@@ -340,7 +338,7 @@ pub(super) struct SyslogHeader {
     facility: u8,
     /// The part of the header after the timestamp.
     suffix: String,
-    /// Times of RFC 3164 are in the local time zone.
+    /// The local time zone, for timestamps of RFC 3164.
     time_zone: TimeZone,
 }
 
@@ -348,16 +346,16 @@ impl SyslogHeader {
     pub(super) fn new(Syslog { protocol, facility, tag, .. }: &Syslog) -> Self {
         let pid = process::id();
         let suffix = match protocol {
-            // The structured data is empty, because the message has the fields.
+            // Write `-` for the structured data, because the message contains the fields.
             SyslogProtocol::Rfc5424 => format!(" {} {tag} {pid} {MESSAGE_ID} - ", host_name()),
             SyslogProtocol::Rfc3164 => format!(" {tag}[{pid}]: "),
         };
         SyslogHeader { protocol: *protocol, facility: *facility, suffix, time_zone: TimeZone::system() }
     }
 
-    /// Write the header of a record that was written at `time_us`, µs since the Unix epoch.
+    /// Write the header of a record that was written at `time_us` (in µs since the Unix epoch).
     pub(super) fn write(&self, out: &mut Vec<u8>, status: u16, time_us: u64) -> io::Result<()> {
-        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
+        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
         let time = Timestamp::from_microsecond(time_us as i64).unwrap_or_default();
         let priority = self.facility * 8 + severity(status.into());
         match self.protocol {
@@ -423,13 +421,13 @@ fn write_field(out: &mut Vec<u8>, name: &str, value: &str) {
 fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
     let mut file = File::from(memfd_create("journal-entry", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?);
     file.write_all(entry)?;
-    // journald maps the file into memory, and refuses a file that could change.
+    // Seal the file: journald maps it into memory, and rejects a file that could change.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
     let descriptors = [file.as_fd()];
     retry_on_intr(|| {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        // The space is enough for one descriptor.
+        // Reserve space for one file descriptor.
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
         sendmsg(socket, &[IoSlice::new(&[])], &mut control, SendFlags::NOSIGNAL)
     })?;
@@ -454,7 +452,7 @@ pub(super) struct LogSocket {
     socket: Option<UnixDatagram>,
     /// For journald, the value of `SYSLOG_IDENTIFIER`.
     journal_tag: Option<Box<str>>,
-    /// Whether the last record was lost because no daemon listened on the socket.
+    /// Whether the daemon was absent when the last record was sent, so that the record was lost.
     is_failing: bool,
     throttle: LogThrottle,
 }
@@ -463,16 +461,14 @@ impl LogSocket {
     /// Connect to the socket of a syslog daemon. If the daemon does not run, this is only a warning, because the daemon
     /// may start later.
     ///
-    /// # Errors
-    /// An error if the path is not a datagram socket, or if the permission is missing.
+    /// # Errors An error if the path is not a datagram socket, or if the permission is missing.
     pub(super) fn syslog(syslog: &Syslog) -> io::Result<Self> {
         LogSocket::open(&syslog.socket, None)
     }
 
     /// Connect to the socket of journald, in the same way as [`LogSocket::syslog`].
     ///
-    /// # Errors
-    /// The errors are those of [`LogSocket::syslog`].
+    /// # Errors The errors of [`LogSocket::syslog`].
     pub(super) fn journald(journald: &Journald) -> io::Result<Self> {
         LogSocket::open(&journald.socket, Some(journald.tag.clone()))
     }
@@ -500,7 +496,7 @@ impl LogSocket {
                 None => record,
                 Some(tag) => {
                     entry.clear();
-                    // A record of the gateway is valid JSON.
+                    // Parsing cannot fail, because the gateway has written the record as JSON.
                     if write_journal_entry(record, tag, &mut entry).is_err() {
                         lost += 1;
                         continue;
@@ -508,7 +504,7 @@ impl LogSocket {
                     &entry
                 }
             };
-            // After a failure, the remaining records of the batch are not tried.
+            // Count the remaining records of the batch as lost, because the socket does not accept records.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;
@@ -576,7 +572,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer whose writes each wait for a permit.
+    /// A writer for tests, in which each write waits for a permit.
     struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
     impl Write for BlockedWriter {

@@ -15,14 +15,12 @@ pub type Labels<'a> = &'a [(&'static str, &'a str)];
 pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// Write all metrics.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 
-    /// Write the metrics whose names have no prefix, which are the metrics of the process.
+    /// Write the process metrics, whose names have no prefix.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     fn write_process(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
@@ -45,7 +43,7 @@ impl ExpositionFormat {
         }
     }
 
-    /// Return the media type.
+    /// Return the media type of the output.
     pub fn content_type(self) -> &'static str {
         match self {
             ExpositionFormat::PrometheusText => "text/plain; version=0.0.4; charset=utf-8",
@@ -64,24 +62,21 @@ pub struct MetricWriter<'a>(MetricEncoder<'a>);
 impl Exposition<'_> {
     /// Start a counter. The names of its samples get the suffix `_total`.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn counter(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Counter).map(MetricWriter)
     }
 
     /// Start a gauge.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(MetricWriter)
     }
 
     /// Start a histogram of durations. Its name gets the suffix `_seconds`.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn histogram(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(MetricWriter)
     }
@@ -99,24 +94,21 @@ impl MetricWriter<'_> {
 
     /// Write a counter sample.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn write_counter(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
     }
 
     /// Write a gauge sample.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn write_gauge(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
 
     /// Write a sample of a counter of seconds.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn write_seconds(&mut self, labels: Labels<'_>, seconds: f64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&seconds, None))
     }
@@ -124,8 +116,7 @@ impl MetricWriter<'_> {
     /// Write a sample of a histogram: upper bounds in µs, and the count of each bucket (not cumulative). The last
     /// bucket has no upper bound.
     ///
-    /// # Errors
-    /// An error if formatting fails.
+    /// # Errors An error if formatting fails.
     pub fn write_histogram(
         &mut self,
         labels: Labels<'_>,
@@ -160,8 +151,7 @@ impl<S: MetricSource> Collector for CollectorAdapter<S> {
 
 /// Write the current metrics of a source as text.
 ///
-/// # Errors
-/// An error if formatting fails, for example because the source returns an error.
+/// # Errors An error if formatting fails, for example because the source returns an error.
 pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(ProcessAdapter(source.clone())));
@@ -177,7 +167,8 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
 /// Convert OpenMetrics to the Prometheus text format 0.0.4, in which the name of a counter includes `_total`.
 fn to_prometheus_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
-    // The HELP line is before the TYPE line, and only the TYPE line shows that a metric is a counter.
+    // Look ahead to the TYPE line after each HELP line, because only the TYPE line shows whether the metric is a
+    // counter.
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");

@@ -13,9 +13,9 @@ use uuid::Uuid;
 
 use crate::telemetry::access_log::{AccessRecord, BatchConfig, BatchWriter, DecisionInfo, UpstreamInfo};
 
-/// The header of Trace Context, section 3.2.
+/// The header `traceparent` (W3C Trace Context, section 3.2).
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// The header of Trace Context, section 3.3.
+/// The header `tracestate` (W3C Trace Context, section 3.3).
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 /// Length in bytes of a version 00 header: version, trace id, parent id and flags in hexadecimal, separated by hyphens.
@@ -44,7 +44,8 @@ impl TraceParent {
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
-        // Later versions of the format may append data after another hyphen. Version ff is invalid (section 3.2.2.1).
+        // Accept additional data after a hyphen in later versions of the format. Reject version ff, which is invalid
+        // (section 3.2.2.1).
         let version = parse_hex(&fixed[..2])?;
         if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
             return None;
@@ -109,7 +110,7 @@ impl TraceContext {
     /// Set `traceparent` for the upstream.
     pub fn inject(&self, headers: &mut HeaderMap) {
         let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
-        // Digits and hyphens form a valid header value.
+        // The conversion cannot fail, because the value consists of digits and hyphens.
         if let Ok(value) = HeaderValue::from_str(&text) {
             headers.insert(TRACEPARENT, value);
         }
@@ -123,7 +124,8 @@ impl TraceContext {
 // === Spans, with the attributes of the OpenTelemetry semantic conventions for HTTP ===
 // The span attributes follow <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>.
 
-/// Batch delay, and maximum number of queued spans (which take some megabytes).
+/// Settings of the exporter thread: the delay of a batch, and the maximum number of queued spans, which take some
+/// megabytes.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
@@ -141,7 +143,7 @@ pub struct TraceExporter(BatchWriter<SpanData>);
 /// The spans of a request: its access log record, and the data that the record does not contain.
 #[derive(Debug)]
 pub struct RequestTrace<'a> {
-    /// Ids of the spans.
+    /// Ids of the trace and of its spans.
     pub trace: &'a TraceContext,
     /// The access log record.
     pub record: &'a AccessRecord<'a>,
@@ -156,8 +158,7 @@ pub struct RequestTrace<'a> {
 impl TraceExporter {
     /// Start the exporter thread. `export` returns the number of spans that it lost.
     ///
-    /// # Errors
-    /// An error if the thread cannot be started.
+    /// # Errors An error if the thread cannot be started.
     pub fn start(mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
         BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
     }
@@ -201,7 +202,7 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
-        // On server spans a 4xx status is not an error (semantic conventions of OpenTelemetry).
+        // Set no error for a 4xx status on the server span (semantic conventions of OpenTelemetry).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);
@@ -215,7 +216,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// The internal span, which covers the rate limit check.
+    /// Return the internal span that covers the rate limit check.
     fn decision_span(&self, decision: &DecisionInfo) -> SpanData {
         let mut attributes = vec![string_attribute("sluicegate.decision", decision.decision)];
         attributes.extend(decision.decided_by.map(|decided_by| string_attribute("sluicegate.decided_by", decided_by)));

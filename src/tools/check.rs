@@ -58,7 +58,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues
 }
 
-/// Return errors that otherwise only the start of the gateway would show: listeners whose addresses conflict.
+/// Return errors that the gateway would detect only when it starts: listeners whose addresses conflict.
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
@@ -67,7 +67,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
         let line = file.sources.line_name(&earlier);
         let message = format!("{later_address} is already used by the [[listener]] on {earlier_address} in {line}");
         Some(Issue::new(later, message).with_hint(
-            "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
+            "remove one of the listeners, or set another port: an unspecified address covers every address, and [::] \
+             may also cover IPv4",
         ))
     };
     config.address_conflicts().filter_map(issue).collect()
@@ -98,7 +99,7 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     {
         let message = format!("there is no socket at {} on this machine", socket.display());
         let issue = Issue::new(access.span(), message);
-        notes.push(issue.with_hint("access log records are lost while the daemon does not run"));
+        notes.push(issue.with_hint("access log records are lost while the log daemon does not run"));
     }
     if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
         let issue =
@@ -136,7 +137,7 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
             }
             Err(_) => continue,
         };
-        // A listener can be bound only to addresses of this machine.
+        // An address belongs to this machine if a socket can be bound to it.
         let other = addresses.iter().find(|address| UdpSocket::bind((**address, 0)).is_err());
         let message = match other {
             Some(other) => format!(
@@ -164,8 +165,8 @@ impl<'a> LintInput<'a> {
         limits.get(name)
     }
 
-    /// Return the parsed route at `index`. Compiling drops no route, so a parsed route and its compiled route have the
-    /// same index.
+    /// Return the parsed route at `index`. Parsed and compiled routes have the same index, because compiling drops no
+    /// route.
     fn route(&self, index: usize) -> Option<&'a Spanned<config::tables::Route>> {
         self.parsed.route.get(index)
     }
@@ -222,7 +223,8 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
         let extent = if prefix_length == 0 { "the whole internet" } else { "a large part of the internet" };
         let proxy_text = proxy.get_ref();
         let message = format!(
-            "`{proxy_text}` covers {extent}: clients there can claim any address and evade every limit by address"
+            "`{proxy_text}` covers {extent}: clients in this network can claim any address and evade every limit by \
+             address"
         );
         Some(
             Issue::new(proxy.span(), message)
@@ -241,7 +243,7 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     }
     let used = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
-    // Report only the first such limit of the file.
+    // Report only the first limit by `ip` in the file.
     let by_address =
         input.config.limits.values().filter(|compiled| compiled.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|compiled| used.contains(&&*compiled.limit.name));
@@ -249,9 +251,11 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
         .map(|compiled| (input.span_of(&compiled.limit.name, |limit| limit.by.as_ref()), &compiled.limit.name));
     let (span, name) = spans.min_by_key(|(span, _)| span.start)?;
     let message = format!(
-        "`{name}` is by address, and only a proxy reaches a private address: without `trusted_proxies` all clients share one bucket"
+        "`{name}` is by address, but clients reach private listener addresses only through a proxy: without \
+         `trusted_proxies`, all clients share one bucket"
     );
-    let hint = "set trusted_proxies in [client_ip] to the proxy's address, such as [\"10.0.0.0/8\"]; [] if clients connect directly";
+    let hint = "set trusted_proxies in [client_ip] to the address of the proxy, such as [\"10.0.0.0/8\"], or to [] \
+                if clients connect directly";
     Some(Issue::new(span, message).with_hint(hint))
 }
 
@@ -269,7 +273,8 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
     let is_redis_without_secret = input.config.store.redis.is_some() && is_empty;
     let span = store.secret.as_ref().or(store.url.as_ref()).filter(|_| is_redis_without_secret)?.span();
-    let message = "the store has no `secret`: a reader of the keys in Redis can guess the client addresses in them";
+    let message = "the store has no `secret`: an attacker who reads the keys in Redis can find the client addresses \
+                   by hashing all of them";
     Some(Issue::new(span, message).with_hint(
         "set secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
     ))
@@ -337,7 +342,7 @@ fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
 
 /// Warn of routes that never get requests with some of their methods, because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    // A route with several hosts is in the result once for each host.
+    // Remove duplicates, because the result contains a route once for each of its hosts.
     let mut seen = HashSet::new();
     let unreachable = input.config.table.unreachable_routes();
     let unreachable = unreachable.filter(move |(route, other, _)| seen.insert((route.index, other.index)));
@@ -345,15 +350,15 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: these requests match `{}` first, because routes with `methods` precede routes without \
-             `methods`, whatever their conditions",
+            "`{}` never gets {}: these requests match `{}` first, because routes with `methods` precede routes \
+             without `methods`, regardless of their conditions",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
         Some(Issue::new(span, message).with_hint(format!(
-            "set methods = {methods:?} here as well: then the route with more conditions comes first"
+            "set methods = {methods:?} on this route as well, so that the route with more conditions takes precedence"
         )))
     })
 }
@@ -438,7 +443,7 @@ fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item 
     upstreams.filter_map(|(name, upstream)| {
         let written = upstream.get_ref().client_cert_header.as_ref().filter(|sends| *sends.get_ref())?;
         let message = format!("`{name}` never gets Client-Cert: no listener has a `client_ca`");
-        let hint = "set tls.client_ca of a listener, or leave `client_cert_header` out";
+        let hint = "set tls.client_ca of a listener, or remove `client_cert_header`";
         Some(Issue::new(written.span(), message).with_hint(hint))
     })
 }
@@ -642,7 +647,7 @@ fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue>
         (!is_used).then(|| {
             let issue = Issue::new(span, format!("no route uses the provider `{}`", provider.name));
             issue.with_hint(format!(
-                "require = [\"{0}\"] or identify = [\"{0}\"] on a route, or remove it",
+                "set require = [\"{0}\"] or identify = [\"{0}\"] on a route, or remove the provider",
                 provider.name
             ))
         })
@@ -662,8 +667,10 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
         let span = parsed.get_ref().address.as_ref().map_or(parsed.span(), |address| address.span());
         (listener.tls.is_none() && !is_local).then(|| {
             let message = format!("clients send credentials to {} in plaintext", listener.address);
-            Issue::new(span, message)
-                .with_hint("set tls.certificates here, or client_ip.trusted_proxies if a proxy in front terminates TLS")
+            Issue::new(span, message).with_hint(
+                "set tls.certificates on this listener, or client_ip.trusted_proxies if a proxy in front \
+                            terminates TLS",
+            )
         })
     })
 }
@@ -862,7 +869,7 @@ fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     let unused = input.parsed.notify.iter().filter(move |(name, _)| !is_used(name));
     unused.map(|(name, destination)| {
         Issue::new(destination.span(), format!("no limit sends events to `{name}`"))
-            .with_hint(format!("notify = \"{name}\" in a limit, or remove it"))
+            .with_hint(format!("set notify = \"{name}\" in a limit, or remove the destination"))
     })
 }
 
@@ -945,7 +952,7 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
         other.default_variant.rule.capacity()
     );
     Some(Issue::new(parsed_burst.span(), message).with_hint(format!(
-        "set a burst below {} here, or a larger burst of the other limit",
+        "set a burst below {} for this limit, or a larger burst for the stricter limit",
         other.default_variant.rule.capacity()
     )))
 }
@@ -982,7 +989,8 @@ fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes:
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;
     let span = input.span_of(&compiled.limit.name, |parsed| parsed.max_wait.as_ref());
     let message = format!(
-        "a request may be queued for `{}` longer than the `timeout` of the route `{}`: it is charged, and gets 504",
+        "requests may wait in the queue of `{}` longer than the `timeout` of the route `{}`: such a request is \
+         charged, and gets 504",
         compiled.limit.name, route.name
     );
     Some(Issue::new(span, message).with_hint("set a shorter `max_wait`, or a longer `timeout`"))

@@ -28,7 +28,7 @@ pub struct RedisServer {
     pub client: Client,
     /// The same server as an endpoint of the store.
     pub endpoint: Target,
-    /// An identity that no client has. This server owns its keys.
+    /// An unused identity whose keys belong to this server.
     pub probe_identity: Identity,
 }
 
@@ -44,8 +44,7 @@ impl RedisServer {
 
 /// Return all masters of this deployment that decide limits.
 ///
-/// # Errors
-/// An error if no seed node of the cluster returns its slots, or if a server has no usable address.
+/// # Errors An error if no seed node of the cluster returns its slots, or if a server has no usable address.
 pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
     let mut redis_servers = Vec::new();
     for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
@@ -97,7 +96,7 @@ pub struct ServerReport {
 pub struct Check {
     /// Name of the check.
     pub name: &'static str,
-    /// The status.
+    /// The status of the check.
     pub status: Status,
     /// What the check has found, with units.
     pub message: String,
@@ -108,7 +107,7 @@ pub struct Check {
 /// Status of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Status {
-    /// There is nothing to do.
+    /// The check passed, and the operator need not do anything.
     #[serde(rename = "ok")]
     Ok,
     /// The gateway works now, but is at risk.
@@ -134,8 +133,9 @@ impl Check {
     /// Return the status for an error reply: skipped if the permission or the command is missing, otherwise failed.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
-            return Check::skipped(name, format!("the user lacks the permission {permission}"))
-                .with_advice("run doctor with a user that has it: docs/how-to/redis.md has one");
+            return Check::skipped(name, format!("the user lacks the permission {permission}")).with_advice(
+                "run doctor with a user that has this permission: docs/how-to/redis.md shows such a user",
+            );
         }
         match error.detail() {
             Some(detail) if detail.contains("unknown command") => {
@@ -155,7 +155,7 @@ impl Check {
 }
 
 impl ServerReport {
-    /// Add the result of a check. An error (`Abort`) if the connection is lost.
+    /// Add the result of a check. Return the error `Abort` if the connection is lost.
     fn record(&mut self, name: &'static str, result: Result<Check, CallError>) -> Result<(), Abort> {
         let (check, outcome) = match result {
             Ok(check) => (check, Ok(())),
@@ -169,13 +169,13 @@ impl ServerReport {
     }
 }
 
-/// The connection is lost, so no further checks can run.
+/// Signal that the remaining checks are skipped, because the connection is lost.
 struct Abort;
 
 /// Run all checks on one server. Every call may take [`CALL_TIMEOUT`], and no check follows the first timeout.
 pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
     let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
-    // The report already contains the cause of an abort.
+    // Ignore the abort, because the report already contains its cause.
     let _ = run_checks(server, requirements, &mut report).await;
     report
 }
@@ -183,8 +183,7 @@ pub async fn examine(server: &RedisServer, requirements: &Requirements) -> Serve
 /// Check a server on behalf of `sluicegate check`: round trip, persistence of overrides and cluster coverage. Return
 /// those checks that warn or fail. If Redis rejects the command of a check, the result omits this check.
 ///
-/// # Errors
-/// An error if the server cannot be reached.
+/// # Errors An error if the server cannot be reached.
 pub async fn check_basics(server: &Target, requirements: &Requirements) -> Result<Vec<Check>, ConnectError> {
     let client = server.client(CALL_TIMEOUT).await?;
     let mut connection = DiagnosticConnection::open(&client).await.map_err(|error| ConnectError::new(&error))?;
@@ -219,7 +218,8 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // On a server of the wrong kind, the results of the other checks mean nothing.
+        // Return only the result of the role check if the server has the wrong role, because the other results would
+        // mean nothing.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -282,7 +282,7 @@ impl DiagnosticConnection {
         redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
     }
 
-    /// Tell lost connections from error replies.
+    /// Distinguish lost connections from error replies.
     pub(crate) fn classify_error(&self, error: RedisError) -> CallError {
         if error.is_timeout() {
             CallError::ConnectionLost(diagnose_timeout(&self.address))
@@ -299,7 +299,7 @@ impl DiagnosticConnection {
     }
 }
 
-/// The text of a section of `INFO`.
+/// A parsed section of the reply to `INFO`.
 pub(crate) struct InfoSection(String);
 
 impl InfoSection {
@@ -312,8 +312,8 @@ impl InfoSection {
     }
 }
 
-// Check the keys of the limits: each key must have a TTL. The scan ends after a number of calls or a time. The message
-// says how much of the database it covered.
+// Check the keys of the limits: each key must have a TTL. The number of calls and the duration of the scan are limited.
+// The message says how much of the database the scan covered.
 
 /// `COUNT` of each SCAN call, which is the number of keys that Redis examines per call.
 const SCAN_COUNT: u64 = 1000;
@@ -321,7 +321,7 @@ const SCAN_COUNT: u64 = 1000;
 const MAX_SCAN_CALLS: u64 = 100;
 /// Maximum duration of the scan.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
-/// Number of keys whose size the check reads.
+/// Maximum number of keys whose size the check reads.
 const SIZE_SAMPLE_KEYS: usize = 50;
 /// Maximum number of keys without TTL that the report names.
 const MAX_NAMED_KEYS: usize = 3;
@@ -340,7 +340,7 @@ pub(crate) async fn check_keys(
     prefix: &str,
 ) -> Result<Check, CallError> {
     let pattern = format!("{}:*", escape_glob(prefix));
-    // An error of the pipeline below does not name the missing permission, so try a single PTTL first.
+    // Try a single PTTL first, because an error of the pipeline below does not name the missing permission.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
     let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
@@ -375,7 +375,8 @@ pub(crate) async fn check_keys(
     let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
         let found = format!("{summary}; such as {}", examples.join(", "));
-        let advice = "the gateway never writes such keys, and they never expire: find the client that does, delete them, or set another store.prefix";
+        let advice = "the gateway never writes keys without a TTL: find the client that writes them, delete the \
+                      keys, or set another store.prefix";
         Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
     } else {
         check
@@ -407,7 +408,7 @@ async fn inspect_keys(
     for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
         match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
             Ok(bytes) => statistics.sizes_bytes.extend(bytes),
-            // If MEMORY USAGE is not permitted, omit the size.
+            // Omit the size if MEMORY USAGE is not permitted.
             Err(CallError::ErrorReply(_)) => break,
             Err(error) => return Err(error),
         }

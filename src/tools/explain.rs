@@ -1,5 +1,4 @@
-//! The explanation of a request. The explanation calls the functions that serve requests, but sends nothing and charges
-//! nothing.
+//! Explains a request: calls the functions that serve requests, but sends nothing and charges nothing.
 
 pub mod limits;
 pub mod report;
@@ -42,7 +41,7 @@ use crate::tools::explain::report::{AccessReport, AuthReport, ClientReport, Cors
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
-    /// The configuration.
+    /// The configuration that the explanation applies.
     pub config: &'a CompiledConfig,
     /// Read access to the counters of the limits.
     pub counters: &'a C,
@@ -120,7 +119,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation
     }
 
-    /// Do what the gateway does with a request, and record each result in `explanation` and `found`.
+    /// Run the same steps as the gateway for a request, and record each result in `explanation` and `found`.
     fn evaluate<'c>(
         &'c self,
         (request, received): (&Request<()>, &HeaderMap),
@@ -150,7 +149,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         };
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();
-        // A preflight matches the route of the method that it requests.
+        // Look up the route of a preflight by the method that it requests.
         let requested_method =
             preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
         let mut route_request = target.route_request(request, peer.listener);
@@ -365,7 +364,7 @@ fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credential
     for index in &auth.providers {
         let provider = &config.auth.providers[*index];
         if !reports.iter().any(|report| *report.provider == *provider.name) {
-            let reason = "not checked: an earlier step decided".to_owned();
+            let reason = "not checked, because an earlier step decided".to_owned();
             reports.push(auth_report(provider, "not_checked", reason));
         }
     }
@@ -401,7 +400,7 @@ fn credential(provider: &AuthProvider) -> &'static str {
 
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
-        ProviderKind::Forward(_) => "its server decides; explain does not call it",
+        ProviderKind::Forward(_) => "the provider's server decides; explain does not call it",
         _ => "not verified",
     }
     .to_owned()

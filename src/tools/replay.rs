@@ -35,10 +35,12 @@ pub enum ReplayError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No format matches the first lines of this log.
-    #[error("{0}: the format of the lines is unknown; name it with --format")]
+    #[error("{0}: the format of the log is unknown; select it with --format")]
     UnknownFormat(String),
-    /// This log is an access log of the gateway in the text format, which is for people.
-    #[error("{0}: this is the text format of Sluicegate, which omits what a replay needs; set log.format = \"json\"")]
+    /// This log is an access log of the gateway in text format, which programs cannot read.
+    #[error(
+        "{0}: this is the text format of Sluicegate, which lacks fields that replay needs; set log.format = \"json\""
+    )]
     TextFormat(String),
     /// The options contradict the configuration.
     #[error(transparent)]
@@ -128,7 +130,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // If all logs are empty, any format fits.
+            // If all logs are empty, the format does not matter.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
@@ -233,7 +235,7 @@ impl<R: Read> Read for CountingReader<R> {
     }
 }
 
-/// An open log.
+/// A log that is open for reading.
 pub struct LogInput {
     name: String,
     reader: Box<dyn BufRead>,
@@ -264,8 +266,7 @@ impl std::fmt::Debug for LogInput {
 impl LogInput {
     /// Open a log file. The path `-` is standard input.
     ///
-    /// # Errors
-    /// An error if the file cannot be opened or read.
+    /// # Errors An error if the file cannot be opened or read.
     pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
         if path.as_os_str() == "-" {
             return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
@@ -275,15 +276,14 @@ impl LogInput {
 
     /// Read a log from an open reader. Detect gzip by the first bytes.
     ///
-    /// # Errors
-    /// An error if the first read fails.
+    /// # Errors An error if the first read fails.
     pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
         let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
         let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // If a later read fails, the lines before the error are still read.
+        // Keep the error for later: the lines before it are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
@@ -307,7 +307,7 @@ impl LogInput {
     /// Return the first non-empty lines of the log, without line endings.
     pub fn sample_lines(&self) -> Vec<&[u8]> {
         let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
-        // The sample may end in the middle of a line.
+        // Drop the last line, because the sample may end in the middle of it.
         if lines.len() > 1 {
             lines.pop();
         }
@@ -329,7 +329,7 @@ impl LogInput {
                 }
             }
             if self.line.len() as u64 == MAX_LINE_BYTES && self.line.last() != Some(&b'\n') {
-                // Skip the rest of the line.
+                // Skip the rest of a line that is too long.
                 let _ = self.reader.skip_until(b'\n');
                 return NextLine::TooLong;
             }
@@ -349,7 +349,8 @@ pub fn file_size(path: &Path) -> Option<u64> {
 // Merge of the requests of several logs in the order of time.
 //
 // Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
-// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The earliest request of all heaps comes next.
+// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The merge always returns the earliest request of
+// all heaps.
 
 /// Number of requests of each log that are sorted at a time. A request that is late by more lines than this is out of
 /// order.
@@ -426,7 +427,7 @@ impl HeapEntry {
 /// Merge of the requests of all logs that limits apply to, in the order of time.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
-    /// The statistics so far.
+    /// Statistics about the lines that were read so far.
     pub statistics: LogStatistics,
     now_us: u64,
 }

@@ -220,7 +220,7 @@ impl UpstreamCluster {
     /// Record that connecting to an endpoint failed or timed out, and start its connect backoff.
     pub(super) fn report_connect_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let is_new = {
-            // Requests that fail to connect at the same time wait for the lock, and then use the rebuilt load balancer.
+            // Check again under the lock, because another request may have rebuilt the load balancer.
             let rebuild_guard = self.lock_rebuild();
             let news = endpoint.health_state().start_connect_backoff(monotonic());
             if news {
@@ -298,7 +298,7 @@ impl UpstreamCluster {
             }
         }
         let table = Arc::new(table);
-        // Also clear the flag of endpoints that were removed.
+        // Clear the flag of all endpoints, including removed ones.
         let before = self.load_balancer.swap(table.clone());
         self.version.fetch_add(1, Ordering::Release);
         before.endpoints.iter().for_each(|endpoint| endpoint.state.is_usable.store(false, Ordering::Relaxed));
@@ -357,7 +357,8 @@ impl UpstreamCluster {
             removed.state.is_usable.store(false, Ordering::Relaxed);
         }
         let cluster = UpstreamCluster::with_endpoints(settings, endpoints, queue);
-        // Schedule the rebuild for ejections and slow starts that were carried over.
+        // Build the load balancer, which also schedules the next rebuild for ejections and slow starts that were
+        // carried over.
         cluster.rebuild(&cluster.lock_rebuild());
         cluster
     }

@@ -128,7 +128,7 @@ impl Connection {
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
             Connection::Http1(connection) => Either::Left(connection.send(request, reads)),
-            // The future is boxed. Inline, it would reserve space for HTTP/2 in each HTTP/1.1 request.
+            // Box the future, because otherwise each HTTP/1.1 request would reserve space for HTTP/2.
             Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
         }
     }
@@ -149,7 +149,8 @@ impl Connection {
         pool: Arc<EndpointPool>,
         permit: RequestPermit,
     ) -> Response<Body> {
-        // After the upgrade, the connection belongs to the `OnUpgrade` in the extensions.
+        // Do not return the connection to the pool after an upgrade, because it belongs to the `OnUpgrade` in the
+        // extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|_| Body::from_upgrade(Box::new(permit)));
         }
@@ -167,7 +168,7 @@ impl Connection {
     /// Return what `error` means for the request. If the connection is broken, exclude it from reuse.
     pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
-            // The upstream did respond, although not with valid HTTP.
+            // Count the error as an invalid response, because the upstream has responded, although not with valid HTTP.
             Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
             Connection::Http1(..) => StreamOutcome::Unknown,
             Connection::Http2(connection, _) => {
@@ -183,7 +184,7 @@ impl Connection {
     /// Exclude a slow or broken connection from reuse.
     pub(super) fn start_draining(&self) {
         match self {
-            // The caller drops the connection, which closes it.
+            // For HTTP/1.1, nothing to do: the caller drops the connection, which closes it.
             Connection::Http1(..) => {}
             Connection::Http2(connection, _) => connection.start_draining(),
         }
@@ -224,7 +225,8 @@ pub(super) struct Http1Connection {
 /// Pool of idle connections.
 #[derive(Debug)]
 pub(super) struct Http1Pool {
-    // A mutex of the standard library, because it is not held across an await, and only one worker uses the pool.
+    // A mutex of the standard library is sufficient, because it is not held across an await and only one worker uses
+    // the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
     /// Above this number, the connections that have been idle for the longest time are closed.
@@ -247,7 +249,7 @@ async fn connect(endpoint: &Endpoint, proxy_header: Option<&[u8]>) -> io::Result
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // The sender of the request receives the error.
+    // Ignore the error of the connection task, because the sender of the request receives it.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
     Ok(Http1Connection { sender, timer: LazyTimer::default(), reads, client: None })
 }
@@ -272,7 +274,7 @@ impl Http1Pool {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(IdleConnection { connection, idle_since: since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
-                // All other connections have been idle for longer.
+                // Drop all other connections, because they have been idle for even longer.
                 idle.clear();
             } else if connection.sender.is_ready() {
                 return Some(connection);
@@ -360,7 +362,7 @@ impl SharedConnection {
         if let Some(connection) = self.usable(&mut current) {
             return Ok((connection, true));
         }
-        // Requests in flight on the old connection continue.
+        // Replace the connection. Requests in flight on the old connection continue.
         *current = None;
         let connection = connect_http2(endpoint).await?;
         *current = Some(connection.clone());
@@ -379,7 +381,7 @@ async fn connect_http2(endpoint: &Endpoint) -> io::Result<Http2Connection> {
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // The senders of the requests receive the error.
+    // Ignore the error of the connection task, because the senders of the requests receive it.
     tokio::spawn(async move { connection.await.ok() });
     Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
 }
@@ -396,7 +398,7 @@ impl Http2Connection {
         if request.uri().scheme() != Some(&self.scheme) {
             let mut uri = std::mem::take(request.uri_mut()).into_parts();
             uri.scheme = Some(self.scheme.clone());
-            // A URI with authority and path is valid with any scheme.
+            // The conversion cannot fail, because a URI with authority and path is valid with any scheme.
             *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
         }
         self.sender.try_send_request(request)
@@ -408,7 +410,7 @@ impl Http2Connection {
     }
 }
 
-/// What is known about a request whose stream ended with an error.
+/// The possible states of a request whose stream ended with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
     /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.

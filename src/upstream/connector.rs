@@ -43,11 +43,11 @@ impl UpstreamStream {
     /// # Errors
     /// The handshake fails.
     pub(super) async fn handshake(stream: TcpStream, tls: Option<&EndpointTls>) -> io::Result<UpstreamStream> {
-        // TCP_NODELAY is set: requests are written in one piece, so Nagle's algorithm would only delay them.
+        // Set TCP_NODELAY, because Nagle's algorithm would only delay requests, which are written in one piece.
         stream.set_nodelay(true)?;
         match tls {
             None => Ok(UpstreamStream::Tcp(stream)),
-            // The future is boxed. Without the box, the handshake would reserve space in the future of each request.
+            // Box the future, because otherwise each request would reserve space for a handshake.
             Some(tls) => {
                 Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
             }
@@ -221,7 +221,7 @@ impl Upstream {
     /// earlier.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
-            self.cluster.report_connect_failure(endpoint, &"another server was connected earlier");
+            self.cluster.report_connect_failure(endpoint, &"a parallel attempt to another server succeeded first");
         }
     }
 }
@@ -241,7 +241,7 @@ pub struct UpstreamTlsConfig {
 /// TLS settings of one server.
 #[derive(Debug, Clone)]
 pub struct EndpointTls {
-    /// Configuration of the upstream.
+    /// TLS configuration of the upstream.
     pub tls: Arc<UpstreamTlsConfig>,
     /// Name or IP address for which the certificate must be valid. A name is sent as SNI (RFC 6066 §3).
     pub server_name: ServerName<'static>,
@@ -296,7 +296,8 @@ impl EndpointTls {
         let connector = TlsConnector::from(self.tls.config.load_full());
         let stream =
             connector.connect(self.server_name.clone(), stream).await.map_err(TlsDiagnosis::from_handshake_error)?;
-        // HTTP/1.1 servers need not support ALPN. HTTP/2 over TLS requires it (RFC 9113 §3.2).
+        // Check the selected protocol only for HTTP/2, which requires ALPN (RFC 9113 §3.2). HTTP/1.1 servers need not
+        // support ALPN.
         if self.tls.protocol == Protocol::Http2 && stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(TlsDiagnosis::http2_not_negotiated());
         }
@@ -340,7 +341,7 @@ pub enum TlsFailure {
     Certificate,
     /// The server sent an alert.
     Alert,
-    /// Any other error.
+    /// The handshake failed with any other error.
     Protocol,
 }
 
@@ -355,7 +356,7 @@ impl TlsDiagnosis {
     /// Describe an error of the TLS handshake.
     pub(super) fn from_handshake_error(error: io::Error) -> io::Error {
         match error.kind() {
-            // A server that cannot parse the ClientHello closes the connection.
+            // Mention servers without TLS, because a server that cannot parse the ClientHello closes the connection.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 TlsDiagnosis::with_message(
                     "the server closed the connection in the TLS handshake; if it does not speak TLS, use http://",
@@ -416,14 +417,14 @@ fn describe_error(error: &Error) -> String {
 
 /// Describe why the server certificate was rejected.
 fn describe_certificate_error(error: &CertificateError) -> String {
-    // Times that are out of range are omitted.
+    // Omit times that are out of the range of the date type.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
         CertificateError::NotValidForNameContext { expected, presented } => {
-            // rustls formats these as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
+            // Remove the type names: rustls formats names as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
             let bare = |name: &String| name.split(['(', ')', '"']).rfind(|part| !part.is_empty()).map(str::to_owned);
             let presented = presented.iter().filter_map(bare).collect::<Vec<_>>().join(", ");
-            let presented = if presented.is_empty() { "no name (common names do not count)" } else { &presented };
+            let presented = if presented.is_empty() { "no name (common names are ignored)" } else { &presented };
             format!(
                 "the server's certificate is valid for {presented}, not for `{}`; set tls.server_name to a name of the \
                  certificate",
@@ -446,7 +447,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
             "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
                 .to_owned()
         }
-        // rustls returns this error of webpki only as text.
+        // Compare the text, because rustls returns this error of webpki only as text.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
              certificate for the server that this CA signs"
@@ -462,7 +463,7 @@ fn describe_alert(alert: AlertDescription) -> String {
         AlertDescription::CertificateRequired => {
             "the server requires a client certificate; set tls.cert and tls.key".to_owned()
         }
-        // In TLS 1.2, servers also send this alert for a missing client certificate.
+        // Mention a missing client certificate, for which TLS 1.2 servers also send this alert.
         AlertDescription::HandshakeFailure => {
             "the server rejected the handshake (HandshakeFailure); it may require a client certificate (tls.cert and \
              tls.key) or other cipher suites"
@@ -497,11 +498,11 @@ fn describe_alert(alert: AlertDescription) -> String {
 const LOCAL: u8 = 0x20;
 /// Version 2, for a connection on behalf of a client (`PROXY`).
 const PROXY: u8 = 0x21;
-/// No addresses.
+/// Code of a header without addresses.
 const UNSPECIFIED: u8 = 0x00;
-/// TCP over IPv4.
+/// Code of a header with the addresses of TCP over IPv4.
 const TCP4: u8 = 0x11;
-/// TCP over IPv6.
+/// Code of a header with the addresses of TCP over IPv6.
 const TCP6: u8 = 0x21;
 
 /// The connection of a client in the form in which it is sent to the upstream.
@@ -540,7 +541,8 @@ pub(super) fn proxy_header(client: Option<&ProxiedConnection>) -> Vec<u8> {
                     addresses.extend_from_slice(&destination.octets());
                     TCP4
                 }
-                // Both addresses must have the same family, so an IPv4 address is mapped to IPv6, as in HAProxy.
+                // Map an IPv4 address to IPv6 if the other address is IPv6, as HAProxy does, because both must have the
+                // same family.
                 (source, destination) => {
                     addresses.extend_from_slice(&mapped(source).octets());
                     addresses.extend_from_slice(&mapped(destination).octets());
@@ -554,7 +556,7 @@ pub(super) fn proxy_header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     };
     let mut header = PROTOCOL_PREFIX.to_vec();
     header.extend_from_slice(&[command, family]);
-    // The header has at most 36 bytes.
+    // The length is known: the header has at most 36 bytes.
     header.extend_from_slice(&(addresses.len() as u16).to_be_bytes());
     header.extend_from_slice(&addresses);
     header

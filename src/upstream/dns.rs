@@ -24,7 +24,7 @@ use crate::upstream::cluster::UpstreamCluster;
 /// Minimum time between lookups of a host, and the delay after the first failure.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
-/// Maximum time between lookups of a host, whatever its TTL is.
+/// Maximum time between lookups of a host, even if the TTL is longer.
 const MAX_TTL: Duration = Duration::from_secs(300);
 
 /// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each failure.
@@ -90,8 +90,8 @@ impl DnsCache {
         self.0.is_empty()
     }
 
-    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped when each host has been looked
-    /// up once.
+    /// Resolve the hosts until the future is dropped. When each host has been looked up once, drop all clones of
+    /// `first`, so that its receiver is notified.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {
@@ -119,7 +119,8 @@ impl HostEntry {
                 Err(reason) => self.record_failure(reason),
             };
             drop(first.take());
-            // Jitter of up to 10 %, so that gateways that start together do not make their lookups at the same time.
+            // Add a jitter of up to 10 %, so that gateways that start together do not make their lookups at the same
+            // time.
             let jitter = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
             sleep(wait + jitter).await;
         }
@@ -183,7 +184,7 @@ pub enum DnsResolver {
     /// The addresses come from /etc/hosts and the name servers in /etc/resolv.conf. Both files are read for each
     /// lookup.
     System,
-    /// Only these name servers are used.
+    /// Uses only these name servers, for tests.
     Servers(Box<ResolverConfig>, Box<ResolverOpts>),
 }
 
@@ -219,7 +220,7 @@ impl DnsResolver {
                     return Ok(ResolvedAddresses { addresses, ttl: HOSTS_TTL });
                 }
                 let (mut config, options) = read_system_conf()?;
-                // `search` overrides the local domain (resolv.conf(5)).
+                // Remove the local domain if there is a `search` list, which overrides it (resolv.conf(5)).
                 config.domain = config.domain.filter(|_| config.search.is_empty());
                 (config, options)
             }

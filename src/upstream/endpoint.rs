@@ -75,7 +75,7 @@ impl Endpoint {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
         if settings.health.is_none() {
-            // Without health checks, nothing would mark the endpoint as healthy again.
+            // Reset the health if health checks are removed, because nothing would mark the endpoint as healthy again.
             self.health_state().reset_checks();
         }
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
@@ -170,7 +170,7 @@ pub(super) struct Waiter {
     queue: Arc<PendingQueue>,
     id: u64,
     permit: oneshot::Receiver<RequestPermit>,
-    /// Whether the queue was empty before.
+    /// Whether the queue was empty before this request joined it.
     pub(super) is_first: bool,
 }
 
@@ -252,7 +252,7 @@ impl PendingQueue {
 }
 
 impl Waiter {
-    /// Wait for the permit.
+    /// Wait for a permit to send a request to an endpoint.
     pub(super) async fn ready(&mut self) -> Option<RequestPermit> {
         (&mut self.permit).await.ok()
     }
@@ -329,7 +329,8 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // Failed health checks are respected even for the last endpoint. An ejection is only inferred from requests.
+        // Ignore only ejections, which are inferred from requests. Failed health checks are respected even for the last
+        // endpoint.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -556,7 +557,7 @@ impl Rng {
         Rng(AtomicU64::new(seed))
     }
 
-    /// Use a different seed in each process and worker.
+    /// Use a random seed, which differs between processes and workers.
     pub(super) fn from_random_seed() -> Self {
         Rng::from_seed(Uuid::new_v4().as_u64_pair().0)
     }
@@ -579,7 +580,8 @@ mod tests {
         let held = Endpoint::try_acquire(&endpoint).unwrap();
         assert!(Endpoint::try_acquire(&endpoint).is_none(), "one request at a time");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
-        // The client disconnects on another worker after the release has taken its request from the queue.
+        // The test covers a client that disconnects on another worker after the release has taken its request from the
+        // queue.
         ended.permit.close();
         drop(held);
         let permit = next.permit.try_recv().expect("the next request gets the permit");
@@ -632,7 +634,7 @@ mod tests {
         let rng = Rng::from_seed(7);
         let counts = counts(&slots, 3, (0..80_000).map(|_| rng.next_u64()));
         for (count, fair) in counts.into_iter().zip([10_000, 20_000, 50_000]) {
-            // The seed is fixed, so the result is deterministic.
+            // The test uses a fixed seed, so the result is deterministic.
             assert!(
                 f64::from(count).mul_add(1.0, -f64::from(fair)).abs() < 0.02 * f64::from(fair),
                 "{count} of {fair}"

@@ -33,9 +33,9 @@ pub enum FetchError {
     /// The response body is longer than the maximum.
     #[error("the response is longer than {max} bytes")]
     TooLarge {
-        /// The maximum in bytes.
+        /// The maximum length of the body in bytes.
         max: usize,
-        /// The status of the response.
+        /// The HTTP status of the response.
         status: StatusCode,
     },
 }
@@ -93,10 +93,11 @@ async fn send_over(
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
     let (mut sender, connection) = handshake(stream).await.map_err(FetchError::Http)?;
-    // A connection error also fails the request. The task ends with this future, even if the server continues to send.
+    // Ignore the error of the connection, because it also fails the request. The task ends with this future, even if
+    // the server continues to send.
     let _connection = AbortOnDrop(tokio::spawn(connection).abort_handle());
     let authority = request.uri().authority().map_or("", |authority| authority.as_str());
-    // An authority is a valid header value.
+    // The conversion cannot fail, because an authority is a valid header value.
     let host = HeaderValue::from_str(authority).ok().map(|host| (HOST, host));
     request.headers_mut().extend(host);
     let path = request.uri().path_and_query().cloned();
@@ -119,7 +120,7 @@ impl Drop for AbortOnDrop {
 fn body_error(error: Box<dyn Error + Send + Sync>, max: usize, status: StatusCode) -> FetchError {
     match error.downcast::<hyper::Error>() {
         Ok(error) => FetchError::Http(*error),
-        // The only other error comes from `Limited`.
+        // Any other error comes from `Limited`, and means that the body is too long.
         Err(_) => FetchError::TooLarge { max, status },
     }
 }

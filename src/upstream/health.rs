@@ -138,9 +138,9 @@ pub struct EjectionSettings {
 /// Health of an endpoint for load balancing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Health {
-    /// Healthy.
+    /// The endpoint is healthy.
     Healthy,
-    /// Ejected after failed requests.
+    /// The endpoint is ejected after failed requests.
     Ejected,
     /// The endpoint is unhealthy because of failed health checks.
     Unhealthy,
@@ -251,11 +251,12 @@ impl HealthState {
         SLOW_START_FIRST_STEP + (part.min(1.0) * f64::from(SLOW_START_STEPS - SLOW_START_FIRST_STEP)) as u32
     }
 
-    /// Return when health or weight will change if no event happens before.
+    /// Return the time at which the health or the weight of the endpoint changes next, unless an event changes it
+    /// before.
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
-            // The time is one millisecond later, so that the step has certainly been reached.
+            // Add one millisecond, so that the weight has certainly increased by then.
             back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
                 + Duration::from_millis(1)
         });
@@ -307,7 +308,7 @@ mod health_state_tests {
             now += time;
         }
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
-        // Three of ten ejections are no longer counted, and then this one is counted.
+        // The count decreases by three, and this ejection is then counted.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
         assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
     }

@@ -86,7 +86,7 @@ impl Upstream {
         if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
             retry_budget.deposit();
         }
-        // Queued requests come first.
+        // Requests that already wait in the queue take precedence.
         let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
@@ -110,7 +110,7 @@ impl Upstream {
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
-                // The future is pinned here, because each future that awaits it would otherwise contain a copy.
+                // Pin the future here, because each future that awaits it would otherwise contain a copy.
                 let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
@@ -144,7 +144,8 @@ impl Upstream {
             };
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
-            // A server may close an idle connection at any time, so this is not a failure of the endpoint.
+            // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any
+            // time.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);
@@ -185,7 +186,7 @@ impl Upstream {
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);
-        // With a request body, check its progress ten times per timeout, so that the timeout starts close to the end of
+        // Check the progress of a request body ten times per timeout, so that the timeout starts close to the end of
         // the upload.
         let polls = if progress.is_some() { 10 } else { 1 };
         let mut silent_polls = 0;
@@ -223,7 +224,7 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // The body failed before its end, because the client aborted it.
+        // Return the error of the body: the client has aborted it before its end.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -278,9 +279,9 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Number of requests that have not been used for a retry.
+    /// Number of requests that still count towards future retries.
     deposits: AtomicU64,
-    /// Tokens of the minimum rate, and the time of their last refill.
+    /// Number of retries that the minimum rate still allows, and the time at which this number was last increased.
     min_retries: Mutex<(f64, std::time::Instant)>,
 }
 
@@ -404,7 +405,7 @@ pub(super) struct ReplayableRequest {
 const HEADER_CAPACITY: usize = 48;
 
 impl ReplayableRequest {
-    /// Copy a request.
+    /// Create a copy of a request.
     pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
         let headers = request.headers();
         let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
@@ -419,7 +420,7 @@ impl ReplayableRequest {
         ReplayableRequest { method, uri, version, encoded_headers: encoded }
     }
 
-    /// Restore the request.
+    /// Return the request that the copy describes.
     pub(super) fn into_request(self) -> Request<RequestBody> {
         let mut request = Request::new(RequestBody::empty());
         *request.method_mut() = self.method;
@@ -436,7 +437,7 @@ fn decode_headers(mut encoded: Bytes) -> HeaderMap {
         let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
         let secret = value % 2 == 1;
         let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
-        // Name and value are valid, because they were encoded from a `HeaderMap`.
+        // Parsing cannot fail, because name and value were encoded from a `HeaderMap`.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);
             headers.append(name, value);

@@ -244,7 +244,7 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
     let bad = [
         ("127.0.0.3\n127.0.0.300\n", "`127.0.0.300` is not an address or a network"),
         ("deny 127.0.0.3;\n", "write only the network in the line: 127.0.0.3"),
-        ("", "the file is empty: a file without networks has a comment"),
+        ("", "the file is empty: if it lists no networks intentionally, write a comment into it"),
         (&"x\n".repeat(10_000), "9995 further lines are not networks"),
     ];
     for (index, (content, reason)) in bad.into_iter().enumerate() {

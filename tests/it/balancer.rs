@@ -151,7 +151,7 @@ fn rolling_restart_behind_a_polling_balancer_fails_no_request() {
             eventually("the gateway is chosen", || count(old) > 100);
             let gateway = &mut gateways[index];
             gateway.terminate();
-            eventually("it has the signal", || gateway.log().contains("/readyz is 503"));
+            eventually("it has the signal", || gateway.log().contains("/readyz returns 503"));
             // HAProxy has not noticed yet: without `accept_grace` these connections would be refused.
             let before = count(old);
             eventually("it is chosen all the same", || count(old) > before + 10);

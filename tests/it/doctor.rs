@@ -364,8 +364,8 @@ fn slow_round_trip_is_judged_by_store_timeout() {
     let redis = Redis::start();
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(20)));
     for (timeout, expected, advice) in [
-        ("1ms", "failed", "Redis answers, but later than store.timeout"),
-        ("10ms", "failed", "Redis answers, but later than store.timeout"),
+        ("1ms", "failed", "Redis replies later than store.timeout"),
+        ("10ms", "failed", "Redis replies later than store.timeout"),
         ("60ms", "warning", "is too short for these round trips"),
         ("1h", "ok", ""),
     ] {

@@ -232,7 +232,7 @@ fn signal_during_the_drain_ends_the_process_at_once() {
     client.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
     eventually("a request is in flight", || server.running() == 1);
     gateway.terminate();
-    eventually("it drains", || gateway.log().contains("stopping after the open requests"));
+    eventually("it drains", || gateway.log().contains("stopping after the requests in flight"));
     assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for the request");
     gateway.terminate();
     assert_eq!(gateway.wait().code(), Some(1), "{}", gateway.log());

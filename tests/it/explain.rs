@@ -498,10 +498,13 @@ fn invalid_arguments_are_reported() {
         (&["GET", "/v1/users"][..], "has no host: give the whole URL, such as http://localhost/v1/users"),
         (&["GET", "api.example.com/v1"], "has no scheme: http://api.example.com/v1 or https://api.example.com/v1"),
         (&["get", "http://a/"], "methods are in upper case: GET"),
-        (&["http://a/", "GET"], "first the method, then the URL"),
-        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: -H 'name: value'"),
+        (&["http://a/", "GET"], "write the method before the URL"),
+        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: write -H 'name: value'"),
         (&["GET", "http://2001:db8::1/"], "an IPv6 address needs brackets in a URL"),
-        (&["GET", "http://a/", "--ip", "192.0.2.7:80"], "--ip 192.0.2.7:80 is not an address: 192.0.2.7"),
+        (
+            &["GET", "http://a/", "--ip", "192.0.2.7:80"],
+            "--ip 192.0.2.7:80 is not an address: write an address such as 192.0.2.7",
+        ),
         (&["GET", "http://a/", "--ip", "localhost"], "--ip localhost is not an address"),
     ] {
         let output = binary().current_dir(samples()).arg("explain").args(arguments).output().unwrap();

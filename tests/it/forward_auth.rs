@@ -718,7 +718,7 @@ fn explain_says_that_the_server_decides() {
         String::from_utf8(command.output().unwrap().stdout).unwrap()
     };
     let text = explain(&[]);
-    assert!(text.contains("sso  forward: pending: its server decides; explain does not call it"), "{text}");
+    assert!(text.contains("sso  forward: pending: the provider's server decides; explain does not call it"), "{text}");
     assert!(text.contains("Response: sent by the authentication server, unless it admits the request"), "{text}");
     let report: Value = serde_json::from_str(&explain(&["--json"])).unwrap();
     assert_eq!(report["authentication"][0]["result"], "pending");

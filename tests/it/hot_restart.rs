@@ -149,7 +149,7 @@ fn hot_restart_does_not_wait_for_accept_grace() {
     eventually("a request is in flight", || server.count() == 1);
     signal(&gateway.child, "USR2");
     let _successor = Successor::of(&gateway);
-    eventually("the old process drains", || gateway.log().contains("stopping after the open requests"));
+    eventually("the old process drains", || gateway.log().contains("stopping after the requests in flight"));
     for _ in 0..20 {
         assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready");
     }

@@ -145,7 +145,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![
                 "`server` is not valid in an included file",
                 "routes/a.toml:1:2",
-                "move it to gateway.toml: an included file has [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME] only",
+                "move it to gateway.toml: an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]",
             ],
         ),
         (
@@ -162,7 +162,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "include = [\"b.toml\"]\n".to_owned())],
-            vec!["an included file cannot include others", "routes/a.toml:1:1", "`include` of gateway.toml"],
+            vec!["an included file cannot include other files", "routes/a.toml:1:1", "`include` of gateway.toml"],
         ),
         (
             // Syntax and type errors of several files.
@@ -175,7 +175,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "\n[[route]]\nname = 7\n".to_owned())],
-            vec!["invalid type: integer `7`, expected a string", "routes/a.toml:3:8", "put it in quotes"],
+            vec!["invalid type: integer `7`, expected a string", "routes/a.toml:3:8", "put the value in quotes"],
         ),
         (
             vec![
@@ -196,7 +196,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![("gateway.toml", main.replace(MAIN, "include = [\"*/a.toml\", \"routes/\"]\n"))],
             vec![
                 "`*/a.toml` has a wildcard in the name of a directory",
-                "in the file name only",
+                "only in the file name",
                 "`routes/` is not a file",
             ],
         ),

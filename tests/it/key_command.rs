@@ -296,7 +296,7 @@ fn several_consumers_files_are_chosen_by_provider() {
     assert!(read(&path).contains("sha256:") && read(&directory.path().join("partners.toml")).contains("sha256:"));
     // One namespace: a consumer of the other file cannot be added.
     let said = key(directory.path(), &["new", "--auth", "keys", "--consumer", "b", "--create"], "");
-    assert!(said.err.contains("another file has a consumer `b`"), "{}", said.err);
+    assert!(said.err.contains("another file already has a consumer `b`"), "{}", said.err);
     assert!(key(directory.path(), &["list", "--auth", "none"], "").err.contains("[auth.none] names no consumers file"));
     // Providers with the same file are no choice.
     std::fs::write(&gateway, read(&gateway).replace("partners.toml", "consumers.toml")).unwrap();

@@ -148,8 +148,8 @@ fn probe_fails_in_time_if_there_is_no_response() {
     let (code, line) = probe(&config, &["--url", &elsewhere]);
     assert!(code == 1 && line.contains("is not a Sluicegate admin listener (404 Not Found)"), "{line}");
     for (arguments, expected) in [
-        (["--timeout", "0s"], "a number with ms, s, m, h or d"),
-        (["--timeout", "soon"], "a number with ms, s, m, h or d"),
+        (["--timeout", "0s"], "a duration with ms, s, m, h or d"),
+        (["--timeout", "soon"], "a duration with ms, s, m, h or d"),
     ] {
         let output = command(&config, &arguments).output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();

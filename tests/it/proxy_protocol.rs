@@ -212,7 +212,7 @@ fn connection_of_an_untrusted_peer_is_closed() {
         untrusted.assert_closed("an untrusted peer");
     }
     assert_eq!(upstream.count(), 0);
-    eventually("it is logged", || gateway.log().contains("the client is not in client_ip.trusted_proxies"));
+    eventually("it is logged", || gateway.log().contains("the peer is not in client_ip.trusted_proxies"));
     let log = gateway.log();
     assert_eq!(log.matches("is not in client_ip.trusted_proxies").count(), 1, "once:\n{log}");
     assert!(log.contains(r#""client":"127.0.0.1""#), "{log}");

@@ -320,7 +320,7 @@ fn invalid_arguments_are_reported() {
         (&["nothing.log"][..], "nothing.log: No such file"),
         (
             &["common.log", "--config", "nothing.toml"],
-            "without a configuration: replay LOG --by ip --limit per-ip=600/min",
+            "to replay without a configuration, use: replay LOG --by ip --limit per-ip=600/min",
         ),
         (&["common.log", "--limit", "per-ipp=1/s"], "there is no limit `per-ipp`; there are per-ip, per-key"),
         (&["common.log", "--limit", "per-ip=fast"], "`per-ip=fast`: `fast` is not a quota"),
@@ -337,7 +337,7 @@ fn invalid_arguments_are_reported() {
         (&["common.log", "--by", "ip"], "--limit"),
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
-        (&["gateway.toml"], "the format of the lines is unknown"),
+        (&["gateway.toml"], "the format of the log is unknown"),
         (&["gateway.toml", "--format", "common"], "no line of the logs could be read"),
     ] {
         let said = replay(arguments);

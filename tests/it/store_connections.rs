@@ -196,7 +196,10 @@ fn store_errors_say_what_to_do() {
     let mut gateways = Vec::new();
     for (url, expected) in [
         (format!("redis://127.0.0.1:{free}"), format!("nothing listens at 127.0.0.1:{free}; start Redis there")),
-        (format!("redis+unix://{here}/none.sock"), format!("there is no socket {here}/none.sock; start Redis with it")),
+        (
+            format!("redis+unix://{here}/none.sock"),
+            format!("there is no socket {here}/none.sock; start Redis with this socket"),
+        ),
         // A label of more than 63 characters is invalid, so no name server is asked.
         (
             format!("redis://{long}.invalid"),
@@ -204,7 +207,7 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("redis://gateway:wrong@{}", at(&redis)),
-            "Redis rejects this user or password; correct them".to_owned(),
+            "Redis rejects this user or password; correct the user".to_owned(),
         ),
         (format!("redis://{}", at(&locked)), "Redis requires a password; set it in store.url".to_owned()),
         (format!("redis://{}/99", at(&redis)), "this Redis has no database with this number; correct".to_owned()),
@@ -212,7 +215,10 @@ fn store_errors_say_what_to_do() {
         (format!("redis://{}", at(&node)), format!("{0} is a node of a cluster; use redis+cluster://{0}", at(&node))),
         (format!("redis://{}/1", at(&node)), "this Redis is a node of a cluster; use redis+cluster://".to_owned()),
         (format!("redis://{}", at(&sentinel)), format!("{0} is a Sentinel; use redis+sentinel://{0}/", at(&sentinel))),
-        (format!("redis://{}/1", at(&sentinel)), "so it may be a Sentinel; use redis+sentinel://".to_owned()),
+        (
+            format!("redis://{}/1", at(&sentinel)),
+            "so it may be a Sentinel; for a Sentinel, use redis+sentinel://".to_owned(),
+        ),
         (
             format!("redis://{}", at(&tls)),
             format!("{} closes the connection before it answers; if the server speaks TLS, use rediss://", at(&tls)),

@@ -327,7 +327,7 @@ fn broken_state_rejects_its_identity_and_no_other() {
             }
             assert_eq!(get(&gateway, "/shadow", "broken").status, 200, "{text}: shadow limits reject nothing");
         }
-        let said_broken = log_count(&gateway, "rejecting an identity");
+        let said_broken = log_count(&gateway, "rejecting requests of an identity");
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
         assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());

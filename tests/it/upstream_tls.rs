@@ -210,7 +210,7 @@ fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
     let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
     for (what, shown, said) in [
         ("name", ca.server(&["other.test"], NOW), "is valid for other.test, not for `localhost`; set tls.server_name"),
-        ("no name", ca.server(&[], NOW), "is valid for no name (common names do not count), not for `localhost`"),
+        ("no name", ca.server(&[], NOW), "is valid for no name (common names are ignored), not for `localhost`"),
         ("an authority's", itself, "presents a CA certificate (CA:TRUE"),
         ("authority", other.server(&["localhost"], NOW), "not signed by a trusted CA; set tls.ca"),
         ("its own", Pair::server("localhost", NOW), "not signed by a trusted CA"),

@@ -21,7 +21,7 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// An identity in a request, given by its hash or by the values of its parts.
+/// The identity that a request to the API names, either by its hash or by the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
@@ -34,8 +34,7 @@ pub(super) enum IdentityQuery {
 impl IdentityQuery {
     /// Parse the remaining query parameters: `identity=HASH`, or one parameter for each part.
     ///
-    /// # Errors
-    /// `identity` is combined with other parameters, which is not allowed.
+    /// # Errors The parameter `identity` is combined with parameters for the parts of an identity.
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
@@ -89,7 +88,7 @@ impl IdentityQuery {
 }
 
 /// Find the consumer that a hash belongs to. A consumer cannot be computed from a hash, so the hash of each consumer is
-/// compared. This works only for limits whose only descriptor is the API key.
+/// compared. Only limits whose `by` is the API key alone have such hashes.
 fn consumer_of_hash(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -252,7 +251,8 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.auth.consumers();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // Clear the states of all variants, because variants with different parameters have separate states.
+    // Clear the states of all variants of the limit (default, tiers, consumers), because variants with different
+    // windows have separate states.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()

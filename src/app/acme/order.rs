@@ -51,22 +51,22 @@ pub(super) enum OrderError {
         /// The error of the CA or of the connection.
         error: Error,
     },
-    /// The CA could not validate the name.
+    /// The CA could not verify that the gateway controls the DNS name.
     #[error("the CA could not validate the name: {0}")]
     Invalid(String),
     /// The CA offers none of the configured kinds of challenges.
     #[error("the CA offers none of `acme.challenges`: it offers {0}")]
     NoChallenge(String),
     /// The CA did not complete the order in time.
-    #[error("the CA did not finish the order within {ORDER_TIMEOUT:?}; it is resumed later")]
+    #[error("the CA did not complete the order within {ORDER_TIMEOUT:?}; the gateway resumes the order later")]
     Timeout,
     /// The renewal window is invalid (RFC 9773 §4.2).
     #[error("the CA suggests a renewal window that ends before it starts")]
     Window,
-    /// The state cannot be stored.
+    /// The state of the order cannot be stored.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// The certificate cannot be used, or the challenge cannot be answered.
+    /// The issued certificate cannot be used, or the challenge cannot be answered.
     #[error("{0}")]
     Certificate(#[from] TlsError),
     /// A key or a certificate request cannot be generated.
@@ -75,14 +75,14 @@ pub(super) enum OrderError {
 }
 
 impl OrderError {
-    /// Return whether the CA has judged the order. If the CA has not judged the order, the attempt does not count
-    /// towards the rate limits of the CA.
+    /// Return whether the CA has accepted or rejected the order. Only such attempts count towards the rate limits of
+    /// the CA.
     pub(super) fn is_verdict(&self) -> bool {
         matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
     }
 }
 
-/// Add the name of the request to an error of the CA.
+/// Add the name of the failed request to an error of the CA.
 trait AtStep<T> {
     fn at(self, step: &'static str) -> Result<T, OrderError>;
 }
@@ -135,7 +135,7 @@ pub(super) async fn account(
             let updated = with_nonces(async || account.update_contacts(&contact).await).await;
             forget_unknown_account(&updated, storage).await?;
             updated.at("cannot change the email address of the account")?;
-            // The credentials do not implement `Clone`.
+            // Read the account again, because its credentials do not implement `Clone`.
             if let Some(AccountRecord { credentials, .. }) = storage.get_json(ACCOUNT) {
                 storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
             }
@@ -181,7 +181,9 @@ pub(super) async fn suggested_renewal(
 ) -> Result<SuggestedRenewal, OrderError> {
     let step = "cannot read the renewal information";
     let id = certificate.certified_key.cert.first().and_then(|leaf| CertificateIdentifier::try_from(leaf).ok());
-    let id = id.ok_or(Error::Unsupported("certificates without authority key identifier")).at(step)?;
+    let id = id
+        .ok_or(Error::Unsupported("renewal information for certificates without an authority key identifier"))
+        .at(step)?;
     let (RenewalInfo { suggested_window, explanation_url }, retry_after) = account.renewal_info(&id).await.at(step)?;
     if suggested_window.end <= suggested_window.start {
         return Err(OrderError::Window);
@@ -190,7 +192,7 @@ pub(super) async fn suggested_renewal(
     Ok(SuggestedRenewal { window: (start, end), explanation_url, retry_after })
 }
 
-/// The inputs of an order.
+/// The settings and handles that the order of a certificate needs.
 pub(super) struct OrderContext<'a> {
     pub(super) account: &'a Account,
     pub(super) storage: &'a mut Storage,
@@ -207,7 +209,7 @@ impl OrderContext<'_> {
     pub(super) async fn obtain(mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
         let result = self.run(name, previous).await;
         let mut outdated = vec![challenge_record(name)];
-        // An order that the CA has judged cannot be resumed.
+        // Remove the stored order if the CA has accepted or rejected it, because it cannot be resumed then.
         if result.is_ok() || result.as_ref().is_err_and(OrderError::is_verdict) {
             outdated.push(order_record(name));
         }
@@ -264,13 +266,14 @@ impl OrderContext<'_> {
             interval = (interval * 2).min(POLL_INTERVALS.1);
             with_nonces(async || order.refresh().await.map(drop)).await.at("cannot read the order")?;
         };
-        // Never store a certificate that could not be served.
+        // Check the certificate before it is stored: a certificate that cannot be served must not be stored.
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
-            // The storage writes the certificate to the shared store later.
+            // This is not an error, because the storage writes the certificate to Redis later.
             Err(StorageError::Store(error)) => {
-                warn!(name, %error, "cannot store the new certificate in Redis yet: only this gateway serves it");
+                warn!(name, %error, "cannot store the new certificate in Redis yet: until then, only this gateway \
+                                     serves it");
                 Ok(())
             }
             result => Ok(result?),
@@ -289,7 +292,7 @@ impl OrderContext<'_> {
                     Ok(Some((order, key)))
                 }
             },
-            // The order has expired, or belongs to another account.
+            // The CA does not know the order any more: it has expired, or it belongs to another account.
             Err(Error::Api(_)) => Ok(None),
             Err(error) => Err(OrderError::Ca { step: "cannot read the order", error }),
         }
@@ -337,7 +340,7 @@ impl OrderContext<'_> {
             let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
             let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
             let key_authorization = challenge.key_authorization().as_str().to_owned();
-            // Never ask for a validation that cannot succeed.
+            // Do not ask the CA to validate a challenge that this gateway cannot answer.
             Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
             let stored =
                 StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
@@ -397,7 +400,7 @@ fn challenge_type(kind: ChallengeKind) -> ChallengeType {
     }
 }
 
-/// From now on, answer the challenges that are stored.
+/// Answer the stored challenges from now on.
 pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertificates) {
     let challenges = storage.challenges().filter_map(|(name, stored)| {
         let kind =
@@ -447,7 +450,7 @@ impl CaClient {
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // All URLs come from the directory of the CA, so each of them is checked. Each URL must use https.
+        // Check that each URL uses https, because the URLs come from responses of the CA.
         if parts.uri.scheme_str() != Some("https") {
             return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }

@@ -59,14 +59,15 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the directory, which this process keeps once it has acquired it. This storage is not used if there
-    /// is a shared store.
+    /// The lock of the storage directory. A process that has acquired this lock keeps it until it ends. With a shared
+    /// store, the lock is not used.
     lock: Option<File>,
     /// The records of all gateways, if there is a shared store.
     shared: Option<SharedRecords>,
     /// All records as they were last read or written.
     records: Records,
-    /// Records that the shared store has lost, and certificates that are newer than those in the shared store.
+    /// Records to write back: records that the shared store has lost, and certificates that are newer than the stored
+    /// ones.
     unshared: Vec<String>,
 }
 
@@ -84,7 +85,7 @@ pub(super) struct Attempts {
 /// An order that has been placed and has not led to a certificate yet.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct PendingOrder {
-    /// URL of the order.
+    /// URL of the ACME order at the CA.
     pub(super) url: String,
     /// Private key for the certificate, PEM.
     pub(super) key: String,
@@ -97,7 +98,7 @@ pub(super) struct StoredChallenge {
     pub(super) kind: String,
     /// The token of the CA.
     pub(super) token: String,
-    /// The response to the token.
+    /// The value with which the gateway proves that it controls the name (RFC 8555 §8.1).
     pub(super) key_authorization: String,
 }
 
@@ -160,8 +161,8 @@ impl Storage {
         Ok(Storage { directory, lock: None, shared: None, records, unshared: Vec::new() })
     }
 
-    /// Share the records with other gateways through the store. From the records in the directory, only the
-    /// certificates are used.
+    /// Share the records with other gateways through the store. From now on, only the certificates are used from the
+    /// records in the directory.
     pub(super) fn share(&mut self, shared: SharedRecords) {
         self.shared = Some(shared);
         self.records.retain(|record, _| record.ends_with(CERTIFICATE));
@@ -196,7 +197,7 @@ impl Storage {
 
     async fn read(&mut self) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
-            // While this process holds the lock, no other process writes.
+            // Read nothing while this process holds the lock, because no other process writes then.
             if self.lock.is_none() {
                 self.records = self.directory.read_all()?;
             }
@@ -208,7 +209,7 @@ impl Storage {
         let mut copied = Records::new();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
-            // Redis has lost all records, including the account.
+            // An empty result means that Redis has lost all records, including the account.
             let is_lost = has_lost_all && record == ACCOUNT;
             if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
@@ -236,7 +237,7 @@ impl Storage {
             None if self.lock.is_some() => return Ok(true),
             None => {
                 let lock = self.directory.try_lock()?;
-                // Another process may have written records since they were last read.
+                // Read the records again, because another process may have written them since the last read.
                 self.records = self.directory.read_all()?;
                 self.lock = lock;
                 return Ok(self.lock.is_some());
@@ -267,14 +268,14 @@ impl Storage {
         }
     }
 
-    /// Wait until all gateways know the records.
+    /// If gateways share the records, wait until all gateways have read the last change.
     pub(super) async fn settle(&self) {
         if self.shared.is_some() {
             sleep(SETTLE_TIME).await;
         }
     }
 
-    /// Return a record.
+    /// Return the content of a record, if the record exists.
     pub(super) fn get(&self, record: &str) -> Option<&[u8]> {
         self.records.get(record).map(Vec::as_slice)
     }
@@ -291,8 +292,9 @@ impl Storage {
         })
     }
 
-    /// Write a record. With a shared store, also copy a certificate to the directory. If the store cannot be reached,
-    /// the certificate is copied and used nevertheless. If another gateway has acquired the lock, it is not.
+    /// Write a record. With a shared store, also copy a certificate to the directory, even if the store cannot be
+    /// reached: the gateway then uses the local copy. Do not copy the certificate if another gateway has acquired the
+    /// lock.
     ///
     /// # Errors
     /// The record cannot be written, or another gateway has acquired the lock.
@@ -351,7 +353,7 @@ fn is_older(one: &[u8], other: &[u8]) -> bool {
 
 // === The storage directory: one file per record, with mode 0600, replaced atomically ===
 
-/// Contents by file name.
+/// The contents of the stored files, by file name.
 pub(super) type Records = BTreeMap<String, Vec<u8>>;
 
 /// Name of the file that is locked by the process that places orders.
@@ -369,12 +371,11 @@ pub(super) struct Directory {
 impl Directory {
     /// Open or create the directory for a CA.
     ///
-    /// # Errors
-    /// It cannot be created.
+    /// # Errors The directory cannot be created.
     pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
         let path = storage.join(directory_name(ca));
         DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-        // Fail early if the files cannot be written.
+        // Open the lock file once, so that the start fails if the directory is not writable.
         open_lock(&path)?;
         Ok(Directory { path })
     }
@@ -397,7 +398,7 @@ impl Directory {
             }
             match std::fs::read(self.path.join(&name)) {
                 Ok(content) => drop(records.insert(name, content)),
-                // The file was removed after the directory was listed.
+                // Skip a file that was removed after the directory was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }
@@ -411,7 +412,7 @@ impl Directory {
     /// The file cannot be written. The old content remains.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
-        // A process that was killed may have left the file with another mode.
+        // Remove the temporary file of a process that was killed, because the file may have another mode.
         let _ = std::fs::remove_file(&temporary);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(content)?;
@@ -420,7 +421,7 @@ impl Directory {
         File::open(&self.path)?.sync_all()
     }
 
-    /// Write a copy of a record from the shared store. Log an error.
+    /// Write a local copy of a record from the shared store. If writing fails, only log the error.
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
@@ -485,11 +486,11 @@ pub(super) struct SharedRecords {
     token: Option<u64>,
 }
 
-/// Acquires and renews the lock.
+/// Acquires and renews the lock of the records of one CA.
 #[derive(Debug, Clone)]
 pub(super) struct LockKeeper {
     store: RedisStore,
-    /// Key of the hash.
+    /// Redis key of the hash that contains the records and the lock.
     key: String,
     /// Name of this process as the owner of the lock.
     owner: String,
@@ -500,7 +501,7 @@ impl LockKeeper {
         Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
-    /// Renew the lock until the future is dropped. If the lock was lost, a write fails.
+    /// Renew the lock until the future is dropped. If another gateway has acquired the lock, writes fail.
     pub(super) async fn run(&self) {
         loop {
             sleep(RENEW_INTERVAL).await;
@@ -646,7 +647,7 @@ mod tests {
         let ca = Uri::from_static("https://ca.test:14000/Dir/x");
         let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
         assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
-        // A process that was killed while it wrote leaves such a file.
+        // The test creates the temporary file that a process leaves if it is killed while it writes.
         std::fs::write(directory.path().join("a.pem.tmp"), "half").unwrap();
         directory.write("a.pem", b"one").unwrap();
         directory.write("a.pem", b"two").unwrap();

@@ -1,8 +1,8 @@
 //! The file watcher reports files with new content: the configuration, and the keys, consumers and certificates that it
 //! names.
 //!
-//! The file watcher watches directories, so that renamed files and swapped symlinks are detected. It compares contents, so
-//! that each change is reported once. If a file is invalid, its previous content stays in force.
+//! It watches directories, to detect renamed files and swapped symlinks. It compares the contents of files, to report
+//! each change once. If a file is invalid, the gateway keeps using its previous content.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -34,18 +34,18 @@ pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 /// Reads the files of a group. The error contains the path of the file that cannot be read.
 pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> + Send>;
 
-/// Files that are reported together.
+/// A group of files whose changes are reported together.
 pub(crate) struct FileGroup {
-    /// The files as they were last read.
+    /// Content of the files when they were last read.
     pub(crate) files: Vec<FileSnapshot>,
-    /// Reads the files again. The group may consist of other files after this.
+    /// Reads the files again. After the call, the group may consist of different files.
     pub(crate) read: ReadFiles,
     /// Directories in which further files of the group may appear.
     pub(crate) directories: BTreeSet<PathBuf>,
     pub(crate) on_change: OnChange,
 }
 
-/// A group of files that is always the same.
+/// Create a group with a fixed list of files.
 impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
     fn from((files, on_change): (Vec<FileSnapshot>, OnChange)) -> Self {
         let read = |files: &[FileSnapshot]| {
@@ -62,7 +62,7 @@ pub(crate) struct FileWatcher {
     _watcher: RecommendedWatcher,
     directories: BTreeSet<PathBuf>,
     wake: SyncSender<()>,
-    /// Treat all files as changed at the next wake-up.
+    /// Treat all files as changed when the watcher thread wakes up the next time.
     report_all: Arc<AtomicBool>,
 }
 
@@ -93,7 +93,7 @@ pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
         // Ignore access events, because the comparison itself reads the files and would cause the next event.
         if !event.is_ok_and(|event| event.kind.is_access()) {
-            // If the channel is full, it already contains a wake-up.
+            // Ignore a full channel, because it already contains a wake-up.
             let _ = on_event.try_send(());
         }
     })?;
@@ -116,11 +116,11 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
     let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true)).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
-        // The comparison below covers a wake-up that arrived during the delay.
+        // Discard a wake-up that arrived during the delay, because the following comparison covers it.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (FileGroup { files, read, on_change, .. }, readable) in &mut groups {
-            // The previous callback may have replaced this watcher, as a configuration reload does.
+            // Stop if the previous callback has replaced this watcher, as a configuration reload does.
             if watcher.strong_count() == 0 {
                 return;
             }
@@ -156,8 +156,8 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
     watcher.ok()
 }
 
-/// Return the configuration file and the files that it includes. These files come first, because a successful reload
-/// reads the other files as well and ends this watch.
+/// Return the configuration file and the files that it includes. This group is the first one, because a successful
+/// reload also reads the other files and replaces this watcher.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     // The directories are part of the group: a new directory must be watched, even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
@@ -174,7 +174,7 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     let configuration = configuration.clone();
     let reload = move |files: &[FileSnapshot]| {
         if all(configuration.last_attempt()) != files {
-            // The reload thread logs the result.
+            // Ignore the result, because the reload thread logs it.
             let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
         }
     };
@@ -365,7 +365,7 @@ mod tests {
         let log = folder.path().join("log");
         let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
         let (wake, wakes) = sync_channel(4);
-        // Each round of the loop takes two wake-ups.
+        // The loop takes two wake-ups in each iteration, so four wake-ups are two iterations.
         (0..4).for_each(|_| wake.send(()).unwrap());
         drop(wake);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));

@@ -200,8 +200,8 @@ impl AdminClient {
         let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
-                "the gateway at {self} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must \
-                 be that of the gateway"
+                "the gateway at {self} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the \
+                 configuration, must be the token of the gateway"
             ),
             (status, Some(json)) if status.is_success() => Ok(json),
             (_, Some(json)) if json["detail"].is_string() => {
@@ -222,7 +222,7 @@ impl AdminClient {
         if let Some(path) = socket {
             let stream = UnixStream::connect(path).await.with_context(|| {
                 format!(
-                    "cannot connect to {}: is the gateway running, and may this user open the socket?",
+                    "cannot connect to {}: check that the gateway is running, and that this user may open the socket",
                     path.display()
                 )
             })?;
@@ -231,7 +231,9 @@ impl AdminClient {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         let stream =
             TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
-                format!("cannot connect to http://{authority}: is the gateway running with this configuration?")
+                format!(
+                    "cannot connect to http://{authority}: check that the gateway is running with this configuration"
+                )
             })?;
         self.exchange_on(stream, method, target, body).await
     }
@@ -261,8 +263,9 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error =
-            || format!("the gateway at {self} closed the connection: is this the port of its admin listener?");
+        let connection_error = || {
+            format!("the gateway at {self} closed the connection: check that this is the port of its admin listener")
+        };
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
@@ -287,9 +290,9 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
     Ok(Some(value))
 }
 
-/// Where the running gateway of a configuration listens for admin requests. Only `[admin]` is read. The rest of the
-/// configuration may be invalid, because a reload that reports its errors must reach the gateway. Environment variables
-/// outside of `[admin]` may be unset.
+/// The addresses at which the running gateway of a configuration listens for admin requests. Only `[admin]` is read, so
+/// the rest of the configuration may be invalid: `sluicegate reload` must reach the gateway to report the errors.
+/// Environment variables outside of `[admin]` may be unset.
 #[derive(Debug, Default)]
 pub(crate) struct AdminLocation {
     /// The admin sockets on which the gateway may listen.
@@ -308,8 +311,8 @@ impl AdminLocation {
             Err(error) => (Vec::new(), Some(error)),
         };
         let text = String::from_utf8_lossy(&content);
-        // A syntax error before `[admin]` can hide the table from the TOML parser. The parser finds the table in a text
-        // without the lines before it.
+        // A syntax error before `[admin]` can hide the table from the TOML parser. In this case, parse the text again
+        // without the lines before `[admin]`.
         let tables = [&*text, admin_section(&text)].map(|text| DeTable::parse_recoverable(text).0);
         let mut found = tables.iter().filter_map(|table| table.get_ref().get("admin")?.get_ref().as_table());
         let admin = found.next();

@@ -48,7 +48,7 @@ pub(super) struct KeyRow {
     pub(super) routes: Option<Vec<String>>,
 }
 
-/// The details of a new key in the consumers file, besides its hash.
+/// The optional properties of a new key in the consumers file.
 #[derive(Debug, Default)]
 pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
@@ -104,7 +104,7 @@ impl KeyRow {
     }
 }
 
-/// Return the first digits of a hash.
+/// Return the fingerprint of a key: the first hex digits of its hash.
 fn fingerprint_of(hash: &str) -> String {
     let digits = hash.strip_prefix("sha256:").unwrap_or(hash);
     digits.get(..FINGERPRINT_DIGITS).unwrap_or(digits).to_owned()
@@ -174,7 +174,7 @@ impl ConsumersDoc {
             table.insert("tier", value(tier));
         }
         table.insert("keys", value(Array::new()));
-        // Comments at the end of the file stay before the new table.
+        // Write comments at the end of the file before the new table, so that they keep their position.
         let trailing = decor_text(Some(self.0.trailing()));
         self.0.set_trailing("");
         table.decor_mut().set_prefix(format!("{trailing}\n"));
@@ -307,7 +307,7 @@ fn push_key(keys: &mut Array, mut key: Value) {
         let prefix = decor_text(last.decor().prefix());
         let suffix = decor_text(last.decor().suffix());
         last.decor_mut().set_suffix("");
-        // A comment after the last key follows the last comma.
+        // Move a comment after the last key behind the comma that is added to this key.
         let tail = suffix + &decor_text(Some(keys.trailing()));
         if let Some((comment, _)) = tail.rsplit_once('\n') {
             let indentation = prefix.rsplit('\n').next().unwrap_or_default();
@@ -379,7 +379,7 @@ impl ConsumersFile {
         let gateway_file = config::read_gateway(config_path, &env_var)?;
         let name = consumers_name(&gateway_file.value, config_path, provider)?;
         if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
-            // The configuration is invalid, and its error names the unset variable.
+            // Fail here with the error of the configuration, which names the unset variable.
             load_for(config_path, NEEDED_KEYS)?;
         }
         let path = gateway_file.sources.directory_of(&name.span()).join(name.get_ref());
@@ -424,7 +424,7 @@ impl ConsumersFile {
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
-            // The file may not exist before the first edit.
+            // Do not require an existing file, because the first edit creates it.
             let _ = fs::remove_file(&new_path);
         }
         result.with_context(|| format!("{} cannot be replaced", self.path.display()))
@@ -433,7 +433,8 @@ impl ConsumersFile {
     fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
         let previous = fs::metadata(&self.path)?;
         let mut file = File::create_new(new_path)?;
-        // Before `fchown`, the new file may have another owner than the previous file, so other users get no access.
+        // Give other users no access before `fchown`, because until then the new file may have another owner than the
+        // previous file.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let metadata = file.metadata()?;
         if (metadata.uid(), metadata.gid()) != (previous.uid(), previous.gid()) {
@@ -443,7 +444,7 @@ impl ConsumersFile {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         fs::rename(new_path, &self.path)?;
-        // Call fsync on the folder, so that the rename survives a crash.
+        // Call fsync on the directory, so that the rename survives a crash.
         File::open(parent_dir(&self.path))?.sync_all()
     }
 }

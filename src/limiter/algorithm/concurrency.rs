@@ -47,7 +47,8 @@ impl Concurrency {
             StepKind::Check if live + cost > self.limit => {
                 let blocking = permits[first_live + (live + cost - self.limit) as usize - 1];
                 let retry_us = (blocking.expires_at - now).min(self.ttl);
-                // A permit that expires later than a new permit would was created before the clock was set back.
+                // If a permit expires later than a new permit would, the clock was set back after the permit was
+                // created.
                 let clock_went_back = permits.last().is_some_and(|last| last.expires_at > now + self.ttl);
                 let repair = if clock_went_back { edit(PermitAction::RepairClockSkew) } else { Change::None };
                 step(Outcome { status: Status::Saturated, remaining: free, reset_us: free_reset_us, retry_us }, repair)

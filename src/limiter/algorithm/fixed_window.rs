@@ -12,21 +12,21 @@ pub struct FixedWindow {
     pub limit: u64,
     /// Length of the window in µs, or 0 for calendar windows, whose lengths differ.
     pub window: u64,
-    /// Start of the windows.
+    /// The rule that determines when windows start.
     pub start: WindowStart,
 }
 
-/// The start of a window.
+/// The rule that determines when a window starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WindowStart {
-    /// At every multiple of the window length since the Unix epoch, shifted by `phase` µs.
+    /// Windows start at every multiple of the window length since the Unix epoch, shifted by `phase` µs.
     Aligned {
-        /// Shift, µs.
+        /// Offset of the window start from multiples of the window length, µs.
         phase: u64,
     },
-    /// With the first request after the last window has ended.
+    /// A window starts with the first request after the last window has ended.
     FirstRequest,
-    /// By the calendar: days, weeks, months or years in a time zone.
+    /// Windows follow the calendar: days, weeks, months or years in a time zone.
     Calendar(Arc<CalendarWindows>),
 }
 
@@ -63,7 +63,7 @@ impl FixedWindow {
                 quota.window_us.ok_or(QuotaError::NoFixedWindow)?
             }
         };
-        // Check twice the count, because a charge is added to the count before the comparison.
+        // Twice the count must be an exact integer, because a charge is added to the count before the comparison.
         if u128::from(quota.count) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
@@ -77,7 +77,7 @@ impl FixedWindow {
         };
         let (start, end) = match &self.start {
             WindowStart::Aligned { phase } => {
-                // Before the phase, the difference is negative. As in Lua, the remainder must not be negative.
+                // Before the phase, the difference is negative. Use the remainder that is never negative, as in Lua.
                 let start = now - (now as i64 - *phase as i64).rem_euclid(self.window as i64) as u64;
                 (start, start + self.window)
             }
@@ -127,7 +127,7 @@ impl FixedWindow {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, repair);
         }
         match charged.min(MAX_STATE) {
-            // If the count is 0 and nothing is charged, nothing is written.
+            // Do not write a count of 0: without a charge, the state does not change.
             0 => Step { change: Change::None, ..with_count(0) },
             charged => with_count(charged),
         }

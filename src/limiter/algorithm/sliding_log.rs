@@ -86,7 +86,7 @@ impl SlidingLog {
 }
 
 impl LogEdit {
-    /// Apply the edit to a log.
+    /// Apply the change to a sliding log.
     pub fn apply(&self, log: &mut VecDeque<u64>) {
         if let Some((mut units, instant)) = self.remove {
             // Entries are removed from the newest on, as LREM does with a negative count.

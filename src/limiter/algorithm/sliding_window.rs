@@ -22,8 +22,8 @@ impl SlidingWindow {
     /// The quota has no window, or the arithmetic is not exact with any unit.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
-        // Check four times the count: the current and the previous window are added before the comparison, and costs
-        // that are charged after the response may double each of them.
+        // Four times the count must be exact: the counts of two windows are added before the comparison, and deferred
+        // costs may double each of them.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));

@@ -30,7 +30,7 @@ impl TokenBucket {
         }
         let divisor = gcd(quota.count, window);
         let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
-        // Check twice the value, because a charge is added to the debt before the comparison.
+        // Twice the value must be an exact integer, because a charge is added to the debt before the comparison.
         if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
@@ -43,15 +43,15 @@ impl TokenBucket {
         let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
         let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
-        // Check twice the value, as `new` does. Only this process counts shares, and its integers are exact up to 64
-        // bits.
+        // Twice the value must be exact, as in `new`, but with 64-bit integers, because only this process counts
+        // shares.
         burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
     /// Return the time in µs in which the bucket repays the debt before a charge of `cost`. The debt after the charge
     /// is repaid in `reset_us`.
     pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
-        // The debt after the charge is more than (reset_us - 1) * refill parts.
+        // `reset_us` is rounded up, so the debt after the charge is more than (reset_us - 1) * refill parts.
         let refill = u128::from(self.refill);
         let charged_us = (u128::from(cost) * u128::from(self.parts) + refill - 1).div_ceil(refill);
         u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
@@ -68,7 +68,7 @@ impl TokenBucket {
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
-            // At the rate with which the state was written, the debt is repaid within `repay_time`.
+            // `repay_time` is an upper bound of the time in which the rate at the last write repays the debt.
             let (elapsed, repay_time) = (
                 now.saturating_sub(updated_at),
                 stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
@@ -76,8 +76,8 @@ impl TokenBucket {
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
-                // If the debt would take longer than `repay_time`, the rate was lowered. The debt that the old rate has
-                // repaid until now counts as repaid.
+                // If the debt takes longer than `repay_time` at the current rate, the rate was lowered. The debt that
+                // the old rate has repaid until now counts as repaid.
                 true if left == 0 => (0, false),
                 true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
                 false => (refilled_debt, false),
@@ -121,12 +121,12 @@ impl TokenBucket {
             } else {
                 (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
             };
-            // `retry_us` is computed for the new rate, which applies from now on.
+            // Compute `retry_us` with the new rate, which applies from now on.
             let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
         let charged = charged.min(MAX_STATE);
-        // If there is no debt and nothing is charged, nothing is written.
+        // Do not write a debt of 0: without a charge, the state does not change.
         let change = if charged == 0 { Change::None } else { put(charged) };
         step(charged_outcome(charged), change)
     }
@@ -145,8 +145,8 @@ fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // `exact` can be larger than the result with doubles, because the numbers of a local share may exceed the exact
-    // integers of doubles.
+    // Use the larger result. `exact` can be larger than the result with doubles, because the numbers of a local share
+    // may exceed the exact integers of doubles.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

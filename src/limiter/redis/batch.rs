@@ -16,8 +16,8 @@ use crate::limiter::usage;
 use crate::limiter::usage::{UsageDay, UsageDays};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Maximum number of keys of a call. Redis runs a script without interruption. Other commands must not wait for a
-/// script longer than for a few hundred single commands.
+/// Maximum number of keys of a call. Redis runs a script without interruption. The maximum ensures that a script delays
+/// other commands no longer than a few hundred single commands would.
 pub(super) const MAX_KEYS: usize = 128;
 
 /// The reason why a request has no verdict.
@@ -34,8 +34,8 @@ pub(super) type BatchResult = Result<Verdict, BatchError>;
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Groups that may need memory come first (see [`BatchGroup::may_delete`]). Within each kind, groups are in the
-    /// order of their first request.
+    /// The groups of the call. Groups that may need memory precede groups that may delete keys (see
+    /// [`BatchGroup::may_delete`]). Apart from this, groups are in the order of their first request.
     groups: Vec<BatchGroup>,
     key_count: usize,
     algorithms: AlgorithmSet,
@@ -48,12 +48,13 @@ pub(super) struct Batch {
     probe_call: Option<ProbeCall>,
 }
 
-/// A sample of the calls that failed. A probe with the same properties fails in the same way.
+/// One of the calls that failed. A probe repeats this call, because it fails for the same reason until the cause is
+/// removed.
 #[derive(Debug, Clone)]
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
     pub(super) rule: Rule,
-    /// Usage totals need a separate permission.
+    /// Days of the usage totals, if the call counts usage. Usage totals need an additional permission in Redis.
     pub(super) usage: Option<Arc<UsageDays>>,
 }
 
@@ -73,8 +74,8 @@ pub(super) enum Purpose {
     /// Checks of requests, which wait for the result.
     #[default]
     Checks,
-    /// Checks of requests that another cluster node redirected to this node, which is importing their slot. The call is
-    /// preceded by `ASKING`.
+    /// Checks that another cluster node redirected to this node with `ASK`, because this node is importing their slot.
+    /// `ASKING` precedes the call.
     Asking,
     /// A probe of a server whose circuit breaker is open, or that did not reply. The probe does not count for the
     /// circuit breaker.
@@ -83,7 +84,7 @@ pub(super) enum Purpose {
 
 /// The outcome of a batch with a reply.
 pub(super) struct BatchOutcome {
-    /// Whether the reply matches the call and comes from a server that accepts writes.
+    /// Whether the reply matches the call, and comes from a server that accepts writes.
     pub(super) is_valid: bool,
     /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
@@ -194,7 +195,7 @@ impl Batch {
     ) -> Receiver<BatchResult> {
         let has_usage = charges.iter().any(|charge| charge.usage.is_some());
         let usage_day = |charge: &Charge<'_>| charge.usage_day(operation, assumed_now_us);
-        // If no usage is counted, the list is empty and needs no allocation.
+        // Collect days only if usage is counted, so that the list is otherwise empty and needs no allocation.
         let days: Vec<Option<UsageDay>> = charges.iter().filter(|_| has_usage).map(usage_day).collect();
         let day = |index: usize| days.get(index).copied().flatten();
         let algorithms = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
@@ -221,7 +222,7 @@ impl Batch {
         reply
     }
 
-    /// Add a request with these limits to its group. The caller must append its keys.
+    /// Add a request with these limits to its group. The caller must append the keys of the request.
     fn join_group<T: Iterator<Item = LimitArgs>>(
         &mut self,
         operation: Operation,
@@ -301,7 +302,7 @@ impl Batch {
         command
     }
 
-    /// Fail all requests.
+    /// Send this error to all requests of the batch.
     pub(super) fn fail(self, error: &BatchError) {
         for waiter in self.groups.into_iter().flat_map(|group| group.waiters) {
             let _ = waiter.send(Err(error.clone()));
@@ -361,7 +362,8 @@ impl Batch {
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
-            // A shadow limit may have denied, and a deferred cost is charged only after the response.
+            // Refund only what was charged: a shadow limit that denied has charged nothing, and a deferred cost is
+            // charged only after the response.
             .filter(|(terms, outcome, ..)| outcome.status == Status::Ok && !terms.is_post_paid())
             .map(|(terms, outcome, key, usage_key)| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
@@ -389,9 +391,9 @@ impl BatchGroup {
         self.limits.iter().filter(|limit| limit.counts_usage()).count()
     }
 
-    /// Return whether the group may begin with a command that deletes keys. Above `maxmemory`, Redis rejects commands
-    /// that need memory only until the script has written. After a release, it would accept the charges of the same
-    /// call.
+    /// Return whether the group may begin with a command that deletes keys. Such groups come last, because above
+    /// `maxmemory` Redis rejects commands that need memory only until the script has written: after a release of
+    /// permits, it would accept the charges of the same call.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
@@ -444,7 +446,7 @@ mod tests {
 }
 
 // The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
-// and shrinks multiplicatively, depending on the delay that its own load adds.
+// and shrinks multiplicatively, depending on the delay that the requests of the worker add to the round trip.
 
 /// Weight of a call without keys, in keys. The value is the CPU time of Redis for the smallest script.
 const CALL_WEIGHT: usize = 8;
@@ -455,7 +457,8 @@ const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 /// The maximum size. The maximum holds 16 full batches: with a round trip of 40 ms, 50,000 checks/s.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
-/// Number of replies after which the minimum round trip is measured again, because the server may have moved.
+/// Number of replies after which the minimum round trip is measured again, because a failover may have changed the
+/// server.
 const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 
 /// A congestion window, in keys.

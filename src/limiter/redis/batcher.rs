@@ -35,7 +35,8 @@ use crate::limiter::redis::{RedisSettings, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// With this number of requests in flight, the next call waits for a reply. A call costs Redis and the gateway as much
-/// as one more request in a batch. With fewer requests in flight, too few requests would share this cost.
+/// as one more request in a batch. With fewer requests in flight, too few requests would share a call to justify the
+/// wait.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
 /// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
@@ -44,8 +45,8 @@ const MAX_QUEUED_BYTES: usize = 4 << 20;
 /// Maximum number of closed idle connections that the batcher tries for one call.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
 
-/// Number of times that a call is repeated with the time of Redis. A day may end between the first reply and the second
-/// call.
+/// Maximum number of times that a call is repeated with the time of Redis, after Redis has rejected its window
+/// boundaries. Two are needed, because a day may end between the first reply and the second call.
 const MAX_TIME_CORRECTIONS: u32 = 2;
 
 /// Fraction of the timeout for which a call that Redis rejects is retried.
@@ -163,8 +164,8 @@ impl Batcher {
         }
     }
 
-    /// Queue a check and wait for its verdict. After an error reply that proves that nothing was executed, queue the
-    /// check again until `deadline`. A check without a reply is never sent again.
+    /// Queue a check and wait for its verdict. If an error reply proves that Redis executed nothing, queue the check
+    /// again, until `deadline`. A check without a reply is never sent again.
     pub(super) async fn enqueue(
         self: &Arc<Self>,
         deadline: Instant,
@@ -181,7 +182,7 @@ impl Batcher {
             Ok(verdict) => Ok(verdict),
             Err(BatchError::Store(error)) => Err(error),
             Err(BatchError::ErrorReply(error)) => {
-                // The future is boxed, because only few checks are retried.
+                // Box the future, because only few checks need space for a retry.
                 let retried = timeout_at(deadline.into(), Box::pin(self.retry(item, error)));
                 retried.await.unwrap_or(Err(StoreError::LateReply))
             }
@@ -218,7 +219,8 @@ impl Batcher {
                 return Err(BatchError::Store(StoreError::Overloaded));
             };
             if queue.try_claim(self.shares_calls) {
-                // The task runs after the tasks that are ready now, so that their checks join the batch.
+                // Spawn a task to send the batch. It runs after the tasks that are ready now, so their checks join the
+                // batch.
                 self.spawn_run();
             }
             self.ensure_sweep(&mut queue);
@@ -242,7 +244,7 @@ impl Batcher {
                 return;
             }
             claimed_at = monotonic();
-            // Wait for checks of requests that the worker has received but not read yet.
+            // Yield, so that checks of requests in the socket buffers of the worker can join the batch.
             yield_now().await;
         }
     }
@@ -280,7 +282,7 @@ impl Batcher {
             weight: InFlightWindow::weight(batch.key_count()),
             sent_at: began,
         };
-        // Probes are sent while the circuit breaker is open, and record their result themselves.
+        // Probes have no epoch: they are sent while the circuit breaker is open, and record their result themselves.
         let epoch = match (batch.purpose(), self.breaker.closed_epoch()) {
             (Purpose::Probe, _) => None,
             (Purpose::Checks | Purpose::Asking, Some(epoch)) => Some(epoch),
@@ -289,7 +291,7 @@ impl Batcher {
             }
         };
         if began >= due {
-            // The call was not sent.
+            // Fail the checks, because the circuit breaker is open and the call is not sent.
             return batch.fail(&BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
@@ -331,7 +333,8 @@ impl Batcher {
                     self.breaker.record_reply(epoch);
                 }
                 if !answered.is_valid {
-                    // The reply may belong to another call, or the server may have become a replica.
+                    // Replace the connection if the reply is not valid: it may belong to another call, or the server
+                    // may have become a replica.
                     connection.request_replacement();
                 }
                 if let Some((refunds, receivers)) = answered.refunds {
@@ -354,8 +357,8 @@ impl Batcher {
 }
 
 impl Batcher {
-    /// Send a batch and wait for its reply. If Redis has not loaded the script, send the batch again with the source of the
-    /// script.
+    /// Send a batch and wait for its reply. If Redis has not loaded the script, send the batch again with the source of
+    /// the script.
     async fn exchange_script(
         self: &Arc<Self>,
         batch: &mut Batch,
@@ -392,7 +395,7 @@ impl Batcher {
             let mut call = Box::pin(connection.clone().call(asking, command.clone()));
             match poll!(call.as_mut()) {
                 Poll::Pending => break (call, connection),
-                // The server closed the connection while it was idle. The connection accepts no command, so nothing was
+                // The server has closed the connection while it was idle. Try another connection, because nothing was
                 // written.
                 Poll::Ready(Err(error))
                     if error.is_unrecoverable_error() && closed_connections < MAX_CLOSED_CONNECTIONS =>
@@ -402,7 +405,7 @@ impl Batcher {
                 Poll::Ready(reply) => return Ok(Some((reply, connection))),
             }
         };
-        // The task of the connection writes before this task is scheduled again.
+        // Yield, so that the task of the connection writes the call before the time of writing is recorded.
         yield_now().await;
         *written_at = monotonic();
         Ok(self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await.map(|reply| (reply, connection)))
@@ -448,7 +451,7 @@ impl Batcher {
         tokio::spawn(async move {
             for refunded in receivers {
                 if let Ok(Err(refusal)) = refunded.await {
-                    debug!(error = ?refusal, "a rejected request may remain charged");
+                    debug!(error = ?refusal, "a refund failed: a rejected request may remain charged");
                 }
             }
         });
@@ -526,7 +529,7 @@ impl BatchQueue {
 
     /// Claim the first batch if it must be sent now and no task has claimed it. The caller must send the batch.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
-        // A batch that is full or cannot grow does not wait.
+        // A batch does not wait if it is full, or if calls are not shared.
         let ready =
             self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
         let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
@@ -670,7 +673,7 @@ impl ServerStore {
         let result = self.batcher.enqueue(deadline, purpose, operation, charges).await;
         breaker.record_write(operation, charges, &result);
         result.map_err(|error| {
-            // The batcher records calls without a reply.
+            // Record only replies here, because the batcher records calls without a reply.
             if self.batcher.is_failure_reply(&error) {
                 self.batcher.call_failed(epoch, &error, ProbeCall::from_charges(charges));
             }
@@ -714,7 +717,7 @@ impl ServerStore {
     }
 
     async fn query_slots(&self, address: &Address) -> Result<SlotMap, StoreError> {
-        // Connecting takes several round trips and has a separate timeout.
+        // Connect first, with the connect timeout, because connecting takes several round trips.
         let mut connection = checkout(&self.batcher.connections).await?;
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
@@ -731,7 +734,7 @@ mod tests {
     use crate::limiter::spec::LimitSpec;
     use crate::limiter::verdict::ChargeMode;
 
-    /// A batcher for a server that does not exist, and the limit of its checks.
+    /// Return a batcher whose server does not exist, and a limit with which tests can queue checks.
     fn batcher(settings: &RedisSettings) -> (Arc<Batcher>, LimitSpec) {
         let server = RedisEndpoint::Single(redis::Client::open("redis://127.0.0.1:1").unwrap());
         let limit = LimitSpec::token_bucket(&IdentityHasher::new(""), "limit", "10/s".parse().unwrap()).unwrap();

@@ -31,7 +31,7 @@ impl Default for RecoverySignal {
 }
 
 impl RecoverySignal {
-    /// Wait for the next recovery.
+    /// Wait until the store is available again after an outage.
     pub async fn recovered(&self) {
         self.notify.notified().await;
     }
@@ -67,7 +67,7 @@ pub struct CircuitBreaker {
 pub(super) enum Assessment {
     /// The call has no effect on the circuit breaker, which has changed since the call was sent.
     Outdated,
-    /// The store may be failing.
+    /// The failure is a sign that the store may be unavailable.
     Suspect,
     /// Too many calls failed, so the circuit breaker must open.
     Failing,
@@ -107,7 +107,7 @@ impl CircuitBreaker {
         &self.recovery
     }
 
-    /// Return the epoch.
+    /// Return the epoch, which changes whenever the breaker opens or closes.
     pub(super) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Acquire)
     }
@@ -189,22 +189,22 @@ impl CircuitBreaker {
 
 // Conditions for opening the circuit breaker: consecutive failures, or a share of failed calls.
 
-/// Number of consecutive failures that open the circuit breaker. The same number replaces a connection, so that the
-/// first probe uses a new connection.
+/// Number of consecutive failures that open the circuit breaker. After the same number of failures, the connection is
+/// replaced, so that the first probe uses a new connection.
 const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 
 /// The failure ratios count over this time, and open the circuit breaker from this number of calls on.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
-/// The recent failures. Until the first failure, recording a successful call takes three atomic loads.
+/// Statistics of recent failures. As long as no call has failed, recording a successful call takes three atomic loads.
 #[derive(Debug)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
     /// Opens the circuit breaker if half of the calls failed.
     failed_ratio: FailureRatio,
-    /// Opens the circuit breaker if nine of ten calls failed or were late. A store that is overloaded or on a busy
-    /// machine replies to some calls in time. A store that replies to no call in time is too slow.
+    /// Opens the circuit breaker if nine of ten calls failed or were late. The threshold is high, because an overloaded
+    /// store still replies to some calls in time, and its circuit breaker must stay closed.
     late_ratio: FailureRatio,
 }
 
@@ -273,7 +273,7 @@ impl FailureRatio {
     /// Record a call as `matching` (1) or not matching (0). Return the number of calls and of matching calls in the
     /// window.
     fn record(&self, now: Duration, matching: u64) -> (u64, u64) {
-        // 32 bits wrap after 49 days, but only the difference is used.
+        // A 32-bit number of ms wraps after 49 days, which does not matter because only differences are used.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
             let started_ms = (window >> 32) as u32;
@@ -469,7 +469,7 @@ mod failures_tests {
 
     #[test]
     fn window_starts_with_a_failure() {
-        // The test has single failures in three windows, and a window in which half of the calls fail.
+        // The cases have single failures in three windows, and a window in which half of the calls fail.
         let quiet = format!("F{}", "S".repeat(1099));
         assert_eq!(calls_until_open(&format!("{}{}", quiet.repeat(3), "FS".repeat(20)), 0, 1), Some(3321));
         let failures = FailureWindow::default();

@@ -101,12 +101,13 @@ impl ClusterStore {
 
     /// Connect to all masters, so that the first request finds connections.
     pub async fn connect(&self) {
-        // Connecting to the queried node takes several round trips.
+        // Use the connect timeout, because discovering the cluster includes connecting, which takes several round
+        // trips.
         let discovered =
             timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
         let nodes = match &discovered {
             Ok(Ok(slots)) => slots.masters(),
-            // Nodes that cannot be reached are detected before the first request.
+            // Connect to all nodes, so that unreachable nodes are detected before the first request.
             Ok(Err(_)) | Err(_) => &self.0.seeds,
         };
         self.connect_to(nodes).await;
@@ -164,7 +165,8 @@ impl ClusterStore {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            // Even after another kind of error, another node may have become the master.
+            // After an error that is not a redirection, look up the owner of the slot again, because another node may
+            // have become the master.
             match parse_redirection(&error, &address) {
                 Some(Redirection::Moved(to)) => (address, asking) = (to, false),
                 Some(Redirection::Ask(to)) => {
@@ -248,7 +250,8 @@ impl ClusterStore {
         let mut known_nodes = self.lock_nodes();
         if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
-            // A node that left and returned has a new circuit breaker, and the probes of the old one have ended.
+            // Keep a client only if it uses the current circuit breaker of its node. A node that left the cluster and
+            // returned has a new circuit breaker.
             known_nodes
                 .guards
                 .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
@@ -281,7 +284,7 @@ impl ClusterStore {
             return self.scatter(deadline, operation, charges, is_same_identity).await;
         }
         match self.call_owner(deadline, operation, charges).await {
-            // The slot is being migrated, and its keys are on two nodes.
+            // Call the node for each key separately, because the slot is being migrated and its keys are on two nodes.
             Err(error) if is_try_again(&error) => self.scatter(deadline, operation, charges, |_, _| false).await,
             result => result,
         }
@@ -380,7 +383,7 @@ impl ClusterStore {
                 None => groups.push(vec![indexed_charge]),
             }
         }
-        // Run a separate task, because a client that disconnects must not cancel refunds.
+        // Run the calls in a separate task, so that a client that disconnects does not cancel refunds.
         let cluster = self.clone();
         let charge_count = charges.len();
         let (result_sender, verdict) = oneshot::channel();
@@ -424,7 +427,7 @@ impl ClusterStore {
             let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
             if min_granted(&peeked) == 0 {
                 if peeked.iter().any(is_denial) {
-                    // The request is denied, whatever the failed groups would have replied.
+                    // One denial is sufficient: the request is denied even if other groups failed.
                     peeked.retain(|(_, answer)| answer.is_ok());
                 }
                 return drop(result_sender.send(merge(peeked, 0, charge_count)));
@@ -440,13 +443,13 @@ impl ClusterStore {
                 }
                 return;
             }
-            // The charges of this attempt must not deny the next attempt.
+            // Wait for the refunds, so that the charges of this attempt cannot cause the denial of the next one.
             if timeout_at(deadline.into(), refunds.as_mut()).await.is_err() {
                 let _ = result_sender.send(Err(StoreError::LateReply));
                 return refunds.await;
             }
         }
-        // Other requests have won each race. The remaining tokens change with each round trip.
+        // Deny the request, because other requests have taken the last token in each attempt.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
@@ -484,7 +487,8 @@ impl ClusterStore {
         groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
     ) -> Vec<ShardResult<'a>> {
         let cost = |owned: &ShardCharge| match operation {
-            // A deferred cost needs only one token now. `TakeUpTo` can take any number of tokens.
+            // In these two cases the amount differs from the cost: a deferred cost charges nothing yet, and `TakeUpTo`
+            // can take fewer tokens.
             Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
@@ -590,13 +594,14 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
     for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
-            // This group was not executed, but other groups may have been.
+            // The merged error must not say that nothing was executed: this group was not executed, but other groups
+            // may have been.
             error if error.is_overload() => StoreError::LateReply,
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
-        // The outcomes include the tokens that will be refunded.
+        // Add the surplus tokens that will be refunded, because the outcomes include their charge.
         merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
         for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*charge_index] = outcome;
@@ -614,7 +619,7 @@ mod tests {
     #[test]
     fn merged_error_never_reports_not_executed() {
         let refused = ErrorReply::new("OOM", "");
-        // The expected values of `is_overload` and `is_outage`.
+        // Each case has an error and the expected values of `is_overload` and `is_outage`.
         let cases = [
             (StoreError::Overloaded, true, false),
             (StoreError::LateReply, true, false),

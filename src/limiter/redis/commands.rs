@@ -83,7 +83,7 @@ pub fn parse_usage_reply(reply: Value) -> Result<Vec<UsageAmount>, StoreError> {
 
 const FENCED_HASH_SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 
-/// Fields and their values.
+/// The fields of a Redis hash and their values.
 pub type Fields = BTreeMap<String, Vec<u8>>;
 
 /// Return the command that reads all fields if the version is not `known_version`. 0: no version is known.
@@ -147,7 +147,7 @@ pub fn parse_number(reply: Value) -> Result<u64, StoreError> {
 
 const EVENT_CLAIM_SCRIPT: &str = include_str!("../../../lua/event_claim.lua");
 
-/// The claim of an event.
+/// The claim with which one of several gateways gets the right to send an event.
 #[derive(Debug)]
 pub struct EventClaim<'a> {
     /// Key of the claim, without the prefix of the store.
@@ -163,7 +163,7 @@ pub struct EventClaim<'a> {
 /// An entry of a stream.
 #[derive(Debug)]
 pub struct StreamEntry<'a> {
-    /// Key of the stream. The whole name of the stream is the hash tag of the claim.
+    /// Key of the stream. The hash tag of the claim is the name of the stream, so both keys are in one slot.
     pub stream: &'a str,
     /// Approximate number of entries to keep.
     pub max_length: u64,

@@ -53,7 +53,7 @@ pub struct Pooled(Arc<Mutex<Connection>>);
 struct ConnectionHealth {
     address: ConnectionAddr,
     unanswered_calls: AtomicU32,
-    /// Whether to replace the connection although it works, because it leads to the wrong server.
+    /// Whether the connection must be replaced although it works, because its server is not the master any more.
     is_retired: AtomicBool,
     throttle: Arc<ReconnectThrottle>,
 }
@@ -74,7 +74,7 @@ pub struct Connections {
     manager: Manager,
     /// The failure of the last attempt to connect.
     failures: watch::Receiver<Option<ConnectError>>,
-    /// The error that is returned if there is no connection in time, and no attempt has failed.
+    /// The error for a checkout that gets no connection in time although no attempt to connect has failed.
     timeout_error: ConnectError,
     /// Whether there has ever been a connection.
     has_connected: AtomicBool,
@@ -103,7 +103,8 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
         .max_size(size)
         .test_on_check_out(false)
         .retry_connection(false)
-        // This timeout is longer than an attempt to connect, so that the error of the attempt is reported.
+        // Let bb8 wait longer than an attempt to connect takes, so that the error of the attempt is reported instead of
+        // a timeout.
         .connection_timeout(connect_timeout + connect_timeout / 8)
         .error_sink(Box::new(ConnectFailures(failure_sender)))
         .idle_timeout(None)
@@ -142,7 +143,8 @@ impl Connections {
             }
         }
         for _ in 0..open_connections {
-            // bb8 hands out the connection that was returned first.
+            // Check each connection once: bb8 hands out the connection that was returned first, so the loop gets all of
+            // them.
             let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
             let pooled = Pooled::clone(&pooled);
             let connection = pooled.current();
@@ -180,7 +182,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
             biased;
             pooled = connections.pool.get() => match pooled {
                 Ok(pooled) => {
-                    // The pool drops a broken connection when it is returned.
+                    // Return the connection to the pool, which drops it if it is broken.
                     let connection = pooled.current();
                     if !connection.is_broken() {
                         connections.has_connected.store(true, Ordering::Relaxed);
@@ -201,7 +203,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
 /// Connect once without a pool, and send a PING.
 ///
 /// # Errors
-/// The reason why a pool would have no connections.
+/// The connection cannot be opened, or the server does not reply to PING. A pool would fail in the same way.
 pub async fn try_connect(
     server: RedisEndpoint,
     algorithms: AlgorithmSet,
@@ -254,7 +256,7 @@ impl ManageConnection for Manager {
     type Error = ConnectError;
 
     async fn connect(&self) -> Result<Pooled, ConnectError> {
-        // An attempt that hangs must not occupy a connection of the pool forever.
+        // Limit the time of an attempt, so that an attempt that hangs does not block a connection of the pool forever.
         let attempt = timeout(self.connect_timeout, self.open());
         let connection =
             self.throttle.throttle(async { attempt.await.map_err(|_| self.server.timeout_error())? }).await?;
@@ -308,7 +310,7 @@ impl Connection {
         closed
     }
 
-    /// Send a command, preceded by `ASKING` if another node redirected it to this node.
+    /// Send a command. If another node redirected it to this node with `ASK`, send `ASKING` first.
     pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
@@ -375,7 +377,7 @@ pub(super) async fn connect_dialed(
     let info = client.get_connection_info();
     let stream = dial.dial(info.addr()).await?;
     let (connection, driver) = MultiplexedConnection::new_with_config(info.redis_settings(), stream, config).await?;
-    // The task ends with the last clone of the connection.
+    // Spawn the driver of the connection, which ends when the last clone of the connection is dropped.
     tokio::spawn(driver);
     Ok(connection)
 }
@@ -462,9 +464,9 @@ pub struct HelloReply {
     pub server: String,
     /// Version, such as `7.0.15`.
     pub version: String,
-    /// Mode.
+    /// Mode of the server.
     pub mode: ServerMode,
-    /// Role. A Sentinel has no role.
+    /// Replication role of the server. A Sentinel has no role.
     pub role: Option<ServerRole>,
 }
 

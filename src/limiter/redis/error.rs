@@ -11,11 +11,12 @@ use redis::{ConnectionAddr, ErrorKind, RedisError};
 use crate::limiter::clock::monotonic;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
-/// Delay before a rejected call is sent again. Each further delay is twice as long, up to [`MAX_BACKOFF`].
+/// First delay before a call that Redis rejected is sent again. Each further delay is twice as long, up to
+/// [`MAX_BACKOFF`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
-/// The meaning of an error reply.
+/// What an error reply says about the state of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedisErrorKind {
     /// The call was not executed, and may succeed soon.
@@ -35,8 +36,8 @@ impl RedisErrorKind {
     pub fn from_error(error: &RedisError) -> Option<Self> {
         let (code, detail) = code_and_detail(error)?;
         Some(match code {
-            // Nothing was written: Redis does not stop a script that has written, and changes its role only between
-            // scripts.
+            // After these errors, nothing was written: Redis does not stop a script that has written, and changes its
+            // role only between scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
@@ -45,8 +46,7 @@ impl RedisErrorKind {
                 RedisErrorKind::Script
             }
             REDIS_6_CALL_ERROR => RedisErrorKind::Script,
-            // NOPERM, NOAUTH, WRONGPASS and unknown codes. Clients cannot cause these errors, so they are failures of
-            // the store.
+            // NOPERM, NOAUTH, WRONGPASS and unknown codes are failures of the store, because clients cannot cause them.
             _ => RedisErrorKind::Fatal,
         })
     }
@@ -136,7 +136,7 @@ pub fn diagnose_url(error: &RedisError) -> String {
     } else if starts_with("Invalid database number") {
         "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
     } else if starts_with("Cannot connect to a wildcard") {
-        "this address is only for listening; write the address at which Redis can be reached".to_owned()
+        "this address is valid only for listening; write the address at which Redis can be reached".to_owned()
     } else {
         message
     }
@@ -162,7 +162,7 @@ pub fn diagnose_call(error: &RedisError) -> String {
     diagnose_code(code, detail).unwrap_or_else(|| match error.kind() {
         ErrorKind::AuthenticationFailed => WRONG_PASSWORD.to_owned(),
         ErrorKind::Parse => "the server is not Redis; correct the address in store.url".to_owned(),
-        ErrorKind::Io => format!("the connection broke ({error}); is Redis being restarted?"),
+        ErrorKind::Io => format!("the connection was lost ({error}); check whether Redis was restarted"),
         _ => error.to_string(),
     })
 }
@@ -172,7 +172,7 @@ pub fn diagnose_reply(reply: &ErrorReply) -> String {
     diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
 }
 
-const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them in store.url";
+const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct the user or the password in store.url";
 
 /// Diagnose an error reply. Return `None` if the error is unknown.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
@@ -193,10 +193,10 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
             ));
         }
         "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
-        "LOADING" => "Redis is still loading its data; wait until it has loaded them",
-        "BUSY" => "Redis is busy running a script; wait until it ends, or send SCRIPT KILL",
+        "LOADING" => "Redis is still loading its data; wait until it is ready",
+        "BUSY" => "Redis is busy running a script; wait until the script ends, or send SCRIPT KILL",
         "OOM" => "Redis is out of memory; raise its maxmemory, or use a separate Redis for the limits",
-        "MISCONF" => "Redis rejects writes because it cannot save to its disk; see its log",
+        "MISCONF" => "Redis rejects writes because it cannot save to its disk; see the log of Redis",
         "ERR" if detail.contains("DB index is out of range") => {
             "this Redis has no database with this number; correct the number at the end of store.url"
         }
@@ -204,7 +204,8 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
             "this Redis is a node of a cluster; use redis+cluster://, without a database"
         }
         "ERR" if detail.contains("unknown command 'SELECT'") => {
-            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
+            "this server has no databases, so it may be a Sentinel; for a Sentinel, use \
+             redis+sentinel://HOST:PORT/MASTER"
         }
         _ => return None,
     };
@@ -239,12 +240,14 @@ pub fn missing_permission(error: &RedisError) -> Option<String> {
 }
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
-    // Redis 7.0 does not name the command that the script called.
+    // Without a command name, give the general advice, because Redis 7.0 does not name the command that the script
+    // called.
     let script = is_script_permission_error(detail);
     if code != "NOPERM" && !script {
         return None;
     }
-    // Examples: "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
+    // Parse errors such as "… has no permissions to run the 'config|get' command" and "… to access one of the keys used
+    // as arguments".
     match detail.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
         Some((command, _)) => Some(format!("+{command}")),
         None if detail.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
@@ -264,7 +267,7 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
             format!("nothing listens at {address}; start Redis there, or correct the address in store.url")
         }
         (io::ErrorKind::NotFound, ConnectionAddr::Unix(_)) => {
-            format!("there is no socket {address}; start Redis with it, or correct the path in store.url")
+            format!("there is no socket {address}; start Redis with this socket, or correct the path in store.url")
         }
         (io::ErrorKind::PermissionDenied, ConnectionAddr::Unix(_)) => {
             format!("the gateway may not open the socket {address}; see unixsocketperm of Redis")

@@ -12,7 +12,7 @@ const OVERRIDES_SCRIPT: &str = include_str!("../../../lua/overrides.lua");
 /// Arguments of the script for each record.
 type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 
-/// One field of the hash.
+/// One field of the Redis hash of overrides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OverrideEntry {
     /// Limit, identity and kind of the record.
@@ -25,7 +25,8 @@ pub struct OverrideEntry {
     /// Instant until which the record is active, in µs since the Unix epoch by Redis' clock. For a removed override,
     /// the value is 0.
     pub expires_at_us: u64,
-    /// Instant until which the record is kept, so that no gateway restores a record that it replaced.
+    /// Instant until which the record is kept. Until then, no gateway can restore an older record that this record has
+    /// replaced.
     pub keep_until_us: u64,
 }
 
@@ -38,12 +39,12 @@ pub struct Snapshot {
     pub entries: Vec<OverrideEntry>,
 }
 
-/// The state of a field as the writing gateway knows it.
+/// The newest record of a field that the writing gateway knows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KnownRevision {
     /// Revision of the record. 0: the revision is unknown.
     pub revision: u64,
-    /// See [`OverrideEntry::keep_until_us`].
+    /// Time until which Redis keeps the record, as in [`OverrideEntry::keep_until_us`].
     pub keep_until_us: u64,
     /// Whether the record is active.
     pub is_in_force: bool,
@@ -115,12 +116,12 @@ fn overrides_command<'a>(
     command
 }
 
-/// Result of a write.
+/// Result of writing an override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteStatus {
     /// The record is written.
     Written,
-    /// No record had to be removed or restored.
+    /// Redis had no record to remove, or had the same or a newer record.
     Unchanged,
     /// The maximum number of records is reached.
     TooMany,

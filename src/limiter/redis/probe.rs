@@ -26,7 +26,7 @@ const SUSPECT_PROBE_INTERVAL: Duration = Duration::from_millis(10);
 const PROBE_LIMIT: &str = "~probe";
 
 impl Batcher {
-    /// Return whether an error means that the server cannot be used, and not only that this call could not be made.
+    /// Return whether the error shows that the server cannot be used. Errors that concern only one call do not.
     pub(super) fn is_failure(&self, error: &StoreError) -> bool {
         self.is_failure_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
     }
@@ -47,8 +47,8 @@ impl Batcher {
         }
     }
 
-    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, a
-    /// probe sends a call with the same properties.
+    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, later
+    /// probes send a call with the same properties.
     pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
             Assessment::Failing => self.open_breaker(epoch, error, sample),
@@ -91,8 +91,8 @@ impl Batcher {
         });
     }
 
-    /// Probe a server that did not reply, until it replies or the circuit breaker opens. If requests are rare, each of
-    /// the first requests would otherwise wait for the timeout.
+    /// Probe a server that did not reply, until it replies or the circuit breaker opens. Without probes, the circuit
+    /// breaker would open only after several requests, each of which would wait for the timeout.
     fn probe_suspect(self: &Arc<Self>, epoch: u32, sample: Option<ProbeCall>) {
         if !self.breaker.begin_probing() {
             return;
@@ -119,7 +119,7 @@ impl Batcher {
     /// Send a call with the properties of the failed call (`sample`). Without a sample, send the smallest script. Any
     /// reply that is not a failure of the server counts as a success.
     async fn probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
-        // Connecting takes several round trips and has a separate timeout.
+        // Connect first, with the connect timeout, because connecting takes several round trips.
         checkout(&self.connections).await?;
         let result = timeout(self.timeout, self.send_probe(sample)).await.unwrap_or(Err(StoreError::Timeout));
         result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })

@@ -34,8 +34,8 @@ const USAGE_MARKER: &str = "--@usage";
 const USAGE_END_MARKER: &str = "--@end usage";
 
 /// Maximum number of limits of a request in the small driver, which has a reply format for each number of limits. The
-/// script has a copy of the algorithms for each limit. With eight limits, it would exceed the 200 local variables of
-/// Lua 5.1.
+/// script has a copy of the algorithms for each limit. With eight limits, the script would exceed the maximum of 200
+/// local variables in Lua 5.1.
 const MAX_SMALL_LIMITS: usize = 4;
 
 /// An algorithm file, and the kinds of algorithms that it implements.
@@ -71,7 +71,7 @@ pub enum ScriptVariant {
 }
 
 impl ScriptVariant {
-    /// All variants.
+    /// All variants of the script.
     pub const ALL: [ScriptVariant; 5] = [
         ScriptVariant::Generic,
         ScriptVariant::Single,
@@ -168,7 +168,7 @@ fn select_usage_blocks(driver: &str, counts_usage: bool) -> String {
     script
 }
 
-/// Repeat each block between the markers for each limit.
+/// Repeat each block between `--@each limit` and `--@end` for each limit.
 fn repeat_blocks(driver: &str, limits: usize) -> String {
     let mut script = String::with_capacity(limits * driver.len());
     let mut block: Option<String> = None;
@@ -247,7 +247,7 @@ pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Scri
         [const { [const { OnceLock::new() }; SETS] }; ScriptVariant::ALL.len()];
     SCRIPTS[variant.index()][algorithms.0].get_or_init(|| {
         let source = variant.compose(algorithms);
-        // Redis names scripts by SHA-1. Security does not depend on it.
+        // SHA-1 is the name of a script in Redis. Security does not depend on it.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, source.as_bytes());
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         Script { source, sha }
@@ -273,7 +273,7 @@ const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
 /// Number of bytes of a limit in the argument: five numbers, the kind and the flag.
 const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
 
-/// Number of bytes of a limit in the argument for usage: three numbers.
+/// Number of bytes that the argument for usage has for each limit: three packed numbers.
 const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
 
 /// Number of values in a reply for each limit.
@@ -327,7 +327,7 @@ impl LimitArgs {
         LimitArgs { cost, last_parameter, usage: self.usage.map(UsageDay::at_any_time), ..self }
     }
 
-    /// Return the cost.
+    /// Return the cost that the request charges to the limit.
     pub fn cost(&self) -> u64 {
         self.cost
     }
@@ -487,7 +487,8 @@ mod tests {
                 let branches = source.lines().filter(|line| line.trim().starts_with(&condition)).count();
                 let is_supported =
                     variant == Generic || algorithm.kinds.iter().any(|kind| ScriptVariant::supports(*kind));
-                // The small driver has a branch for each limit.
+                // In the small driver, each limit has its own branches, so the text of an algorithm occurs several
+                // times.
                 let limits = if let Small(limits) = variant { limits } else { 1 };
                 assert_eq!(branches, if is_supported { limits } else { 0 }, "{variant:?}, {:?}", algorithm.kinds);
                 assert!(!source.contains("--@"), "{variant:?}: a marker is left in {source}");

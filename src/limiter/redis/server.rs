@@ -17,12 +17,12 @@ use crate::limiter::redis::error::{diagnose_connect, diagnose_timeout};
 /// Interval for asking the Sentinels whether another server has become the master.
 const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Host and port.
+/// Host and port of a Redis server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Address {
     /// DNS name or IP address, without brackets.
     pub host: Arc<str>,
-    /// Port.
+    /// TCP port.
     pub port: u16,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Address {
 pub struct ConnectError(Arc<str>);
 
 impl ConnectError {
-    /// Create an error with this reason.
+    /// Create a connection error with this reason.
     pub fn new(reason: &str) -> Self {
         ConnectError(reason.into())
     }
@@ -114,13 +114,13 @@ pub enum RedisEndpoint {
     Sentinel(Arc<Sentinels>),
     /// A node of a cluster.
     Node(Client),
-    /// Any of these, over streams that the redis crate does not open.
+    /// Any of the other endpoints, over streams that the redis crate does not open.
     Dialed {
-        /// Address and login.
+        /// Address of the server, and the login for it.
         client: Client,
         /// The mode that the server must have.
         mode: ServerMode,
-        /// Opens the streams.
+        /// Opens the byte streams of connections.
         dial: Arc<dyn Dial>,
     },
 }
@@ -175,7 +175,7 @@ impl RedisEndpoint {
             }
             RedisEndpoint::Sentinel(sentinels) => {
                 format!(
-                    "neither a Sentinel nor the master `{}` answers in time; are they stopped?",
+                    "neither a Sentinel nor the master `{}` answers in time; check whether they are running",
                     sentinels.master_name
                 )
             }
@@ -209,8 +209,8 @@ impl Sentinels {
     }
 
     /// Return the master after the latest failover. After a graceful failover, the previous master accepts writes for
-    /// about ten seconds. After these ten seconds, the Sentinels close all connections to the previous master.
-    /// Connections must move to the new master before that time.
+    /// about ten seconds. Then the Sentinels close all its connections, so connections must move to the new master
+    /// within these ten seconds.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
@@ -262,7 +262,8 @@ impl Sentinels {
                 self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string()))
             }
             Ok((None, _)) => Err(ConnectError::new(&format!(
-                "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
+                "the Sentinels know no master `{}`; the name after the `/` in store.url must be the name in \
+                 `sentinel monitor`",
                 self.master_name
             ))),
             Err(error) => Err(error),

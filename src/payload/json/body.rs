@@ -26,7 +26,7 @@ pub enum JsonValue {
     Integer(i128),
     /// `true` or `false`.
     Bool(bool),
-    /// Another number.
+    /// A number that is not an integer of 64 bits.
     Fraction,
     /// `null`.
     Null,
@@ -34,7 +34,7 @@ pub enum JsonValue {
     Compound,
     /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values. The variant contains the member of the body that causes this.
+    /// Servers may read different values, because the member with this name occurs more than once.
     Ambiguous(Box<str>),
 }
 
@@ -187,7 +187,7 @@ impl Collector {
             (element.rpc, element.rpc_base) = (self.rpc_bits(), 1);
         }
         for bit in bits(array.matching) {
-            // RFC 6901 §4: an array index has no leading zeros.
+            // Reject an array index with leading zeros (RFC 6901 §4).
             let is_index = |segment: &str| {
                 segment.parse() == Ok(index)
                     && !(segment.len() > 1 && segment.starts_with('0'))
@@ -207,7 +207,7 @@ impl Collector {
         }
         let value = value();
         for index in bits(position.matching).filter(|index| self.pointers[*index].depth() == position.depth) {
-            // An ambiguous value stays ambiguous.
+            // Do not replace the value if it is already ambiguous.
             self.values[index].get_or_insert_with(|| value.clone());
         }
         if let Some(messages) = &mut self.messages {
@@ -260,7 +260,8 @@ enum Spelling {
     Different,
 }
 
-/// Return a text without case. Some servers fold `ſ` to `s` and the Kelvin sign to `k`, as Unicode does.
+/// Return a text without case. Fold case as Unicode does, because some servers do: `ſ` becomes `s`, and the Kelvin sign
+/// becomes `k`.
 pub fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
     text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
 }
@@ -389,7 +390,7 @@ pub const MAX_SEGMENTS: usize = 16;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonPointer {
     text: Box<str>,
-    /// Without escapes.
+    /// The segments of the pointer, with escape sequences decoded.
     segments: Box<[Box<str>]>,
 }
 
@@ -399,7 +400,7 @@ impl JsonPointer {
     pub fn parse(text: &str) -> Option<Self> {
         let mut segments = Vec::new();
         for segment in text.strip_prefix('/')?.split('/') {
-            // RFC 6901 §3: `~` is always followed by 0 or 1.
+            // Reject `~` that is not followed by 0 or 1 (RFC 6901 §3).
             let mut parts = segment.split('~').skip(1);
             if !parts.all(|part| part.starts_with(['0', '1'])) {
                 return None;
@@ -514,7 +515,7 @@ mod tests {
             let _ = read(&bytes, &pointers(&["/a", "/0/b"]), true);
         }
 
-        /// The value is the same as when the whole document is read, wherever it is.
+        /// The value at a pointer is the same as in a document that serde_json has parsed, wherever the value is.
         #[test]
         fn value_agrees_with_serde_json(before in "[b-z]{1,4}", text in "\\PC{0,20}", index in 0..4usize) {
             let mut elements = vec![serde_json::json!({ "b": 1 }); 4];

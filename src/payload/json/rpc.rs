@@ -49,7 +49,7 @@ pub enum RpcError {
     /// The batch has too many messages.
     #[error("the JSON-RPC batch has more than {MAX_BATCH} messages")]
     LongBatch,
-    /// A member that determines the limit is invalid.
+    /// A member that determines the tool or method is invalid.
     #[error("`{0}` of the JSON-RPC message {1}")]
     Member(&'static str, String),
     /// An MCP header does not match the body.
@@ -69,7 +69,7 @@ impl RpcError {
     }
 }
 
-/// A message.
+/// A JSON-RPC message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
     /// The method. `None` if the message is a response to a request of the server.
@@ -96,7 +96,7 @@ impl Message {
 /// The messages of a body.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Messages {
-    /// At least one message.
+    /// The messages. The list is not empty.
     pub list: Vec<Message>,
     /// Whether the messages are a batch.
     pub is_batch: bool,
@@ -107,11 +107,11 @@ pub struct Messages {
 /// Which messages of a request a limit counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountedMessages {
-    /// Calls of tools.
+    /// The limit counts calls of MCP tools.
     ToolCalls,
-    /// Messages with a method.
+    /// The limit counts messages with a method.
     Methods,
-    /// All messages.
+    /// The limit counts all messages.
     All,
 }
 
@@ -137,7 +137,7 @@ pub(super) struct MessageReader {
 
 impl MessageReader {
     pub(super) fn found(&mut self, index: usize, value: JsonValue) {
-        // An ambiguous value stays ambiguous.
+        // Do not replace the value if it is already ambiguous.
         if !matches!(self.members[index], Some(JsonValue::Ambiguous(_))) {
             self.members[index] = Some(value);
         }
@@ -162,7 +162,8 @@ impl MessageReader {
 
     pub(super) fn end_batch(&mut self) {
         self.messages.is_batch = true;
-        // JSON-RPC 2.0 §6: a response to a whole batch has no id, because it belongs to no single message.
+        // Return no id for a batch, because an error for the whole batch belongs to no single message (JSON-RPC 2.0
+        // §6).
         self.messages.id = Value::Null;
         if self.messages.list.is_empty() {
             self.error.get_or_insert(RpcError::EmptyBatch);
@@ -225,7 +226,7 @@ fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcE
 pub fn error_body(id: &Value, code: i32, message: &str, data: &Value) -> Vec<u8> {
     let error = serde_json::json!({ "code": code, "message": message, "data": data });
     let mut body = serde_json::json!({ "jsonrpc": "2.0", "id": id, "error": error }).to_string().into_bytes();
-    // For terminals.
+    // End the body with a line break for users who read it in a terminal.
     body.push(b'\n');
     body
 }
@@ -291,13 +292,13 @@ fn mirrored_name(message: &Message) -> Option<&str> {
     match message.method.as_deref()? {
         TOOLS_CALL | "prompts/get" => message.name.as_deref(),
         "resources/read" => message.uri.as_deref(),
-        // These methods belong to the MCP extension for tasks (SEP-2663).
+        // The task methods are defined by the MCP extension for tasks (SEP-2663).
         "tasks/get" | "tasks/update" | "tasks/cancel" => message.task_id.as_deref(),
         _ => None,
     }
 }
 
-/// Return the value of a header.
+/// Return the value of a header that may occur only once.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<Option<&'h str>, RpcError> {
     let mut lines = headers.get_all(name).iter();
     let Some(first) = lines.next() else { return Ok(None) };
@@ -436,7 +437,7 @@ mod tests {
             (old, &[], ""),
             (old, &[("mcp-protocol-version", "2025-11-25")], ""),
             (old, &[V], "Mcp-Method header is missing"),
-            // A header that is not required must still match, because another server may trust it.
+            // Check a header even if it is not required, because another server may trust it.
             (old, &[("mcp-name", "b")], "Mcp-Name header does not match"),
             (old, &[("mcp-method", "tools/list")], "Mcp-Method header does not match"),
             (r#"{"method":"notifications/x"}"#, &[V], ""),

@@ -99,13 +99,13 @@ pub struct JsonScanner {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Token {
-    /// Between two tokens.
+    /// The scanner is between two JSON tokens.
     Between,
     Key,
     KeyEscape,
     Text,
     TextEscape,
-    /// A number, `true`, `false` or `null`.
+    /// The scanner is within a number, `true`, `false` or `null`.
     Scalar,
     /// The text is not JSON, or is nested too deeply.
     Malformed,
@@ -122,7 +122,8 @@ struct Captured {
 #[derive(Debug, Clone, Copy)]
 struct Key {
     bytes: [u8; MAX_KEY],
-    /// `None` if the key is too long or has escape sequences, so that it is equal to no key of the paths.
+    /// The key that is being collected. `None` if it is too long or has escape sequences, so that it cannot be equal to
+    /// a key of the paths.
     length: Option<usize>,
 }
 
@@ -193,7 +194,7 @@ impl JsonScanner {
                     match (text.get(end), self.token) {
                         (None, _) => at = end,
                         (Some(b'"'), Token::Key) if is_whole_key => {
-                            // A key that is contained in one chunk is not copied.
+                            // Compare the key without copying it, because the whole key is in this chunk.
                             self.end_key(Some(&text[start..end]).filter(|key| key.len() <= MAX_KEY));
                         }
                         (Some(b'"'), Token::Key) => {
@@ -217,8 +218,8 @@ impl JsonScanner {
                 }
                 Token::KeyEscape => self.token = Token::Key,
                 Token::TextEscape => {
-                    // The four digits after `\u` are counted as text. Four hexadecimal digits stand for a character of
-                    // about 3 bytes.
+                    // Subtract one for `\u`: its four hexadecimal digits are counted as text, but stand for a character
+                    // of about 3 bytes.
                     self.text_length += if byte == b'u' { -1 } else { 1 };
                     self.token = Token::Text;
                 }

@@ -31,7 +31,7 @@ pub struct RequestInfo {
     pub is_background: bool,
     /// Maxima of output tokens of each choice.
     pub bounds: OutputBounds,
-    /// Number of choices.
+    /// Number of alternative outputs (choices) that the client requests.
     pub choices: u64,
     /// Length of the body in bytes, without images and audio.
     pub text_bytes: u64,
@@ -41,7 +41,7 @@ pub struct RequestInfo {
     pub audio: u64,
 }
 
-/// Maxima of output tokens by their place in the request body. `None` if the request has none there.
+/// The maximum numbers of output tokens in a request body, by their position. `None` if the position has no maximum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OutputBounds {
     /// The largest maximum at the root, as for OpenAI and Anthropic.
@@ -80,9 +80,9 @@ pub enum RequestError {
 pub struct InputEstimate {
     /// Number of bytes of text per token.
     pub bytes_per_token: u64,
-    /// Tokens of an image.
+    /// Estimated tokens of an image.
     pub image: u64,
-    /// Tokens of an audio part.
+    /// Estimated tokens of an audio part.
     pub audio: u64,
     /// Output tokens of a choice if the request has no maximum.
     pub default_output: u64,
@@ -238,7 +238,7 @@ struct Reader {
     media_bytes: u64,
     /// Number of prompts of a request to Completions.
     prompts: u64,
-    /// Keys that have been read, as bits by [`Known`].
+    /// Bit set of the keys that have been read. Each [`Known`] key has one bit.
     seen: u32,
     /// The first error in a key that determines the cost.
     error: Option<String>,
@@ -256,7 +256,7 @@ enum Place {
     Options,
     /// `stream_options` of OpenAI.
     StreamOptions,
-    /// In the messages: only there are images and audio.
+    /// The value is in the messages, which are the only place for images and audio.
     Content,
     /// `image_url` of OpenAI.
     ImageUrl,
@@ -328,7 +328,7 @@ const KNOWN_KEYS: [(Place, &str, Known); 22] = [
 /// A key that determines the cost, or that a server may read as one.
 enum KeyMatch {
     Known(Known),
-    /// In the spelling that is documented, this would be such a key. Some servers ignore case and `_`.
+    /// A key that differs from a documented spelling only in case or `_`. Some servers ignore these differences.
     OtherSpelling(&'static str),
     Other,
 }
@@ -358,7 +358,7 @@ fn place_of(parent: Place, key: &str) -> Place {
         }
         (Place::Root | Place::Content, "images") => Place::Images,
         (Place::ImageUrl, "url") => Place::ImageUrl,
-        // The arguments and results of tools are text.
+        // Count the arguments and results of tools as text, never as images or audio.
         (Place::Content, "input" | "args" | "response" | "arguments") => Place::Elsewhere,
         (Place::Content, "image_url" | "imageUrl") => Place::ImageUrl,
         (Place::Content, "input_audio") => Place::InputAudio,
@@ -377,12 +377,12 @@ enum Found<'de> {
     Bool(bool),
     /// An integer, which saturates at the maximum of its type. `None` if the integer is negative.
     Count(Option<u64>),
-    /// Another number.
+    /// A number that is not a count.
     Fraction,
     Text(Cow<'de, str>),
     /// A string without spaces that may be an image or audio, with its length.
     Base64(u64),
-    /// An array. Number of elements that are strings or arrays.
+    /// An array, with the number of its elements that are strings or arrays.
     Array(u64),
     Object,
 }
@@ -460,7 +460,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_i64<E>(self, value: i64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
-        // serde_json calls this function only for negative integers.
+        // A negative integer: serde_json calls this function only for negative integers.
         Ok(Found::Count(None))
     }
 
@@ -582,7 +582,7 @@ impl Reader {
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::Background, Found::Bool(is_background)) => self.info.is_background = is_background,
             (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = includes,
-            // For Ollama and llama.cpp, a negative number means that there is no maximum.
+            // Treat a negative number as no maximum, as Ollama and llama.cpp do.
             (Known::NumPredict | Known::NPredict, Found::Count(None)) => {}
             (
                 Known::MaxTokens
@@ -592,7 +592,7 @@ impl Reader {
                 | Known::NPredict
                 | Known::GenerationMaxOutputTokens
                 | Known::NumPredict,
-                // For some servers, 0 means that there is no maximum.
+                // Treat 0 as no maximum, as some servers do.
                 Found::Count(Some(0)),
             ) => {}
             (
@@ -625,7 +625,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Record the first error. The rest of the body is read nevertheless, for the values of other features.
+    /// Record the first error, and continue to read the body, because routes and identities need its values.
     fn fail(&mut self, message: String) {
         self.error.get_or_insert(message);
     }
@@ -870,7 +870,7 @@ mod tests {
             let _ = inspect(&bytes);
         }
 
-        /// The maximum is found whatever other keys the body has.
+        /// The maximum is found regardless of the other keys in the body.
         #[test]
         fn bound_is_found_among_other_keys(bound in any::<u32>(), text in "\\PC{0,40}", position in 0..3usize) {
             let mut entries = vec![format!("\"messages\":[{}]", serde_json::to_string(&text).unwrap()), "\"a\":{\"b\":[1]}".to_owned()];
@@ -879,7 +879,7 @@ mod tests {
             prop_assert_eq!(inspect(body.as_bytes()).unwrap().bounds.root, Some(u64::from(bound)).filter(|bound| *bound > 0));
         }
 
-        /// The changed body is what serde_json would make of it.
+        /// The changed body is equal to the document that serde_json produces with the same change.
         #[test]
         fn usage_option_changes_nothing_else(
             keys in proptest::collection::vec("stream_options|[a-c\"\\\\{}]{1,3}", 1..5),

@@ -12,9 +12,9 @@ use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
 /// Where a response reports its usage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UsageFormat {
-    /// The formats of all supported providers.
+    /// The usage has the format of any supported provider.
     Auto,
-    /// Paths that the configuration sets.
+    /// The usage is at paths that the configuration sets.
     Paths {
         /// Paths of the token counts.
         paths: Arc<[JsonPath]>,
@@ -60,7 +60,7 @@ static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
 /// The usage of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeasuredUsage {
-    /// The tokens.
+    /// The numbers of tokens.
     pub usage: TokenUsage,
     /// Whether a count was estimated because the provider did not report it.
     pub is_estimated: bool,
@@ -83,7 +83,7 @@ pub struct ResponseMeter {
     tally: Tally,
 }
 
-/// The usage that was counted so far.
+/// The token usage that was found in the response so far.
 #[derive(Debug)]
 struct Tally {
     format: UsageFormat,
@@ -191,7 +191,7 @@ impl ResponseMeter {
             return None;
         }
         let mut usage = reported.unwrap_or_default();
-        // Every request has input tokens, so zero means that the provider did not report them.
+        // Use the estimate if the reported input is 0, because every request has input tokens.
         let has_input = usage.input > 0;
         if !has_input {
             usage.input = input;
@@ -248,7 +248,7 @@ impl JsonSink for Tally {
         }
         let Some(usage) = usage else { return };
         let reported = self.reported.unwrap_or_default();
-        // Gemini reports the output only with its last chunks. Anthropic sends a first count at the start.
+        // Compare with the text, because a report may be early: Anthropic sends a first count at the start of a stream.
         if usage.output > 0 && usage.output >= reported.output {
             self.unreported_output = 0;
         }
@@ -263,7 +263,7 @@ pub fn is_usage_event(event: &[u8]) -> bool {
         choices: Vec<IgnoredAny>,
         usage: Option<IgnoredAny>,
     }
-    // Most events have choices, and need not be parsed.
+    // Parse only events that contain `[]`, because most events have choices.
     if memmem::find(event, b"[]").is_none() {
         return false;
     }
@@ -299,7 +299,7 @@ enum Line {
     /// In the data, after its first byte, which may be a space to skip.
     Data,
     DataStart,
-    /// Another field, or a comment.
+    /// The line is another field of an event, or a comment.
     Other,
 }
 

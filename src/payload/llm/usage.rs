@@ -59,21 +59,21 @@ pub fn parse_count(json: &[u8]) -> Option<u64> {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct UsageObject {
-    // OpenAI Chat Completions.
+    // Fields of OpenAI Chat Completions.
     prompt_tokens: Count,
     completion_tokens: Count,
     total_tokens: Count,
     prompt_tokens_details: Option<Details>,
-    // DeepSeek.
+    // Field of DeepSeek.
     prompt_cache_hit_tokens: Count,
-    // OpenAI Responses, Anthropic.
+    // Fields of OpenAI Responses and Anthropic.
     input_tokens: Count,
     output_tokens: Count,
     input_tokens_details: Option<Details>,
-    // Anthropic, in addition to `input_tokens`.
+    // Anthropic reports these tokens in addition to `input_tokens`.
     cache_creation_input_tokens: Count,
     cache_read_input_tokens: Count,
-    // Gemini.
+    // Fields of Gemini.
     #[serde(rename = "promptTokenCount")]
     prompt_token_count: Count,
     #[serde(rename = "toolUsePromptTokenCount")]
@@ -84,7 +84,7 @@ struct UsageObject {
     candidates_token_count: Count,
     #[serde(rename = "thoughtsTokenCount")]
     thoughts_token_count: Count,
-    // Cohere.
+    // Fields of Cohere.
     billed_units: Option<Units>,
     tokens: Option<Units>,
 }
@@ -216,7 +216,7 @@ pub struct Weights {
     pub input: u64,
     /// An input token that was read from the provider's cache.
     pub cached_input: u64,
-    /// A token of the output.
+    /// Weight of an output token.
     pub output: u64,
 }
 
@@ -232,13 +232,13 @@ impl Weights {
     pub fn cost(&self, usage: TokenUsage) -> u64 {
         let cached = usage.cached_input.min(usage.input);
         let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
-        // Each product is less than 2^94: a count has 64 bits, and a weight has 30 bits.
+        // The sum cannot overflow: each product is less than 2^94, because a count has 64 bits and a weight has 30
+        // bits.
         let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
         u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
-    /// Return the cost of a request before its response. The function assumes that no input token is cheaper than
-    /// another.
+    /// Return the cost of a request before its response. The function assumes that no input token is cached.
     pub fn reservation(&self, input: u64, output: u64) -> u64 {
         let input_weight = self.input.max(self.cached_input);
         Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
@@ -269,7 +269,7 @@ impl ModelWeights {
 pub struct NamePattern(Box<str>);
 
 impl NamePattern {
-    /// Create a pattern.
+    /// Create a pattern for names of models.
     pub fn new(text: &str) -> Self {
         NamePattern(text.into())
     }
@@ -292,7 +292,7 @@ impl NamePattern {
         let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
         let Some(last) = parts.next_back() else { return rest.is_empty() };
         for part in parts {
-            // Using the leftmost occurrence leaves the most text for the parts that follow.
+            // Use the leftmost occurrence, which leaves the most text for the following parts.
             let Some(at) = rest.find(part) else { return false };
             rest = &rest[at + part.len()..];
         }
@@ -310,17 +310,17 @@ const MAX_FINAL_CHOICES: u64 = 128;
 pub enum Provider {
     /// OpenAI, and the many APIs that are compatible with it.
     OpenAi,
-    /// Anthropic Messages.
+    /// The Messages API of Anthropic.
     Anthropic,
-    /// Gemini.
+    /// The API of Google Gemini.
     Gemini,
-    /// Ollama.
+    /// The API of Ollama.
     Ollama,
 }
 
 impl Provider {
-    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the header
-    /// `anthropic-version`.
+    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the
+    /// header `anthropic-version`.
     pub fn from_request(path: &str, is_anthropic: bool) -> Self {
         let last = operation(path);
         if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
@@ -350,7 +350,7 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                // The Completions API, which preceded Chat Completions.
+                // The older Completions API, whose events differ from Chat Completions.
                 let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
@@ -374,8 +374,8 @@ impl Provider {
         }
     }
 
-    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the exceeded
-    /// limit, if a limit is exceeded.
+    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the
+    /// exceeded limit, if a limit is exceeded.
     pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
         let body = match self {
             Provider::OpenAi => {
@@ -398,7 +398,7 @@ impl Provider {
             Provider::Ollama => json!({ "error": message }),
         };
         let mut bytes = body.to_string().into_bytes();
-        // For terminals.
+        // End the body with a line break for users who read it in a terminal.
         bytes.push(b'\n');
         bytes
     }
@@ -505,7 +505,7 @@ mod tests {
         ] {
             assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
         }
-        // Three parts of one third each cost one, not three.
+        // The sum is rounded once: three costs of one third are 1, not 3.
         let thirds = Weights { input: 333, cached_input: 333, output: 334 };
         assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
     }

@@ -50,12 +50,13 @@ pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
 
 fn loop_issue(route: &Route) -> (String, String) {
     let message = format!(
-        "`{}` redirects to a request that matches it again: clients follow the loop until they give up",
+        "`{}` redirects to a request that matches it again: clients follow the redirects until they reach their \
+         maximum",
         route.name
     );
     let hint = match &route.action {
         RouteAction::Redirect(redirect) if matches!(redirect.to, RedirectTarget::Scheme { .. }) => {
-            "name the other listeners only: listeners = [\"…\"], with the `name` of a [[listener]]"
+            "list only the other listeners in listeners = [\"…\"], by the `name` of each [[listener]]"
         }
         _ => "redirect to a path or host that another route matches",
     };
@@ -82,7 +83,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
             find(config, host, request, listener).is_some_and(|found| found.index == route.index)
         };
         if !is_found(&sample.host, &request, listener) {
-            // Another route takes precedence for this request.
+            // Skip the request if another route takes precedence for it.
             return false;
         }
         let Ok(response) = redirect.response(&request, &route.path_pattern, &path) else { return false };
@@ -104,7 +105,7 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     let of_scheme = |index: &usize| config.listeners[*index].tls.is_some() == (scheme == "https");
     let mut listeners: Vec<_> = (0..config.listeners.len()).filter(of_scheme).collect();
     let has_port = |index: &usize| config.listeners[*index].address.port() == port;
-    // If no listener has the default port, another port is probably mapped to the default port.
+    // Return all listeners if none has the default port, because another port is probably mapped to the default port.
     if location.port().is_some() || listeners.iter().any(has_port) {
         listeners.retain(has_port);
     }
@@ -167,7 +168,7 @@ fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, 
 enum Protection<'r> {
     /// The route has a limit that denies requests.
     Limit(&'r str),
-    /// The route has `require`.
+    /// The route requires credentials with `require`.
     Credential,
 }
 
@@ -178,7 +179,7 @@ fn protections(route: &Route) -> impl Iterator<Item = Protection<'_>> {
     requires_credential.then_some(Protection::Credential).into_iter().chain(limits)
 }
 
-/// Return a protection that `route` has and `other` lacks, if both lead to the same upstream.
+/// Return a protection (a limit or `require`) that `route` has and `other` lacks, if both lead to the same upstream.
 fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>> {
     let (RouteAction::Forward(upstreams), RouteAction::Forward(others)) = (&route.action, &other.action) else {
         return None;
@@ -206,7 +207,7 @@ fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<Rout
     };
     let mut by_route: Vec<Vec<RouteCandidate<'_>>> = config.routes.iter().map(|_| Vec::new()).collect();
     for candidate in config.table.candidates(&request) {
-        // Leave out the redirects to the other form of the trailing slash, which have the index of their route.
+        // Omit the candidates that only redirect to the other form of the trailing slash.
         if std::sync::Arc::ptr_eq(candidate.target, &config.routes[candidate.target.index]) {
             by_route[candidate.target.index].push(candidate);
         }
@@ -244,7 +245,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// Return `None` if the request would need a value that matches a regular expression.
+    /// Return `None` if a condition is a regular expression, for which no matching value is known.
     fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
         let host = match candidate.host.as_deref() {
             None => ANY_HOST.to_owned(),

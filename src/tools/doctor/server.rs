@@ -48,8 +48,8 @@ pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Op
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // A successful connection does not prove that the server is Redis, because without a password nothing has been
-    // exchanged.
+    // Send HELLO, because a successful connection does not prove that the server is Redis: without a password, nothing
+    // has been exchanged.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -144,7 +144,7 @@ pub(super) async fn check_round_trip(
     );
     Ok(if median >= store_timeout {
         check.with_status(Status::Failed).with_advice(format!(
-            "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
+            "Redis replies later than store.timeout, so most checks follow on_store_error; {advised_timeout}"
         ))
     } else if store_timeout < median * TIMEOUT_HEADROOM {
         check
@@ -169,8 +169,8 @@ fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// Compare the clock of Redis with the local clock. The result is never a warning, because limits use only the time of
-/// Redis.
+/// Compare the clock of Redis with the local clock. A difference is never a warning, because limits use only the time
+/// of Redis.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
@@ -225,9 +225,10 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
             let check =
                 Check::ok("memory", format!("{} of {} used ({percent} %)", format_mib(used), format_mib(max_bytes)));
             if percent >= 80 {
-                check
-                    .with_status(Status::Warning)
-                    .with_advice("raise maxmemory: a full Redis rejects every request whose state it must write")
+                check.with_status(Status::Warning).with_advice(
+                    "raise maxmemory, because a full Redis rejects writes, and requests that would be \
+                                  charged follow on_store_error",
+                )
             } else {
                 check
             }
@@ -262,7 +263,7 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     }
     let advice = "use noeviction, on an instance for limits only: CONFIG SET maxmemory-policy noeviction";
     if max_bytes == 0 {
-        let found = format!("the policy {policy} evicts nothing while maxmemory is not set");
+        let found = format!("the policy {policy} evicts no keys while maxmemory is not set");
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
@@ -285,7 +286,7 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
         format!("{} evicted since the start of the server or CONFIG RESETSTAT", pluralize(evicted, "key")),
     );
     Ok(if evicted > 0 {
-        let advice = "limits may have been among them: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
+        let advice = "the evicted keys may contain limits: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
@@ -330,7 +331,7 @@ pub(super) async fn check_persistence(
         ));
     }
     let Some(overrides) = override_count(connection, prefix).await? else {
-        return Ok(Check::ok("persistence", "not needed: the overrides are on another node"));
+        return Ok(Check::ok("persistence", "not needed on this node, because another node stores the overrides"));
     };
     let check = Check::ok("persistence", format!("none; {} stored", pluralize(overrides, "override")));
     Ok(if can_set_overrides || overrides > 0 {
@@ -355,7 +356,8 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
 
 /// Check the time after which the server replies BUSY while a script runs.
 pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
-    // Since Redis 7.0 the setting is called busy-reply-threshold, but all versions know the name used here.
+    // Use the older name of the setting, which all versions know. Since Redis 7.0, it is also called
+    // busy-reply-threshold.
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
@@ -451,7 +453,8 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // The status is failed instead of skipped, because the gateway also needs EVAL.
+            // Report a failure instead of a skipped check if EVAL is not permitted, because the gateway needs EVAL as
+            // well.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -462,7 +465,7 @@ pub(super) async fn check_permissions(
         return Ok(Check::skipped("permissions", "the server sent an unexpected reply"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::skipped("permissions", "this server cannot check permissions; Redis can from 7.0 on"));
+        return Ok(Check::skipped("permissions", "this server cannot check permissions, which requires Redis 7.0"));
     };
     let missing: Vec<_> =
         refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
@@ -506,12 +509,12 @@ fn required_commands(rules: &[Rule], counts_usage: bool) -> Vec<&'static str> {
     commands
 }
 
-/// Write a command in the form of a rule of `ACL SETUSER`.
+/// Return a command in the syntax of `ACL SETUSER`, such as `+config|get`.
 fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
-        // The user may lack the permission for the command or for the key.
+        // Name both permissions, because the user may lack the permission for the command or for the key.
         ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
@@ -536,7 +539,7 @@ pub(super) async fn check_scripts(
                 .with_status(Status::Failed)
                 .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // A script that is called without keys replies with the error RLARG and changes nothing.
+        // Call each script without keys: it then replies with the error RLARG and changes nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
@@ -546,7 +549,8 @@ pub(super) async fn check_scripts(
             }
         }
     }
-    // Redis loses all scripts at a restart. The gateway loads them again when it receives NOSCRIPT.
+    // NOSCRIPT is essential: Redis loses all scripts at a restart, and the gateway loads them again when it receives
+    // NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
@@ -558,7 +562,7 @@ pub(super) async fn check_scripts(
     Ok(Check::ok(
         "scripts",
         format!(
-            "{} loaded and replying; an unknown one gets NOSCRIPT",
+            "{} loaded and replying; an unknown script gets NOSCRIPT",
             pluralize(all_scripts(algorithms).count() as u64, "script")
         ),
     ))
@@ -575,7 +579,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // `run_checks` has verified that the server is of the configured kind.
+    // This code is not reached, because `run_checks` has verified that the server is of the configured kind.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;

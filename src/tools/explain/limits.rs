@@ -27,7 +27,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 
-/// Turn the verdict of a peek into the decision of a check. If the request is admitted, the cost is subtracted from
+/// Convert the verdict of a peek into the decision of a check. If the request is admitted, the cost is subtracted from
 /// `remaining`.
 pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
@@ -42,9 +42,9 @@ pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, 
 
 fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     let tokens = match check.deferred {
-        // The cost is charged after the response.
+        // Subtract nothing, because the cost is charged after the response.
         Deferred::Charge => 0,
-        // A charge is one concurrency permit, whatever the cost is.
+        // A request takes one concurrency permit, regardless of its cost.
         Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
         Deferred::Nothing | Deferred::Refund | Deferred::Settle => check.cost,
     };
@@ -104,7 +104,7 @@ pub(super) fn limit_reports(
     reports.collect()
 }
 
-/// Report the limits whose identity is missing as skipped, because the request is rejected for its credential.
+/// Report limits as skipped if their identity is missing because the request is rejected for its credential.
 pub(super) fn skip_without_credential(reports: &mut [LimitReport]) {
     for report in reports.iter_mut().filter(|report| report.error.is_some()) {
         report.error = None;
@@ -150,7 +150,7 @@ fn identity_part_reports(
     identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
 }
 
-/// Return the header that contained the API key.
+/// Return a text that names the header with the API key.
 fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
     match attributes.credentials.api_key_header() {
         Some(header) => format!("the header `{header}`"),
@@ -210,8 +210,7 @@ pub trait Counters {
 
     /// Decide checks without a charge.
     ///
-    /// # Errors
-    /// An error if the counters cannot be read.
+    /// # Errors An error if the counters cannot be read.
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable>;
 }
 
@@ -250,8 +249,7 @@ impl RedisCounters {
     /// Connect to the Redis store of the configuration and read its overrides. Return `None` if the configuration has
     /// no Redis store.
     ///
-    /// # Errors
-    /// An error if the tokio runtime cannot be created.
+    /// # Errors An error if the tokio runtime cannot be created.
     pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
         let key = overrides::hash_key(&settings.prefix);
@@ -260,7 +258,7 @@ impl RedisCounters {
         let (store, overrides) = tokio_runtime.block_on(async {
             let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
             let overrides = empty_overrides(config);
-            // If the store is unreachable, `peek` reports it.
+            // Ignore a connection error here, because `peek` reports an unreachable store.
             let _ = overrides.refresh(&store, &key).await;
             (store, overrides)
         });

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde::Serialize;
 
-/// A report that says how the gateway would handle a request. The fields are those that `explain --json` prints.
+/// A report on how the gateway would handle a request. The fields are those that `explain --json` prints.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     /// The method of the request.
@@ -31,7 +31,7 @@ pub struct Explanation {
     pub access: Vec<AccessReport>,
     /// The CORS policy of the route. `None` if the route has no CORS policy.
     pub cors: Option<CorsReport>,
-    /// Name of the store.
+    /// The name of the store.
     pub store: String,
     /// The reason why the counters were not read. `None` if the counters were read.
     pub counters_unavailable: Option<String>,
@@ -87,7 +87,7 @@ pub struct OtherRoute {
     /// The condition that does not match: `host`, `path`, `listener`, `method`, `header` or `query`. `specific` if the
     /// route matches, but another one is more specific.
     pub mismatch: &'static str,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 
@@ -98,7 +98,7 @@ pub struct AccessReport {
     pub rule: &'static str,
     /// Whether the rule allows the client.
     pub allowed: bool,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 
@@ -123,7 +123,7 @@ pub struct AuthReport {
     /// One of `absent`, `foreign` (the credential is not for this provider), `valid`, `invalid`, `forbidden`,
     /// `unavailable`, `pending` (an authentication server decides) and `not_checked`.
     pub result: &'static str,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 
@@ -142,7 +142,7 @@ pub struct LimitReport {
     pub error: Option<String>,
     /// The identity as a keyed hash, which is the same as in the access log.
     pub identity: Option<String>,
-    /// The parts of the identity.
+    /// The parts of the identity that the limit counts.
     pub parts: Vec<IdentityPartReport>,
     /// The quota that applies to this request.
     pub effective_quota: Option<EffectiveQuota>,
@@ -170,7 +170,7 @@ pub struct IdentityPartReport {
 pub struct EffectiveQuota {
     /// Where the quota comes from: `standard`, `tier NAME`, `consumer NAME` or `override`.
     pub source: String,
-    /// The number of tokens per time.
+    /// The number of tokens per period.
     pub quota: String,
     /// The unit of the quota, such as `requests`.
     pub unit: String,

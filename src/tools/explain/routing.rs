@@ -32,7 +32,7 @@ type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 /// The comparison of all routes with a request.
 pub(super) struct Comparison<'r> {
     config: &'r CompiledConfig,
-    /// The chosen route, if there is one.
+    /// The route that the request uses, if any route matches.
     winner: Option<RouteCandidate<'r>>,
     /// The other routes, the closest match first.
     others: Vec<RouteCandidate<'r>>,
@@ -146,7 +146,7 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
     format!("the route matches, but {better} has more conditions")
 }
 
-// Functions for the forwarded request.
+// The explanation of the forwarded request.
 
 /// Placeholder for a request id, which the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
@@ -176,7 +176,8 @@ pub(super) fn upstream_report(
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
-    // The certificate of the client is unknown here, so the report only shows that headers from clients are removed.
+    // Report the headers with the client certificate only as removed, because the certificate of the client is unknown
+    // here.
     let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
     let request_info = UpstreamRequestInfo {
         credentials,
@@ -230,7 +231,7 @@ pub(super) fn upstream_report(
     }
 }
 
-// Functions for the response.
+// Functions that explain the response.
 
 /// Return whether the header changes set a header to a value of the configuration, which may be a secret.
 fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
@@ -310,7 +311,7 @@ fn gateway_response(
     is_configured: impl Fn(&str) -> bool,
 ) -> ResponseReport {
     let (parts, body) = response.into_parts();
-    // Bodies that the gateway generates are complete at once, so one poll suffices.
+    // Poll the body once, because bodies that the gateway generates are complete at once.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
     ResponseReport {
         source: "gateway",

@@ -36,13 +36,13 @@ pub struct LogEntry<'l> {
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
     /// Whether `client` is the address of the client instead of the address of the peer.
     pub is_client_resolved: bool,
-    /// The name of the route, if the log has it.
+    /// The name of the route, if the log contains it.
     pub route: Option<Cow<'l, str>>,
     /// The costs in the log, for each limit.
     pub costs: Vec<(Cow<'l, str>, u64)>,
     /// Whether the gateway responded without a check of limits.
     pub is_unchecked: bool,
-    /// Share of such requests that the gateway logged. `None` means all requests.
+    /// Share of the successful requests that the gateway logged. `None` means all requests.
     pub sample_rate: Option<f64>,
 }
 
@@ -55,35 +55,35 @@ pub struct FieldMapping {
     pub header: HeaderName,
 }
 
-/// The parts of a request that a log contains.
+/// The parts of a request that logs of a format contain.
 #[derive(Debug, Clone)]
 pub struct FormatCapabilities {
     /// The address of the client, or of the last proxy before the gateway.
     pub client: bool,
-    /// The host that the client requested.
+    /// Whether logs contain the host that the client requested.
     pub host: bool,
-    /// The query string.
+    /// Whether logs contain the query string.
     pub query: bool,
-    /// The subject of the client certificate.
+    /// Whether logs contain the subject of the client certificate.
     pub certificate_subject: bool,
-    /// The duration of the request.
+    /// Whether logs contain the duration of the request.
     pub duration: bool,
-    /// The status of the response.
+    /// Whether logs contain the status of the response.
     pub status: bool,
-    /// The request headers.
+    /// The request headers that logs contain.
     pub headers: LoggedHeaders,
-    /// The matched route.
+    /// Whether logs contain the matched route.
     pub route: bool,
-    /// The identity hashes of each limit.
+    /// Whether logs contain the identity hashes of each limit.
     pub identity_hashes: bool,
 }
 
 /// The request headers that a log may contain.
 #[derive(Debug, Clone)]
 pub enum LoggedHeaders {
-    /// Only these headers.
+    /// A log contains only these headers.
     Listed(Vec<HeaderName>),
-    /// All headers except those that carry credentials.
+    /// A log contains all headers except those that carry credentials.
     NonSecret,
 }
 
@@ -110,7 +110,7 @@ pub enum LineError {
     #[error("missing or invalid time")]
     InvalidTime,
     /// A line of a CloudFront log before the `#Fields` line.
-    #[error("a `#Fields` line is missing before it")]
+    #[error("no `#Fields` line precedes this line")]
     MissingFieldsLine,
     /// The line is longer than 1 MiB.
     #[error("longer than 1 MiB")]
@@ -120,7 +120,7 @@ pub enum LineError {
 /// A log format, with the state of its parser.
 #[derive(Debug, Clone)]
 pub enum Format {
-    /// Common, combined, ALB, or an nginx `log_format`.
+    /// The common or combined format, AWS ALB logs, or an nginx `log_format`.
     Template(Box<NginxFormat>),
     /// CloudFront standard logs.
     CloudFront(CloudFrontFormat),
@@ -136,8 +136,7 @@ pub const FORMAT_NAMES: [&str; 6] = ["common", "combined", "caddy", "alb", "clou
 impl Format {
     /// Return the format with this name, or parse the text as an nginx `log_format`.
     ///
-    /// # Errors
-    /// An error if the text is neither, or if the `log_format` lacks the time or the request.
+    /// # Errors An error if the text is neither, or if the `log_format` lacks the time or the request.
     pub fn from_name(name: &str) -> Result<Format, FormatError> {
         let template = |text| NginxFormat::new(text).map(|template| Format::Template(Box::new(template)));
         match name {
@@ -155,7 +154,7 @@ impl Format {
     /// Detect the format, which is the format that parses most of these lines and at least more than half of them. Also
     /// return the name of the format.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
-        // `combined` is before `common`, which also parses combined lines.
+        // Try `combined` before `common`, because the parser of `common` also accepts combined lines.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
@@ -169,20 +168,19 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // `max_by_key` returns the last maximum. In the reversed order, this is the first format.
+        // Reverse the order, because `max_by_key` returns the last maximum, and the first format must win.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
 
     /// Map log fields to request headers. `sample` is the first lines of the log.
     ///
-    /// # Errors
-    /// An error if the log has no field of this name. The error contains the name and the fields of the log.
+    /// # Errors An error if the log has no field of this name. The error contains the name and the fields of the log.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
             Format::CloudFront(cloudfront) => cloudfront.map_fields(mappings, sample),
-            // The lines of JSON logs may have different fields, so look up the fields in each line.
+            // Look up the fields in each line, because the lines of JSON logs may have different fields.
             Format::Caddy(CaddyFormat { mappings: own_mappings, .. })
             | Format::Native(NativeFormat { mappings: own_mappings, .. }) => {
                 own_mappings.extend_from_slice(mappings);
@@ -203,8 +201,7 @@ impl Format {
 
     /// Parse a line without its line ending. Return `None` if the line is a comment.
     ///
-    /// # Errors
-    /// An error if the line does not match the format.
+    /// # Errors An error if the line does not match the format.
     pub fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Option<LogEntry<'l>>, LineError> {
         match self {
             Format::Template(template) => template.parse(line).map(Some),
@@ -225,8 +222,8 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the request target can contain escapes. The method must live longer than `line`, so only known
-                // methods are returned.
+                // Only the request target can contain escapes. Return only known methods, because the method must
+                // outlive `line`.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);
@@ -331,11 +328,11 @@ pub(crate) fn non_empty(text: &[u8]) -> Option<&[u8]> {
 /// Formats of times, from the least to the most precise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum TimestampFormat {
-    /// For example `10/Oct/2000:13:55:36 -0700`.
+    /// Time of the common log format, such as `10/Oct/2000:13:55:36 -0700`.
     Local,
-    /// For example `2000-10-10T13:55:36.123-07:00`.
+    /// ISO 8601 time, such as `2000-10-10T13:55:36.123-07:00`.
     Iso8601,
-    /// For example `971211336.123`.
+    /// Seconds since the Unix epoch, such as `971211336.123`.
     Unix,
 }
 
@@ -383,7 +380,7 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     let (zone_hours, zone_minutes) =
         (parse_digits(&text[text.len() - 4..][..2])?, parse_digits(&text[text.len() - 2..])?);
     let day = parse_digits(&[*d0, *d1])?;
-    // jiff rejects second 60, so a leap second becomes second 59.
+    // Replace second 60 with 59, because jiff rejects leap seconds.
     let second = second.min(59);
     let civil = DateTime::new(year as i16, month as i8, day as i8, hour as i8, minute as i8, second as i8, 0).ok()?;
     let utc = civil.to_zoned(jiff::tz::TimeZone::UTC).ok()?.timestamp().as_second();

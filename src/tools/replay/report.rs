@@ -25,7 +25,7 @@ pub struct ReplayReport {
     pub from: Option<String>,
     /// Time of the last request, in the format of RFC 3339.
     pub to: Option<String>,
-    /// Counts of lines.
+    /// Numbers of log lines.
     pub lines: LineCounts,
     /// Notes about the whole replay.
     pub notes: Vec<String>,
@@ -35,7 +35,7 @@ pub struct ReplayReport {
     pub limits: LimitSummaries,
 }
 
-/// Counts of lines by their result.
+/// Numbers of log lines, by the effect of each line on the limits.
 #[derive(Debug, Serialize)]
 pub struct LineCounts {
     /// Number of lines with a request.
@@ -78,7 +78,7 @@ pub struct LimitSummary {
     /// The name of the limit.
     #[serde(skip)]
     pub name: String,
-    /// The quota in the replay.
+    /// The quota that the replay applied.
     pub quota: String,
     /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,7 +99,7 @@ pub struct LimitSummary {
     pub denied: u64,
     /// Number of requests that only other limits denied.
     pub denied_by_others: u64,
-    /// Number of identities.
+    /// Number of identities with requests.
     pub identities: usize,
     /// Number of identities with denials.
     pub identities_denied: usize,
@@ -313,8 +313,8 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         let sampled = format_count(statistics.sampled, "request stands", "requests stand");
         let total = format_count(statistics.sampled_total.round() as u64, "request", "requests");
         notes.push(format!(
-            "the log is a sample: {sampled} for about {total}; limits deny less in this replay than in the gateway. Replay a log \
-             without `sample`"
+            "the log is a sample: {sampled} for about {total}. In this replay, limits deny fewer requests than in the \
+             gateway. Replay a log without `sample`"
         ));
     }
     if statistics.out_of_order > 0 {
@@ -341,7 +341,8 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     });
     if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
         notes.push(
-            "times in this log are whole seconds: replay may deny requests in short windows that were allowed"
+            "times in this log are whole seconds: with short windows, the replay may deny requests that the gateway \
+             would allow"
                 .to_owned(),
         );
     }
@@ -364,8 +365,7 @@ const MAX_NAMED_IDENTITIES: usize = 5;
 
 /// Write a report to the terminal.
 ///
-/// # Errors
-/// An error if nothing can be written to `out`.
+/// # Errors An error if nothing can be written to `out`.
 pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
     let logs = match &report.logs[..] {
         [one] => one.clone(),
@@ -480,7 +480,11 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
                 &format!("The smallest quota that denies fewer than {goal}: {quota_text} ({denies})."),
             )
         }
-        None => write_wrapped(out, "  ", &format!("No quota of this kind denies fewer than {goal}.")),
+        None => write_wrapped(
+            out,
+            "  ",
+            &format!("Every quota in the same time unit denies at least {goal} of the requests."),
+        ),
     }
 }
 
@@ -491,7 +495,7 @@ fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
     let columns: Vec<u64> =
         limit.series.chunks(steps_per_column).map(|steps| steps.iter().map(|step| step.denied).sum()).collect();
     let highest = columns.iter().copied().max().unwrap_or(1).max(1);
-    // Round up, so that every bar for a count above 0 is visible.
+    // Round up, so that each count above 0 has a visible bar.
     let bar = |denied: &u64| CHART_BARS[(denied * 8).div_ceil(highest) as usize];
     let step = format_span(limit.step_seconds * steps_per_column as u64);
     writeln!(

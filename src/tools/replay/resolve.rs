@@ -1,5 +1,4 @@
-//! The step from a log line to the checks of its limits, with the route table, the identities and the costs of the
-//! gateway.
+//! Converts log lines into checks of limits, with the route table, the identities and the costs of the gateway.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -55,7 +54,7 @@ pub struct ReplayRequest {
     pub checks: Box<[ReplayCheck]>,
 }
 
-/// What a log line means for the limits.
+/// The effect of a log line on the limits.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ResolvedLine {
     /// At least one limit applies to the request.
@@ -87,7 +86,7 @@ pub enum RejectReason {
 #[derive(Debug, Default)]
 pub struct SeenIdentities {
     indices: HashMap<Identity, u32>,
-    /// The identities, by index.
+    /// The hashes of the identities, by index.
     pub identities: Vec<Identity>,
     /// The labels of the identities, by index.
     pub labels: Vec<IdentityLabel>,
@@ -156,15 +155,15 @@ impl<'v> LineResolver<'v> {
                 Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
                     return ResolvedLine::Rejected(RejectReason::NoRoute);
                 }
-                // Logs contain no bodies.
+                // The route depends on the body, which logs do not contain.
                 Err(NoMatch::NeedsBody | NoMatch::Ambiguous(_)) => {
                     return ResolvedLine::Rejected(RejectReason::RouteByBody);
                 }
             },
         };
         let replay_route = &self.config.routes[route.index];
-        // Logs of other programs contain no `Origin`, but OPTIONS requests of a route with CORS are nearly always
-        // preflights.
+        // Treat OPTIONS requests of a route with CORS as preflights, because logs of other programs do not contain
+        // `Origin`.
         let is_preflight = entry.route.is_none() && *self.request.method() == Method::OPTIONS && route.cors.is_some();
         if is_preflight || replay_route.limits.is_empty() {
             return ResolvedLine::Unlimited;
@@ -316,7 +315,7 @@ pub enum ReplayConfigError {
     /// An option names a limit that does not exist in the configuration.
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
     UnknownLimit {
-        /// The name in the option.
+        /// The name of a limit in the option.
         name: String,
         /// The names of the configured limits.
         all: Vec<String>,
@@ -384,8 +383,7 @@ pub struct ReplayConfig {
 /// Map log fields to the identities of limits. The fields are those of `identity_fields`, and the identity hashes of
 /// the log if the log lacks the parts of an identity. Each field is mapped to a separate header (see `mapped_header`).
 ///
-/// # Errors
-/// An error if an option names an unknown limit.
+/// # Errors An error if an option names an unknown limit.
 pub fn field_mappings(
     compiled: &CompiledConfig,
     identity_fields: &[IdentityField],
@@ -414,7 +412,7 @@ pub fn field_mappings(
 
 /// Return the artificial header that carries the mapped log field of a limit.
 pub(super) fn mapped_header(index: usize) -> HeaderName {
-    // The conversion cannot fail, because the name has only lowercase letters, digits and hyphens.
+    // The conversion cannot fail, because the name consists of lowercase letters, digits and hyphens.
     HeaderName::try_from(format!("x-sluicegate-replay-{index}")).unwrap_or(http::header::FROM)
 }
 
@@ -425,8 +423,7 @@ fn unknown_limit(compiled: &CompiledConfig, name: &str) -> ReplayConfigError {
 impl ReplayConfig {
     /// Apply the proposed quotas and the mapped log fields to a configuration.
     ///
-    /// # Errors
-    /// An error if a proposal names an unknown limit or has an invalid quota.
+    /// # Errors An error if a proposal names an unknown limit or has an invalid quota.
     pub fn new(
         compiled: CompiledConfig,
         proposals: &[QuotaProposal],
@@ -458,7 +455,7 @@ impl ReplayConfig {
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
             let notes = limit_notes(compiled_limit, is_mapped, capabilities);
-            // The mapped field may contain the API key or the token as plain text.
+            // Report hashes, because the mapped field may contain an API key or token in plain text.
             let has_secret = |descriptor: &Descriptor| {
                 matches!(descriptor, Descriptor::ApiKey | Descriptor::Jwt(_)) || !descriptor.is_public()
             };
@@ -530,9 +527,9 @@ pub(super) fn missing_identity_input(
         Descriptor::Query(name) => (!capabilities.query).then(|| format!("the query parameter `{name}`")),
         Descriptor::Host => (!capabilities.host).then(|| "the host".to_owned()),
         Descriptor::ClientCert => {
-            (!capabilities.certificate_subject).then(|| "the subject of the client's certificate".to_owned())
+            (!capabilities.certificate_subject).then(|| "the subject of the client certificate".to_owned())
         }
-        // Tokens are never read from the log, because they expire and logs should not contain them.
+        // Treat tokens as missing, because they expire and logs should not contain them.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Basic => Some("the name of the user".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),

@@ -118,7 +118,8 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // A permit id is `first_permit_id` plus the index of the limit. The lowest 8 bits are reserved for this index.
+        // Reserve the lowest 8 bits for the index of the limit, because a permit id is `first_permit_id` plus this
+        // index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -136,7 +137,7 @@ impl<'a> Simulation<'a> {
             })
             .collect();
         let charges = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id));
-        // Usage totals do not influence any decision.
+        // Count no usage, because usage totals do not influence decisions.
         let charges: Vec<_> = charges.map(|charge| Charge { usage: None, ..charge }).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
@@ -340,8 +341,7 @@ impl TimeSeries {
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // With steps of the greatest length, `MAX_STEPS` does not limit their number, because log times may span
-        // centuries.
+        // Do not merge steps of the greatest length, even above `MAX_STEPS`, because log times may span centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
             let (requests, denied) = self.steps.get(&step).copied().unwrap_or_default();
@@ -358,11 +358,11 @@ impl TimeSeries {
 pub struct Recording {
     /// For each request, the end index of its checks in `checks`.
     pub requests: Vec<(RequestMeta, usize)>,
-    /// The checks of all requests.
+    /// The checks of all limits, for all requests of the logs.
     pub checks: Vec<ReplayCheck>,
 }
 
-/// The result of a search.
+/// The result of the search for a quota.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suggestion {
     /// The smallest quota below the target, with all other limits unchanged.
@@ -374,7 +374,7 @@ pub enum Suggestion {
         /// Number of requests that the quota denies.
         denied: u64,
     },
-    /// Every quota of this kind denies at least the target share.
+    /// Every quota in the same time unit denies at least the target share of the requests.
     None,
 }
 
@@ -392,7 +392,7 @@ fn count_at(number: u64) -> u64 {
     }
 }
 
-/// Return the index of the smallest such count that is at least `min_count`.
+/// Return the index of the smallest count in the list of candidates that is at least `min_count`.
 fn index_of_count(min_count: u64) -> u64 {
     let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {
@@ -533,7 +533,7 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // Keep a burst that is configured. If the burst equals the count of the quota, it follows the new quota.
+        // Keep a configured burst, unless it equals the count of the configured quota: it then follows the new quota.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),

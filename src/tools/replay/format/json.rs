@@ -86,7 +86,7 @@ impl CaddyFormat {
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
         }
-        // Caddy writes a line at the end of its request.
+        // Subtract the duration, because Caddy writes a line at the end of the request.
         let at_us = end_us.ok_or(LineError::InvalidTime)?.saturating_sub(duration_us.unwrap_or(0));
         Ok(Some(LogEntry {
             time_us: at_us,
@@ -165,7 +165,7 @@ struct NativeLine<'l> {
     outcome: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
     limits: Vec<NativeLimit<'l>>,
-    /// Share of such requests that the gateway logged. `None` means all requests.
+    /// Share of the successful requests that the gateway logged. `None` means all requests.
     sample_rate: Option<f64>,
 }
 

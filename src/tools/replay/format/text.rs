@@ -20,7 +20,7 @@ pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_loc
 /// the remaining fields, because AWS adds new fields at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
-/// The reason why a text is not a format.
+/// The reason why a text is not a valid `log_format`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
     /// The text is neither the name of a format nor a template with variables.
@@ -129,7 +129,7 @@ impl NginxFormat {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         FormatCapabilities {
             client: self.has(FieldRole::Client),
-            // ALB logs contain absolute URLs.
+            // Split absolute URLs, which ALB logs contain.
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
@@ -186,7 +186,7 @@ impl NginxFormat {
             (Some(start_time_us), _) => {
                 (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
             }
-            // Servers write a line at the end of its request.
+            // Subtract the duration, because servers write a line at the end of the request.
             (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
             (None, None) => entry.time_us = at,
         }
@@ -354,7 +354,7 @@ impl CloudFrontFormat {
             let us = parse_iso8601(&second).ok_or(LineError::InvalidTime)?;
             self.last_second = (second, us);
         }
-        // CloudFront logs the time at which it finished the response.
+        // Subtract the duration, because CloudFront logs the time at which the response ended.
         entry.time_us = self.last_second.1.saturating_sub(entry.duration_us.unwrap_or(0));
         if let Some(query) = query {
             entry.target = Cow::Owned([&*entry.target, b"?", query].concat());
@@ -372,7 +372,7 @@ impl Column {
             "cs-method" => ColumnRole::Method,
             "cs-uri-stem" => ColumnRole::Path,
             "cs-uri-query" => ColumnRole::Query,
-            // `cs(Host)` is the domain name of the distribution, not the host that the client requested.
+            // Ignore `cs(Host)`, which is the domain name of the distribution, not the host that the client requested.
             "x-host-header" => ColumnRole::Host,
             "sc-status" => ColumnRole::Status,
             "time-taken" => ColumnRole::Duration,

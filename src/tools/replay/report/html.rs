@@ -36,7 +36,7 @@ impl fmt::Display for Escaped<'_> {
 /// Render a report as an HTML page.
 pub fn render_page(report: &ReplayReport) -> String {
     let mut out = String::new();
-    // Writing to a String cannot fail.
+    // Ignore the result, because writing to a `String` cannot fail.
     let _ = write_page(report, &mut out);
     out
 }
@@ -114,12 +114,12 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
         match suggestion {
             Some(quota) => writeln!(
                 out,
-                "<p>The smallest quota that denies fewer than {goal}: <strong>{}</strong>; it denies {} of {}.</p>",
+                "<p>The smallest quota that denies fewer than {goal} of the requests: <strong>{}</strong>. It denies {} of {}.</p>",
                 format_quota(&quota.quota, quota.burst),
                 group_digits(quota.denied),
                 group_digits(limit.requests)
             )?,
-            None => writeln!(out, "<p>No quota of this kind denies fewer than {goal}.</p>")?,
+            None => writeln!(out, "<p>Every quota in the same time unit denies at least {goal} of the requests.</p>")?,
         }
     }
     write_chart(limit, out)?;
@@ -166,7 +166,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
-        // Bars that are too narrow for a gap have no gap between them.
+        // Omit the gap between bars that are too narrow for it.
         let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
