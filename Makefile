@@ -83,7 +83,7 @@ FIELD_TESTS_COMMIT = 1e280c3ed9ffe0ca5fdb1d97219dddc389007677
 H2SPEC_SOURCE = target/suites/gopath/src/github.com/summerwind/h2spec
 
 # The tests of the store with Redis 6.2, 7.0 and 8.2 and Valkey 9.1, each as a single server, a cluster and a Sentinel. Redis 7.0 is
-# Debian's, the others are pinned from PyPI in target/. About 15 minutes.
+# Debian's, the others are pinned from PyPI in target/. About 20 minutes.
 test-stores: tools
 	@$(call ensure,python3,python3-venv)
 	python3 -m venv target/stores

@@ -3,8 +3,8 @@
 
     acme.py BINARY
 
-lego obtains certificates from the same CA at the same ports, so a Pebble that validates nothing or is set up wrong fails here.
-Then lego obtains one through the gateway. Exits with 1 if anything fails.
+lego obtains certificates from the same CA at the same ports, and none if it listens at another port, so a Pebble that validates
+nothing or is set up wrong fails here. Then lego obtains one through the gateway. Exits with 1 if anything fails.
 """
 
 import contextlib
@@ -88,18 +88,33 @@ class Pebble:
         return sum("Issued certificate " in line for line in self.log)
 
 
-def lego(pebble, folder, name, *challenge):
-    """Obtain a certificate with lego. Return its file."""
+def run_lego(pebble, folder, name, challenge, port):
+    """Run lego, which responds to a challenge at a port of 127.0.0.1."""
     command = ["lego", "--server", pebble.directory, "--email", "a@example.com", "--accept-tos", "--path", folder]
-    run = subprocess.run(
+    challenge = [f"--{challenge}", f"--{challenge}.port", f"127.0.0.1:{port}"]
+    return subprocess.run(
         [*command, "--domains", name, *challenge, "run"],
         capture_output=True,
         text=True,
         timeout=MAX_WAIT,
         env={**os.environ, "LEGO_CA_CERTIFICATES": str(CERTIFICATE)},
     )
+
+
+def lego(pebble, folder, name, challenge, port):
+    """Obtain a certificate with lego. Return its file."""
+    run = run_lego(pebble, folder, name, challenge, port)
     expect(run.returncode == 0, f"lego {name}: {run.stdout}{run.stderr}")
     return Path(folder) / f"certificates/{name}.crt"
+
+
+def lego_fails(pebble, folder, name, challenge, port):
+    """Run lego at another port than the one that the CA connects to. Check that the CA issues nothing."""
+    issued = pebble.issued()
+    run = run_lego(pebble, folder, name, challenge, free_port())
+    said = f"lego {name}: {run.stdout}{run.stderr}"
+    expect(run.returncode != 0 and "urn:ietf:params:acme:error:" in run.stderr and str(port) in run.stderr, said)
+    expect(not (Path(folder) / f"certificates/{name}.crt").exists() and pebble.issued() == issued, said)
 
 
 def subject(certificate, issuer, root):
@@ -157,7 +172,8 @@ def main():
         root.write_text(pebble.root())
         for name, challenge in [("http.test", "http"), ("alpn.test", "tls")]:
             port = pebble.http if challenge == "http" else pebble.tls
-            obtained = lego(pebble, folder, name, f"--{challenge}", f"--{challenge}.port", f"127.0.0.1:{port}")
+            lego_fails(pebble, folder, f"unreachable-{name}", challenge, port)
+            obtained = lego(pebble, folder, name, challenge, port)
             expect(subject(obtained, obtained.with_suffix(".issuer.crt"), root) == f"DNS:{name}", name)
         expect(pebble.issued() == 2, pebble.log)
         behind = free_port()
@@ -168,10 +184,10 @@ def main():
                 expect(time.monotonic() < deadline, "the gateway obtains no certificate")
                 time.sleep(0.1)
             expect(names == ["gateway.test"], names)
-            obtained = lego(pebble, folder, "behind.test", "--http", "--http.port", f"127.0.0.1:{behind}")
+            obtained = lego(pebble, folder, "behind.test", "http", behind)
             expect(subject(obtained, obtained.with_suffix(".issuer.crt"), root) == "DNS:behind.test", "behind.test")
         expect(pebble.issued() == 4, pebble.log)
-    print(f"lego {version or '(unknown version)'}: HTTP-01, TLS-ALPN-01 and HTTP-01 behind the gateway, on the CA of the gateway")
+    print(f"lego {version or '(unknown version)'}: HTTP-01, TLS-ALPN-01 and HTTP-01 behind the gateway, on the CA of the gateway; unreachable ports get none")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""MCP servers and clients through two gateways on one Redis: `agents.py BINARY`.
+"""MCP and A2A servers and clients through two gateways on one Redis: `agents.py BINARY`.
 
-The Python SDK, FastMCP and the TypeScript SDK, each as client of each: the number of admitted calls is exact. Then the
-conformance tests of MCP give the same results through a gateway as without it.
+The Python SDK, FastMCP and the TypeScript SDK, each as client of each: the number of admitted calls is exact. So it is with the A2A SDK
+(`agents_a2a.py`). Then the conformance tests of MCP give the same results through a gateway as without it.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from pathlib import Path
 import fastmcp
 import mcp
 
+import agents_a2a
 from gateway import NODE, Gateway, expect
 
 HERE = Path(__file__).resolve().parent
@@ -205,6 +206,8 @@ def main():
                             expect(admitted == ADMITTED, f"{client} of {server}: {admitted} admitted")
                             expect(count - before == ADMITTED, f"{client} of {server}: {count - before} calls")
                             before = count
+            with Process([sys.executable, "-B", str(HERE / "agents_a2a_server.py")]) as agent:
+                print(agents_a2a.check(binary, store.port, agent.port), flush=True)
         passed = check_conformance(binary, folder)
     print(f"conformance of MCP: {passed} checks pass with and without a gateway")
     print(f"agents: {ADMITTED} of {CALLS} calls admitted for each of {len(CLIENTS)} clients of {len(SERVERS)} servers")

@@ -3,11 +3,12 @@
 
     budgets.py BINARY
 
-A mock provider issues tokens in chunks that are cut anywhere. 64 clients stream through both gateways and some leave. In between,
-Redis is killed and restarted with its data, and one gateway is killed. What the gateways settled must be what the provider issued.
-Exits with 1 if anything fails.
+A mock provider issues tokens in chunks that are cut anywhere. Clients cut streams after a random number of tokens, and pay for what was
+streamed. Then 64 clients stream through both gateways and some leave. In between, Redis is killed and restarted with its data, and one
+gateway is killed. What the gateways settled must be what the provider issued. Exits with 1 if anything fails.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -30,6 +31,9 @@ from gateway import Gateway, expect
 from upstreams import Quiet
 
 CLIENTS, ROUNDS, MAX_TOKENS = 64, 8, 300
+# Clients that cut all of their streams, and the streams of each.
+LEAVING, CUTS = 16, 12
+LEFT_QUOTA = 10_000_000
 # Of the identity `small`, which all clients use now and then. The others have more than they use.
 SMALL_QUOTA = 2000
 TOOL = {"name": "weather", "description": "The weather of a town.", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
@@ -55,7 +59,7 @@ rewrite = "/{{rest}}"
 upstream = "provider"
 limits = ["{name}"]
 """
-        for name in ["large", "small", "short"]
+        for name in ["large", "small", "short", "left"]
     )
     return f"""
 [[listener]]
@@ -80,6 +84,12 @@ quota = "{SMALL_QUOTA}/24h"
 algorithm = "fixed-window"
 usage = true
 {limit}
+[limit.left]
+quota = "{LEFT_QUOTA}/24h"
+algorithm = "fixed-window"
+start = "first-request"
+usage = true
+{limit}
 # A bucket that refills in two seconds.
 [limit.short]
 quota = "1000/2s"
@@ -91,13 +101,22 @@ quota = "1000/2s"
 class Request:
     """A request that the provider got."""
 
-    def __init__(self, identity, reserved):
-        self.identity, self.reserved = identity, reserved
+    def __init__(self, headers, body, asked):
+        self.identity, self.call = headers["x-id"], headers["x-call"]
+        choices = asked.get("n", 1)
+        bound = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        words = dict(word.split("=") for word in asked["messages"][-1]["content"].split())
+        self.input, self.output = int(words["input"]), int(words["output"]) * choices
+        # Seconds after each part, and the number of tokens after which the stream stops until the client leaves.
+        self.pause, self.hold = float(words.get("slow", 0)), int(words.get("hold", 0))
+        # Four bytes of the body are estimated as a token.
+        self.estimated_input = -(-len(body) // 4)
+        self.reserved = self.estimated_input + bound * choices
         self.issued, self.ended = 0, False
 
 
 class Provider(BaseHTTPRequestHandler):
-    """Chat Completions and Messages. The last message names the tokens to issue: `input=9 output=4`."""
+    """Chat Completions and Messages. The last message names the tokens to issue: `input=9 output=4 hold=2`."""
 
     protocol_version = "HTTP/1.1"
     # By the id that the gateway gives each request.
@@ -106,28 +125,34 @@ class Provider(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
         asked = json.loads(body)
-        words = dict(word.split("=") for word in asked["messages"][-1]["content"].split())
-        tokens, output = int(words["input"]), int(words["output"]) * asked.get("n", 1)
-        bound = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        request = Request(self.headers["x-id"], -(-len(body) // 4) + bound * asked.get("n", 1))
+        request = Request(self.headers, body, asked)
         self.requests[self.headers["x-request-id"]] = request
         shape = openai_parts if self.path.endswith("/chat/completions") else anthropic_parts
         is_stream = asked.get("stream", False)
-        parts = shape(asked, tokens, output) if is_stream else [json.dumps(shape({**asked, "stream": False}, tokens, output))]
+        counts = (request.input, request.output)
+        parts = shape(asked, *counts) if is_stream else [json.dumps(shape({**asked, "stream": False}, *counts))]
         self.send_response(200)
         self.send_header("content-type", "text/event-stream" if is_stream else "application/json")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         cuts = random.Random(len(body))
+        streamed = 0
         for part in parts:
-            request.issued = tokens + output
+            streamed += "tök" in part
+            request.issued = request.input + (streamed if request.hold else request.output)
             rest = part.encode()
             while rest:
                 size = cuts.randint(1, 40)
                 chunk, rest = rest[:size], rest[size:]
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-            if "slow" in words:
-                time.sleep(float(words["slow"]))
+            if streamed == request.hold > 0:
+                # The gateway closes the connection when its client has left.
+                with contextlib.suppress(ConnectionError):
+                    expect(self.rfile.read(1) == b"", "the gateway sends more")
+                request.ended = self.close_connection = True
+                return
+            if request.pause:
+                time.sleep(request.pause)
         self.wfile.write(b"0\r\n\r\n")
         request.ended = True
 
@@ -205,9 +230,9 @@ def clients(url, identity, limit, **options):
     return openai.OpenAI(base_url=f"{url}/{limit}/v1", **common), anthropic.Anthropic(base_url=f"{url}/{limit}", **common)
 
 
-def message(tokens, output, slow=None):
-    content = f"input={tokens} output={output}" + (f" slow={slow}" if slow else "")
-    return [{"role": "user", "content": content}]
+def message(tokens, output, **more):
+    words = {"input": tokens, "output": output, **more}
+    return [{"role": "user", "content": " ".join(f"{name}={value}" for name, value in words.items())}]
 
 
 def records(gateway):
@@ -284,6 +309,60 @@ def back_off(gateway):
             raise AssertionError("a reservation above the burst is admitted")
 
 
+def leave(binary, gateways):
+    """Clients that leave a stream pay for what was streamed: never less than they got, and never more than was reserved."""
+    received = {}
+
+    def client(index):
+        choose = random.Random(index)
+        for number in range(CUTS):
+            call = f"{index}-{number}"
+            chat, claude = clients(gateways[choose.randrange(2)].urls[0], f"left-{index % 4}", "left", max_retries=0, timeout=MAX_WAIT)
+            most = choose.randint(1, 60)
+            # The provider waits until the client has left, or streams on until the gateway aborts the request.
+            more = {"hold": most} if choose.random() < 0.5 else {"slow": 0.001}
+            common = {"model": "m", "max_tokens": MAX_TOKENS, "messages": message(choose.randint(1, 9), 200, **more)}
+            common |= {"stream": True, "extra_headers": {"x-call": call}}
+            if choose.random() < 0.5:
+                usage = choose.choice([{}, {"stream_options": {"include_usage": True}}])
+                stream = chat.chat.completions.create(**common, **usage)
+            else:
+                stream = claude.messages.create(**common)
+            received[call] = 0
+            with stream:
+                for event in stream:
+                    received[call] += "tök" in event.model_dump_json()
+                    if received[call] == most:
+                        break
+            expect(received[call] == most, f"{call}: {received[call]} of {most} tokens")
+
+    with ThreadPoolExecutor(LEAVING) as pool:
+        list(pool.map(client, range(LEAVING)))
+    logged = lambda: [record for gateway in gateways for record in records(gateway) if record["route"] == "left"]
+    eventually("all cut streams are logged", lambda: len(logged()) == LEAVING * CUTS)
+    cuts = [(record, Provider.requests[record["request_id"]]) for record in logged()]
+    eventually("all cut streams are aborted at the provider", lambda: all(request.ended for _, request in cuts if request.hold))
+    names, settled = {}, Counter()
+    for record, request in cuts:
+        limit, streamed = record["limits"][0], received[request.call]
+        names[request.identity] = limit["identity"]
+        settled[request.identity] += limit["settled"]
+        # Messages reports the input and a first token of output at its start, Chat Completions the usage at its end.
+        tokens = request.input + 1 if "/messages" in record["path"] else request.estimated_input
+        least, most = tokens + streamed, tokens + (streamed if request.hold else request.output)
+        expect(least <= limit["settled"] <= most, f"settled to another cost than {least} to {most}: {record}")
+        expect(request.hold == 0 or request.issued <= limit["settled"], f"less than the issued {request.issued}: {record}")
+        expect(limit["settled"] <= limit["reserved"] == request.reserved, f"more than the reserved {request.reserved}: {record}")
+        expect(request.hold == 0 or record["complete"] is False, record)
+    for identity, total in settled.items():
+        eventually(f"the total of {identity} is {total}", lambda: balance(binary, gateways[0], "left").get(names[identity]) == total)
+        eventually(f"{total} of {identity} are gone", lambda: LEFT_QUOTA - remaining(binary, gateways[1], "left", identity) == total)
+    held = [(record["limits"][0], request) for record, request in cuts if request.hold]
+    sums = sum(request.issued for _, request in held), sum(limit["settled"] for limit, _ in held), sum(limit["reserved"] for limit, _ in held)
+    expect(sums[0] <= sums[1] <= sums[2], sums)
+    return f"{len(cuts)} streams cut by clients; {len(held)} of them: {sums[0]} tokens issued <= {sums[1]} settled <= {sums[2]} reserved"
+
+
 class Load:
     """64 clients that stream through both gateways."""
 
@@ -304,7 +383,7 @@ class Load:
             limit = "small" if choose.random() < 0.2 else "large"
             identity = "small" if limit == "small" else f"large-{index % 4}"
             chat, claude = clients(url, identity, limit, max_retries=0, timeout=60)
-            common = {"model": "m", "max_tokens": MAX_TOKENS, "messages": message(choose.randint(1, 9), choose.randint(1, 60), "0.01")}
+            common = {"model": "m", "max_tokens": MAX_TOKENS, "messages": message(choose.randint(1, 9), choose.randint(1, 60), slow=0.01)}
             leaves = choose.random() < 0.25
             try:
                 if choose.random() < 0.5:
@@ -347,6 +426,13 @@ def balance(binary, gateway, limit):
     return {entry["identity"]: entry["cost"] for entry in report["usage"]}
 
 
+def remaining(binary, gateway, limit, identity):
+    """Return the remaining tokens of an identity."""
+    command = [binary, "inspect", "--admin", gateway.admin, "--limit", limit, f"header:x-id={identity}", "--json"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(run.stdout)["limits"][0]["remaining"]
+
+
 def overlaps(record, span):
     """Return whether a request was in flight in a span of time."""
     return record["time"] <= span[1] and record["time"] + record["duration_ms"] / 1000 >= span[0]
@@ -359,7 +445,7 @@ def compare(binary, gateways, load):
     # Half of the load, and the ten requests before it.
     eventually("the requests of the remaining gateway are logged", lambda: len(mine()) == CLIENTS // 2 * ROUNDS + 10)
     names, settled, bound, exact = {}, Counter(), Counter(), 0
-    logged = mine() | {record["request_id"]: record for record in records(gateways[1])}
+    logged = mine() | {record["request_id"]: record for record in records(gateways[1]) if record["route"] in ("large", "small")}
     for request_id, request in Provider.requests.items():
         record = logged.get(request_id)
         if record is None:
@@ -408,6 +494,7 @@ def main():
         with Gateway(binary, config) as first, Gateway(binary, config) as second:
             shapes(first)
             back_off(first)
+            print(leave(binary, [first, second]), flush=True)
             load = Load([first, second], redis)
             load.run()
             print(f"openai {openai.__version__}, anthropic {anthropic.__version__}: {compare(binary, [first, second], load)}", flush=True)

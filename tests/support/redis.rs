@@ -5,10 +5,15 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use tempfile::TempDir;
+
 /// A running server, which is killed at the end of the test.
 pub struct Redis {
     pub port: u16,
     pub child: Child,
+    /// The working directory. A replica writes what its master sends into a temporary file there, and leaves the file if
+    /// it is killed.
+    pub directory: TempDir,
 }
 
 impl Redis {
@@ -32,7 +37,9 @@ impl Redis {
     /// have `--appendonly`.
     pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
         let is_persistent = arguments.contains(&"--appendonly");
+        let directory = tempfile::tempdir().unwrap();
         let mut child = Command::new("redis-server")
+            .current_dir(&directory)
             // A configuration file must be the first argument.
             .args(arguments)
             .args(["--bind", "127.0.0.1", "--save", ""])
@@ -49,7 +56,7 @@ impl Redis {
         if lines.any(|line| ready.iter().any(|ready| line.to_lowercase().contains(ready))) {
             // Keep reading, so that the pipe never fills up.
             std::thread::spawn(move || lines.for_each(drop));
-            return Some(Redis { port, child });
+            return Some(Redis { port, child, directory });
         }
         let _ = child.wait();
         None
