@@ -145,7 +145,9 @@ impl AcmeListeners {
     ) -> Option<(Vec<Box<str>>, Arc<ManagedCertificates>)> {
         let Some(certificates) = self.certificates.clone() else {
             let issue = Issue::new(acme.span(), "`acme` requires the table [acme]");
-            reader.push_issue(issue.with_hint("[acme] with accept_terms = true and email = \"you@example.com\""));
+            reader.push_missing_elsewhere(
+                issue.with_hint("[acme] with accept_terms = true and email = \"you@example.com\""),
+            );
             return None;
         };
         let compiled = match names {
@@ -158,7 +160,7 @@ impl AcmeListeners {
         if compiled.is_empty() && names.is_none_or(<[_]>::is_empty) {
             let issue =
                 Issue::new(acme.span(), "`names` is missing, and no route has a host to obtain a certificate for");
-            reader.push_issue(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
+            reader.push_missing_elsewhere(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
             return None;
         }
         Some((compiled, certificates))
@@ -214,7 +216,7 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
         let issue = Issue::new(span, "CAs issue certificates only if you accept their terms of service");
-        reader.push_issue(issue.with_hint(
+        reader.push_missing(issue.with_hint(
             "read the terms of service, for example https://letsencrypt.org/repository/, and write accept_terms = true",
         ));
     }
@@ -243,7 +245,7 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     let is_missing = secret.is_none_or(|secret| secret.get_ref().is_empty() && !reader.is_unresolved(secret));
     if let Some(url) = config.store.url.as_ref().filter(|url| is_missing && url.get_ref() != "memory:") {
         let message = "ACME over a shared store requires `store.secret`: it encrypts the private keys in Redis";
-        reader.push_issue(Issue::new(url.span(), message).with_hint(
+        reader.push_missing_elsewhere(Issue::new(url.span(), message).with_hint(
             "secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
         ));
     }

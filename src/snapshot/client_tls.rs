@@ -55,7 +55,7 @@ impl TlsFiles {
             [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
             [None, None] => None,
             [Some(_), None] | [None, Some(_)] => {
-                reader.push_issue(Issue::new(span, "a client certificate requires both `cert` and `key`"));
+                reader.push_missing(Issue::new(span, "a client certificate requires both `cert` and `key`"));
                 None
             }
         };
@@ -143,7 +143,7 @@ pub(super) fn upstream_tls(
             upstream.tls.as_ref().filter(|_| !upstream.servers.iter().any(|one| reader.is_unresolved(one)))
         {
             let issue = Issue::new(tls.span(), "`tls` is valid only with servers at `https://`");
-            reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
+            reader.push_missing(issue.with_hint("servers = [\"https://…\"]"));
         }
         return None;
     };

@@ -29,7 +29,7 @@ pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Valid
     let origins = origins(cors, reader);
     if cors.origins.is_empty() {
         let issue = Issue::new(span, "`cors` needs `origins`");
-        reader.push_issue(issue.with_hint("origins = [\"https://app.example.com\"]"));
+        reader.push_missing(issue.with_hint("origins = [\"https://app.example.com\"]"));
     }
     if let (AllowedOrigins::Any, Some(value)) = (&origins, cors.credentials.as_ref().filter(|_| credentials)) {
         let issue = Issue::new(

@@ -35,7 +35,7 @@ pub(super) fn listeners(
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
-        reader.file_issue("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+        reader.missing_table("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
     let mut compiled: Vec<Listener> = Vec::new();
     let mut spans: Vec<(SocketAddr, Range<usize>)> = Vec::new();
@@ -58,7 +58,7 @@ pub(super) fn listeners(
             let message =
                 "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
-            reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
+            reader.push_missing_elsewhere(Issue::new(value.span(), message).with_hint(hint));
         }
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
@@ -116,14 +116,14 @@ fn tls(
     let uses_acme = tls.acme.as_ref().filter(|acme| *acme.get_ref());
     if let (None, Some(names)) = (uses_acme, &tls.names) {
         let span = names.first().map_or(span.clone(), |name| name.span());
-        reader.push_issue(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
+        reader.push_missing(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
     }
     let mut certificates = Vec::new();
     let mut files = Vec::new();
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
-            reader.push_issue(
+            reader.push_missing(
                 Issue::new(written.span(), "a certificate requires both `cert` and `key`").with_hint(EXAMPLE),
             );
             continue;
@@ -142,7 +142,7 @@ fn tls(
         reader.push_issue(issue.with_hint("remove one of them"));
     }
     if tls.certificates.is_empty() && uses_acme.is_none() {
-        reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
+        reader.push_missing(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
     let (clients, client_ca) = client_verifier(tls, reader).unzip();
     let source = match uses_acme {
@@ -171,7 +171,7 @@ fn client_verifier(
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
-            reader.push_issue(
+            reader.push_missing(
                 issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
             );
         }

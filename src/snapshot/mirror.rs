@@ -53,7 +53,7 @@ pub(super) fn mirror(
     if route.upstream.is_none() {
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader
-            .push_issue(issue.with_hint(
+            .push_missing(issue.with_hint(
                 "only forwarded requests are mirrored: remove `mirror`, or set an `upstream` for the route",
             ));
     }

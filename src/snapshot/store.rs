@@ -41,7 +41,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         let used = scheme.starts_with("rediss") || is_unknown;
         if !used {
             let issue = Issue::new(tls.span(), "`tls` is valid only for a store at `rediss://`");
-            reader.push_issue(issue.with_hint("`tls` is also valid with `rediss+sentinel://` and `rediss+cluster://`"));
+            reader
+                .push_missing(issue.with_hint("`tls` is also valid with `rediss+sentinel://` and `rediss+cluster://`"));
         }
         used
     });
