@@ -6,7 +6,7 @@ use std::time::Duration;
 use http::{Response, StatusCode};
 
 use crate::http::body::Body;
-use crate::http::body_limits::BufferBudget;
+use crate::http::body_limits::{BufferBudget, InspectedByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
@@ -177,6 +177,8 @@ pub struct RequestMetrics {
     pub mirrors: MetricFamily<MirrorStats>,
     /// Maximum number of bytes of the bodies of all copies.
     pub mirror_budget: MirrorBudget,
+    /// Bytes of inspected request bodies by client network.
+    pub inspected_by_network: Arc<InspectedByNetwork>,
 }
 
 /// Index of reserved costs in the counters of tokens.
@@ -238,6 +240,7 @@ pub(super) struct WorkerMetrics {
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
+    pub(super) inspected_by_network: Arc<InspectedByNetwork>,
 }
 
 #[derive(Debug)]
@@ -342,6 +345,7 @@ impl WorkerMetrics {
                 .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
+            inspected_by_network: request_metrics.inspected_by_network.clone(),
         }
     }
 
