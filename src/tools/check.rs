@@ -297,6 +297,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues.extend(inspection_beyond_buffers(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
+    issues.extend(routes::open_alternatives(input));
     issues
 }
 
