@@ -3,7 +3,7 @@
 
 mod routes;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::ops::Range;
 use std::sync::Arc;
@@ -798,6 +798,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(volatile_usage(input, compiled));
         issues.extend(frequent_events(input, compiled));
         issues.extend(body_of_no_method(input, compiled));
+        issues.extend(claims_of_several_issuers(input, compiled, &routes));
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
@@ -886,6 +887,38 @@ fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<
         if spec.on_missing == OnMissing::Skip || spec.skips_other_messages { "applies" } else { "has an identity" };
     let message = format!("`{name}` never {verb}: its methods have no body");
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
+}
+
+/// Warn of limits by a claim whose routes admit tokens of different issuers. Claims such as `sub` are unique only for one
+/// issuer (RFC 7519 §4.1.2).
+fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
+    let descriptors = &compiled.identity_spec.descriptors;
+    let claim = descriptors.iter().find_map(|descriptor| match descriptor {
+        Descriptor::Jwt(claim) => Some(&**claim),
+        _ => None,
+    })?;
+    if descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(claim) if **claim == *"iss")) {
+        return None;
+    }
+    let issuers = |routes: &[&Arc<Route>]| -> BTreeSet<Option<&str>> {
+        let providers = routes.iter().filter_map(|route| route.auth.as_ref()).flat_map(|auth| &auth.providers);
+        let issuers = providers.filter_map(|index| match &input.config.auth.providers[*index].kind {
+            ProviderKind::Jwt(verifier) => Some(verifier.issuer.as_deref()),
+            _ => None,
+        });
+        issuers.collect()
+    };
+    // Without `route` in `by`, all routes share the states of the limit.
+    let mut groups =
+        if descriptors.contains(&Descriptor::Route) { routes.chunks(1) } else { routes.chunks(usize::MAX) };
+    groups.find(|routes| issuers(routes).len() > 1)?;
+    let name = &compiled.limit.name;
+    let span = input.span_of(name, |parsed| parsed.by.as_ref());
+    let message = format!(
+        "`{name}` counts tokens of different issuers together if they have the same `{claim}`: a claim is unique only \
+         for its issuer"
+    );
+    Some(Issue::new(span, message).with_hint(format!("by = [\"jwt:iss\", \"jwt:{claim}\"]")))
 }
 
 /// Warn of quotas whose capacity is below the maximum cost of a request. If the cost always exceeds the capacity,
