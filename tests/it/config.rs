@@ -4,9 +4,12 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::binary;
 use serde_json::{Value, json};
+use sluicegate::config::file::UnsetVariables;
 use sluicegate::snapshot::CompiledConfig;
+use sluicegate::tools::check::resolve_names;
 use toml::de::{DeTable, DeValue};
 
 fn files(folder: &str) -> Vec<PathBuf> {
@@ -136,6 +139,41 @@ fn check_offline_does_not_connect_to_the_store() {
     assert!(check(&path).1.contains("warning: store: nothing listens"));
     let (code, out, _) = check_with(&path, &["--offline"]);
     assert!(code == Some(0) && !out.contains("warning: store:"), "{out}");
+}
+
+#[test]
+fn names_of_certificates_are_compared_with_the_addresses_of_this_machine() {
+    let names = ["here.test", "away.test", "both.test", "gone.test", "silent.test"];
+    let (_directory, path) = directory_with(&format!(
+        "[acme]\naccept_terms = true\n[[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = {names:?} }}\n"
+    ));
+    let dns = NameServer::start();
+    dns.set_addresses("here.test", &["127.0.0.1", "::1"], 60);
+    dns.set_addresses("away.test", &["203.0.113.7"], 60);
+    dns.set_addresses("both.test", &["127.0.0.1", "203.0.113.8"], 60);
+    dns.set_both("silent.test", &DnsAnswer::Nothing);
+    let (config, file) = CompiledConfig::load_with_source(&path, &|_| None, UnsetVariables::Error).unwrap();
+    let (warnings, notes) = resolve_names(&file.value, &config, &dns.resolver(&[])).unwrap();
+    let notes: Vec<_> = notes.iter().map(|note| &*note.message).collect();
+    let elsewhere = "which is no address of this machine: requests may still arrive through a load balancer or NAT";
+    let expected = [
+        format!("`away.test` resolves to 203.0.113.7, {elsewhere}"),
+        format!("`both.test` resolves to 203.0.113.8, {elsewhere}"),
+        "`here.test` resolves to this machine".to_owned(),
+    ];
+    assert_eq!(notes, expected);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let warnings: Vec<_> =
+        warnings.iter().map(|warning| (&text[warning.span.clone().unwrap()], &*warning.message)).collect();
+    let invalid = "does not resolve, and the CA cannot validate it";
+    assert_eq!(warnings[0], ("\"gone.test\"", &*format!("`gone.test` {invalid}: the name does not exist (NXDOMAIN)")));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    let (span, message) = warnings[1];
+    assert!(span == "\"silent.test\"" && message.starts_with(&format!("`silent.test` {invalid}: no ")), "{message}");
+    // Without connections, no name is resolved.
+    let (code, out, _) = check_with(&path, &["--offline"]);
+    assert!(code == Some(0) && out.contains("were not resolved, because of `--offline`"), "{out}");
+    assert!(out.contains("for away.test, both.test") && !out.contains("resolves to"), "{out}");
 }
 
 #[test]
