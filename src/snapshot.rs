@@ -297,7 +297,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         && !table.has_hosts()
     {
         let issue = Issue::new(value.span(), "no route has `hosts`: every request would be rejected");
-        reader.push_issue(issue.with_hint("set `hosts` in the routes, or remove `block_unknown_hosts`"));
+        reader.push_missing_elsewhere(issue.with_hint("set `hosts` in the routes, or remove `block_unknown_hosts`"));
     }
     let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts
@@ -361,7 +361,7 @@ fn body_inspection(
     }
     if pointers.len() > MAX_POINTERS {
         let message = format!("routes and limits use {} different JSON pointers", pointers.len());
-        reader.file_issue(&message, &format!("at most {MAX_POINTERS} are supported"));
+        reader.push_issue(Issue { span: None, message, hint: Some(format!("at most {MAX_POINTERS} are supported")) });
     }
     BodyInspection { pointers: pointers.into(), ..inspection }
 }

@@ -37,6 +37,7 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::telemetry::pluralize;
 use crate::tools::check;
 use crate::tools::doctor::{Check, Requirements, check_basics};
+use crate::upstream::dns::DnsResolver;
 
 /// Maximum time of each step of the connection to the store. A configuration can be valid while its store is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -55,8 +56,8 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store, to token issuers or to a running gateway; an unset environment variable in a secret
-    /// is only a warning
+    /// Do not connect to the store, to token issuers or to a running gateway, and do not resolve the names of
+    /// certificates; an unset environment variable in a secret is only a warning
     #[arg(long)]
     offline: bool,
     /// Compare with the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no
@@ -171,9 +172,12 @@ fn check_loaded(
     let mut notes = check::notes(&parsed, config);
     let comparison = options.against.as_ref().map(|admin| against::compare(path, config, admin)).transpose()?;
     if !options.offline {
-        let (name_warnings, name_notes) = check::resolve_names(&parsed, config);
+        let (name_warnings, name_notes) = check::resolve_names(&parsed, config, &DnsResolver::System)?;
         warnings.extend(name_warnings);
         notes.extend(name_notes);
+    } else if config.acme.as_ref().is_some_and(|acme| !acme.names.is_empty()) {
+        let message = "the names of the certificates were not resolved, because of `--offline`".to_owned();
+        notes.push(Issue { span: None, message, hint: None });
     }
     if !options.offline && comparison.is_none() {
         match restart_only_differences(path, config) {

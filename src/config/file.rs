@@ -1,6 +1,7 @@
 //! Reads a configuration file: parses the TOML text, substitutes environment variables, deserializes the values, and
 //! collects unknown keys.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::{fmt, fs, io};
@@ -35,6 +36,8 @@ pub struct ParsedFile<T> {
     pub sources: Sources,
     /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
+    /// The unknown keys, and what other errors they may cause.
+    pub unknown_keys: UnknownKeys,
     /// Values with an environment variable that is not set or has no closing brace.
     pub unresolved: Vec<UnresolvedValue>,
     /// Values that are valid, but may not have the intended meaning.
@@ -55,6 +58,83 @@ impl UnresolvedValue {
     /// Return whether this span contains the value.
     pub(crate) fn is_within(&self, span: &Range<usize>) -> bool {
         self.issue.span.as_ref().is_some_and(|value| contains(span, value))
+    }
+}
+
+/// The unknown keys of a file, which may cause further errors: the key that was meant is missing.
+#[derive(Debug, Default)]
+pub struct UnknownKeys {
+    /// Spans of the values of misspelled keys, and of all values in them. The values are used under the name that was
+    /// probably meant. Errors in them are hidden until the key is corrected, because secrets are recognized by the names
+    /// of their keys.
+    misspelled: Vec<Range<usize>>,
+    /// The extents of entries, such as a route, with a key that is similar to no key.
+    entries: Vec<Range<usize>>,
+    /// Whether the file has such a key.
+    has_unknown: bool,
+    /// The names in unknown tables, such as `api` in `[backend.api]`.
+    names: HashSet<String>,
+}
+
+impl UnknownKeys {
+    /// Return whether there is no key that may stand for any other key.
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.has_unknown
+    }
+
+    /// Return whether the table at this span has such a key.
+    pub(crate) fn are_in(&self, table: &Range<usize>) -> bool {
+        self.entries.iter().any(|entry| contains(entry, table))
+    }
+
+    /// Return whether the entry of an issue has such a key.
+    pub(crate) fn may_be_missing_in(&self, issue: &Issue) -> bool {
+        issue.span.as_ref().is_some_and(|span| self.are_in(span))
+    }
+
+    /// Return whether an issue is about the value of a misspelled key.
+    pub(crate) fn hide(&self, issue: &Issue) -> bool {
+        issue.span.as_ref().is_some_and(|span| self.misspelled.iter().any(|outer| contains(outer, span)))
+    }
+
+    /// Return whether an unknown table defines this name.
+    pub(crate) fn define(&self, name: &str) -> bool {
+        self.names.contains(name)
+    }
+
+    fn record_misspelled(&mut self, value: &Spanned<DeValue<'_>>) {
+        self.misspelled.push(value.span());
+        match value.get_ref() {
+            DeValue::Table(table) => table.iter().for_each(|(_, value)| self.record_misspelled(value)),
+            DeValue::Array(items) => items.iter().for_each(|item| self.record_misspelled(item)),
+            _ => {}
+        }
+    }
+
+    /// Record a key that is similar to no key.
+    fn record_unknown(&mut self, all: &DeTable<'_>, path: &[String]) {
+        self.has_unknown = true;
+        let Some((_, parents)) = path.split_last() else { return };
+        let has_name = parents.first().is_some_and(|table| ENTRY_TABLES.contains(&table.as_str()));
+        let entry = parents.get(..if has_name { 2 } else { 1 }).unwrap_or(parents);
+        self.entries.extend(value_at(all, entry).map(extent));
+        if parents.is_empty() {
+            let table = value_at(all, path).and_then(|value| value.get_ref().as_table());
+            self.names.extend(table.into_iter().flatten().map(|(name, _)| name.get_ref().to_string()));
+        }
+    }
+}
+
+/// Tables with several entries, by name or by position.
+const ENTRY_TABLES: [&str; 7] = ["listener", "route", "limit", "upstream", "auth", "notify", "consumer"];
+
+/// Return the extent of a value in the file, with all values in it.
+fn extent(value: &Spanned<DeValue<'_>>) -> Range<usize> {
+    let join = |one: Range<usize>, other: Range<usize>| one.start.min(other.start)..one.end.max(other.end);
+    match value.get_ref() {
+        DeValue::Table(table) => table.iter().map(|(_, value)| extent(value)).fold(value.span(), join),
+        DeValue::Array(items) => items.iter().map(extent).fold(value.span(), join),
+        _ => value.span(),
     }
 }
 
@@ -218,26 +298,95 @@ fn parse<T: DeserializeOwned>(
         return Err(faulty);
     }
     let Environment { unresolved, warnings, .. } = environment;
-    let spans = all.clone();
-    let mut ignored = Vec::new();
-    let table = Spanned::new(0..sources.main().1.len(), all);
-    let value =
-        serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
-            .map_err(|error| {
-                sources.by_file(vec![parser_issue(&error, |message, span| {
-                    type_hint(message, &key_path(&spans, span).unwrap_or_default())
-                })])
-            })?;
-    for path in ignored {
+    let (value, unknown_keys) = deserialize(all, &sources, consumers, &mut issues)?;
+    Ok(ParsedFile { value, sources, issues, unknown_keys, unresolved, warnings })
+}
+
+/// Deserialize the tables of all files, and report unknown keys. The value of a misspelled key is used under the name
+/// that was probably meant, so that the missing key is not another error.
+fn deserialize<T: DeserializeOwned>(
+    mut all: DeTable<'_>,
+    sources: &Sources,
+    consumers: bool,
+    issues: &mut Vec<Issue>,
+) -> Result<(T, UnknownKeys), Vec<FileIssues>> {
+    let (mut value, mut ignored) = deserialize_table(&all, sources)?;
+    let mut unknown_keys = UnknownKeys::default();
+    // Paths of keys that are reported, and of keys that are used under another name.
+    let (mut reported, mut corrected_paths) = (Vec::<Vec<String>>::new(), Vec::<Vec<String>>::new());
+    let is_new = |path: &&Vec<String>, reported: &[Vec<String>], corrected: &[Vec<String>]| {
+        !reported.contains(path) && !corrected.iter().any(|parent| path.starts_with(parent))
+    };
+    while let Some(path) = ignored.iter().find(|path| is_new(path, &reported, &corrected_paths)) {
+        let path = &path.clone();
+        reported.push(path.clone());
         let replaced = match &path[..] {
-            [table] if !consumers => replaced_table(table, &spans, &sources),
-            _ => replaced_key(&path, &spans, &sources),
+            [table] if !consumers => replaced_table(table, &all, sources),
+            _ => replaced_key(path, &all, sources),
         };
-        let (message, hint) = replaced.unwrap_or_else(|| unknown_key(&path, consumers));
-        issues.push(Issue { span: key_span(&spans, &path), message, hint });
+        let meant = meant_key(path, consumers).filter(|_| replaced.is_none());
+        let (message, hint) = replaced.unwrap_or_else(|| unknown_key(path, consumers));
+        issues.push(Issue { span: key_span(&all, path), message, hint });
+        let mut corrected = all.clone();
+        let renamed = meant.and_then(|meant| rename_key(&mut corrected, path, meant));
+        // A value of another type than that of the similar key is the value of another key.
+        match renamed.and_then(|renamed| Some((renamed, deserialize_table(&corrected, sources).ok()?))) {
+            Some((renamed, (corrected_value, corrected_ignored))) => {
+                value_at(&corrected, &renamed).iter().for_each(|value| unknown_keys.record_misspelled(value));
+                corrected_paths.push(renamed);
+                (all, value, ignored) = (corrected, corrected_value, corrected_ignored);
+            }
+            None if is_unsupported(path) => {}
+            None => unknown_keys.record_unknown(&all, path),
+        }
     }
-    drop(spans);
-    Ok(ParsedFile { value, sources, issues, unresolved, warnings })
+    Ok((value, unknown_keys))
+}
+
+/// Deserialize a table. Return the paths of its unknown keys as well.
+fn deserialize_table<T: DeserializeOwned>(
+    all: &DeTable<'_>,
+    sources: &Sources,
+) -> Result<(T, Vec<Vec<String>>), Vec<FileIssues>> {
+    let mut ignored = Vec::new();
+    let table = toml::de::Deserializer::from(Spanned::new(0..sources.main().1.len(), all.clone()));
+    let value = serde_ignored::deserialize(table, |path| ignored.push(key_segments(&path))).map_err(|error| {
+        sources.by_file(vec![parser_issue(&error, |message, span| {
+            type_hint(message, &key_path(all, span).unwrap_or_default())
+        })])
+    })?;
+    Ok((value, ignored))
+}
+
+/// Return the value at a path. The segments are keys and indices of lists.
+fn value_at<'t, 'd>(table: &'t DeTable<'d>, path: &[String]) -> Option<&'t Spanned<DeValue<'d>>> {
+    let (first, rest) = path.split_first()?;
+    rest.iter().try_fold(table.get(first.as_str())?, |value, segment| match value.get_ref() {
+        DeValue::Table(table) => table.get(segment.as_str()),
+        DeValue::Array(items) => items.get(segment.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+/// Rename the last key of a path. Return the new path, or `None` if the table has a key of this name.
+fn rename_key(all: &mut DeTable<'_>, path: &[String], name: &'static str) -> Option<Vec<String>> {
+    let (key, parents) = path.split_last()?;
+    let mut table = all;
+    let mut parents = parents.iter();
+    while let Some(parent) = parents.next() {
+        let mut value = table.get_mut(parent.as_str())?.get_mut();
+        while let DeValue::Array(items) = value {
+            value = items.get_mut(parents.next()?.parse::<usize>().ok()?)?.get_mut();
+        }
+        let DeValue::Table(inner) = value else { return None };
+        table = inner;
+    }
+    if table.contains_key(name) {
+        return None;
+    }
+    let (old, value) = table.remove_entry(key.as_str())?;
+    table.insert(Spanned::new(old.span(), name.into()), value);
+    Some([&path[..path.len() - 1], &[name.to_owned()]].concat())
 }
 
 /// Return the issue for a syntax or type error.
@@ -598,14 +747,32 @@ fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Opti
     Some((format!("unknown key `{key}`"), Some(hint)))
 }
 
+/// Return the name of the table that contains a key, and the supported keys of this table.
+fn table_of_key(parents: &[String], consumers: bool) -> (&'static str, &'static [&'static str]) {
+    match parents {
+        [] if consumers => ("", field_names::<Consumers>()),
+        _ => known_keys(parents),
+    }
+}
+
+fn is_unsupported(path: &[String]) -> bool {
+    let Some((key, parents)) = path.split_last() else { return false };
+    let (table, _) = known_keys(parents);
+    UNSUPPORTED_KEYS.iter().any(|(name, keys)| *name == table && keys.contains(&key.as_str()))
+}
+
+/// Return the key that was probably meant by an unknown key.
+fn meant_key(path: &[String], consumers: bool) -> Option<&'static str> {
+    let (key, parents) = path.split_last()?;
+    let (_, known) = table_of_key(parents, consumers);
+    closest_name(key, known.iter().copied()).filter(|_| !is_unsupported(path))
+}
+
 /// Return the message and the hint for an unknown key.
 pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<String>) {
     let Some((key, parents)) = path.split_last() else { return ("unknown key".to_owned(), None) };
-    let (name, known) = match (consumers, parents) {
-        (true, []) => ("", field_names::<Consumers>()),
-        _ => known_keys(parents),
-    };
-    if UNSUPPORTED_KEYS.iter().any(|(table, keys)| *table == name && keys.contains(&key.as_str())) {
+    let (name, known) = table_of_key(parents, consumers);
+    if is_unsupported(path) {
         return (
             format!("`{key}` is not supported yet"),
             Some("remove the key: this version of the gateway would ignore it".to_owned()),

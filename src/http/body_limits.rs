@@ -1,9 +1,12 @@
 //! Limits of bodies: maximum length, total time, idle time, minimum rate and buffered bytes.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
+use std::net::IpAddr;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -191,6 +194,65 @@ pub struct BufferBudget {
 pub struct BufferReservation {
     budget: Arc<BufferBudget>,
     size: usize,
+    /// The share of the client network that the bytes count against as well.
+    share: Option<NetworkShare>,
+}
+
+/// Divisor of `max_buffered`: the part that one connection, and one client network, may use for request bodies that the
+/// gateway has to read.
+pub const INSPECTED_SHARE: usize = 4;
+
+/// Bytes of the inspected request bodies of each client network. Only networks with such bytes have an entry. The hasher
+/// of std has a random key, because clients choose the keys of this map.
+#[derive(Debug, Default)]
+pub struct InspectedByNetwork(Mutex<HashMap<IpAddr, usize>>);
+
+/// The bytes of one body that count against the share of its client network. Dropping the share releases them.
+#[derive(Debug)]
+pub struct NetworkShare {
+    networks: Arc<InspectedByNetwork>,
+    network: IpAddr,
+    max: usize,
+    size: usize,
+}
+
+impl InspectedByNetwork {
+    /// Return the share of a body without bytes. All bodies of the network may have `max` bytes together.
+    pub fn share(self: &Arc<Self>, network: IpAddr, max: usize) -> NetworkShare {
+        NetworkShare { networks: self.clone(), network, max, size: 0 }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl NetworkShare {
+    /// Count `bytes` more. Return false and count nothing if the network would exceed its share.
+    fn try_grow(&mut self, bytes: usize) -> bool {
+        let mut networks = self.networks.lock();
+        let used = networks.get(&self.network).copied().unwrap_or(0);
+        let has_capacity = used + bytes <= self.max;
+        if has_capacity && bytes > 0 {
+            networks.insert(self.network, used + bytes);
+            self.size += bytes;
+        }
+        has_capacity
+    }
+}
+
+impl Drop for NetworkShare {
+    fn drop(&mut self) {
+        if self.size == 0 {
+            return;
+        }
+        if let Entry::Occupied(mut used) = self.networks.lock().entry(self.network) {
+            *used.get_mut() -= self.size;
+            if *used.get() == 0 {
+                used.remove();
+            }
+        }
+    }
 }
 
 /// A chunk of a response body. The bytes of the chunk count towards the budget until hyper has written them.
@@ -232,7 +294,7 @@ impl BufferBudget {
     /// Reserve `size` bytes, or return `None` if the budget or its parent would be exceeded.
     pub fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
         self.add(size);
-        let reservation = BufferReservation { budget: self.clone(), size };
+        let reservation = BufferReservation { budget: self.clone(), size, share: None };
         let fits = |budget: &BufferBudget| budget.used.load(Ordering::Relaxed) <= budget.max.load(Ordering::Relaxed);
         (fits(self) && self.parent.as_ref().is_none_or(|parent| fits(parent))).then_some(reservation)
     }
@@ -249,8 +311,17 @@ impl BufferBudget {
 }
 
 impl BufferReservation {
-    /// Reserve `bytes` more. Return whether the budget allows it.
+    /// Count the bytes against the share of a client network as well.
+    pub(super) fn within(mut self, share: Option<NetworkShare>) -> Self {
+        self.share = share;
+        self
+    }
+
+    /// Reserve `bytes` more. Return whether the budget and the share of the client network allow it.
     pub(super) fn try_grow(&mut self, bytes: usize) -> bool {
+        if !self.share.as_mut().is_none_or(|share| share.try_grow(bytes)) {
+            return false;
+        }
         let more = self.budget.try_reserve(bytes);
         more.map(|mut more| self.size += std::mem::take(&mut more.size)).is_some()
     }
@@ -504,5 +575,31 @@ mod timer_tests {
             poll_fn(|cx| timer.poll(later, cx)).await;
             assert!(Instant::now() >= later, "the timer fired too early");
         });
+    }
+}
+
+#[cfg(test)]
+mod network_tests {
+    use super::*;
+
+    #[test]
+    fn bodies_of_a_network_share_its_bytes_and_release_them() {
+        let networks = Arc::<InspectedByNetwork>::default();
+        let [one, other] = [[192, 0, 2, 1], [192, 0, 2, 2]].map(IpAddr::from);
+        let budget = Arc::new(BufferBudget::new(1000));
+        let body = |network| budget.try_reserve(0).unwrap().within(Some(networks.share(network, 100)));
+        let (mut first, mut second, mut third) = (body(one), body(one), body(other));
+        assert!(networks.lock().is_empty(), "a body without bytes has no entry");
+        assert!(first.try_grow(60) && second.try_grow(40));
+        assert!(!second.try_grow(1) && !body(one).try_grow(1), "the share is used up");
+        assert!(third.try_grow(100) && !third.try_grow(1), "another network has its own");
+        drop(first);
+        assert!(second.try_grow(60) && !second.try_grow(1), "released bytes can be used again");
+        // Bytes that the budget of all connections rejects are released with the body.
+        let mut large = budget.try_reserve(0).unwrap().within(Some(networks.share(IpAddr::from([192, 0, 2, 3]), 2000)));
+        assert!(!large.try_grow(900) && large.try_grow(800));
+        drop((second, third, large));
+        assert!(networks.lock().is_empty());
+        assert!(budget.try_reserve(1000).is_some(), "no bytes are left");
     }
 }

@@ -15,8 +15,7 @@ use hyper::body::Incoming;
 use tokio::time::{Instant, timeout};
 
 use crate::http::body::{Body, PollFrame};
-use crate::http::body_limits::BufferReservation;
-use crate::http::body_limits::{BodyError, BodyLimits, MinRateTimer};
+use crate::http::body_limits::{BodyError, BodyLimits, BufferReservation, MinRateTimer, NetworkShare};
 use crate::http::flow::InFlightRequest;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;
@@ -55,7 +54,7 @@ pub enum ReadBody {
     Whole(Bytes),
     /// The body is longer than the maximum that may be read.
     TooLong,
-    /// The buffer budget is exhausted.
+    /// The buffer budget or the share of the client network is exhausted.
     NoCapacity,
 }
 
@@ -261,10 +260,16 @@ impl RequestBody {
     }
 
     /// Read the whole body from the client if it is not longer than `max` bytes. The upstream then gets the same body.
+    /// The received bytes count against the buffer budget, and against `share` of the client network.
     ///
     /// # Errors
     /// The body was aborted, too slow, or too long for its route.
-    pub async fn read(&mut self, limits: BodyLimits, max: usize) -> Result<ReadBody, BodyError> {
+    pub async fn read(
+        &mut self,
+        limits: BodyLimits,
+        max: usize,
+        share: Option<NetworkShare>,
+    ) -> Result<ReadBody, BodyError> {
         let exact = self.size_hint().exact();
         if exact.is_some_and(|length| length > max as u64) {
             return Ok(ReadBody::TooLong);
@@ -273,7 +278,8 @@ impl RequestBody {
         let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.clone()) else {
             return Ok(ReadBody::Whole(Bytes::new()));
         };
-        let Some(mut reservation) = flow.reserve_inspected() else { return Ok(ReadBody::NoCapacity) };
+        let Some(reservation) = flow.reserve_inspected() else { return Ok(ReadBody::NoCapacity) };
+        let mut reservation = reservation.within(share);
         let mut content = BytesMut::new();
         while let Some(frame) = self.frame().await {
             let Ok(data) = frame?.into_data() else { continue };

@@ -230,7 +230,10 @@ impl AuthProvider {
             ProviderKind::ClientCert if request.has_client_cert => Verification::Valid(Proof::ClientCert),
             ProviderKind::ClientCert => Verification::Absent,
             ProviderKind::Basic(basic) => basic.verify_request(request.headers),
-            ProviderKind::Forward(_) => Verification::Pending,
+            ProviderKind::Forward(forward) => match forward.repeated_header(request.headers) {
+                Some(name) => Verification::Invalid(AuthError::Ambiguous(name.clone())),
+                None => Verification::Pending,
+            },
         }
     }
 }

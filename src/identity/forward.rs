@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 use aws_lc_rs::digest::{Context, SHA256};
 use aws_lc_rs::rand;
 use bytes::Bytes;
-use http::header::CACHE_CONTROL;
+use http::header::{
+    ACCEPT, ACCEPT_CHARSET, ACCEPT_ENCODING, ACCEPT_LANGUAGE, CACHE_CONTROL, CONNECTION, CONTENT_ENCODING,
+    CONTENT_LANGUAGE, COOKIE, FORWARDED, IF_MATCH, IF_NONE_MATCH, TE, TRAILER, UPGRADE, VIA,
+};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use quick_cache::sync::Cache;
@@ -88,7 +91,36 @@ pub struct Denial {
     pub body: Bytes,
 }
 
+/// Headers whose lines form one list (RFC 9110 §5.3), and `Cookie`, whose lines the gateway joins. All other headers have
+/// a single value.
+const LIST_HEADERS: [HeaderName; 16] = [
+    ACCEPT,
+    ACCEPT_CHARSET,
+    ACCEPT_ENCODING,
+    ACCEPT_LANGUAGE,
+    CACHE_CONTROL,
+    CONNECTION,
+    CONTENT_ENCODING,
+    CONTENT_LANGUAGE,
+    COOKIE,
+    FORWARDED,
+    IF_MATCH,
+    IF_NONE_MATCH,
+    TE,
+    TRAILER,
+    UPGRADE,
+    VIA,
+];
+
 impl ForwardProvider {
+    /// Return a header with a single value that the server gets and that a request has more than once. Server and
+    /// upstream could use different lines. nginx rejects such a request for `Authorization`, and Envoy joins the lines
+    /// with commas.
+    pub fn repeated_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
+        let is_repeated = |name: &&HeaderName| headers.get_all(*name).iter().nth(1).is_some();
+        self.settings.request_headers.iter().filter(|name| !LIST_HEADERS.contains(name)).find(is_repeated)
+    }
+
     /// Create a provider with an empty cache.
     pub fn new(settings: ForwardSettings) -> Self {
         let cache = settings.cache.map(|(_, max_entries)| Arc::new(ForwardCache::new(max_entries)));

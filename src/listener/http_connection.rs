@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::http::body::Body;
-use crate::http::body_limits::BufferBudget;
+use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, InFlightRequest};
 use crate::http::flow::{StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
@@ -47,9 +47,6 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 /// Number of bytes of responses and buffered requests that all streams of a connection may hold. Beyond this number, a
 /// stream continues only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
-
-/// Divisor of `max_buffered`: the part that one connection may use for request bodies that the gateway has to read.
-const INSPECTED_SHARE: usize = 4;
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;

@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderValue, Request};
 use serde_json::Value;
 use tokio::time::timeout_at;
 
-use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
+use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
 use crate::payload::json::body::{Collector, JsonBody, JsonPointer};
 use crate::payload::json::rpc::RpcError;
@@ -228,6 +228,21 @@ fn may_be_json(media_type: &str) -> bool {
     !is_form && parts.all(is_utf8)
 }
 
+/// Return the share of the client's network in the memory for inspected bodies: a part of `max_buffered`, and at least one
+/// body of `max_read` bytes. The clients of `max_connections_per_ip` are counted: not trusted proxies, which forward the
+/// requests of many clients, unless they report the address of the client.
+fn network_share(context: &RequestContext<'_>, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
+    let config = &context.snapshot.config;
+    let (settings, peer) = (&config.server, context.peer);
+    let client = peer.client_address(headers);
+    let is_proxy = peer.forwarded.trusted && config.client_ip.is_trusted(client);
+    if settings.max_connections_per_ip == 0 || is_proxy || settings.is_exempt_from_per_ip(client) {
+        return None;
+    }
+    let max = (settings.max_buffered / INSPECTED_SHARE).max(max_read);
+    Some(context.snapshot.metrics.inspected_by_network.share(config.client_ip.network(client), max))
+}
+
 /// Read a body of at most `max_read` bytes.
 async fn read(
     context: &RequestContext<'_>,
@@ -248,7 +263,7 @@ async fn read(
     let idle_timeout = settings.body_idle_timeout;
     let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
     let limits = BodyLimits { deadline: context.deadline, upload, idle_timeout, max_body };
-    let reading = body.read(limits, max_read);
+    let reading = body.read(limits, max_read, network_share(context, max_read, headers));
     let read = match limits.deadline {
         None => reading.await,
         Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),

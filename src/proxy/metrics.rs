@@ -9,7 +9,7 @@ use datasketches::frequencies::{ErrorType, FrequentItemsSketch};
 use http::{Response, StatusCode};
 
 use crate::http::body::Body;
-use crate::http::body_limits::BufferBudget;
+use crate::http::body_limits::{BufferBudget, InspectedByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
@@ -179,6 +179,8 @@ pub struct RequestMetrics {
     pub mirrors: MetricFamily<MirrorStats>,
     /// Maximum number of bytes of the bodies of all copies.
     pub mirror_budget: MirrorBudget,
+    /// Bytes of inspected request bodies by client network.
+    pub inspected_by_network: Arc<InspectedByNetwork>,
 }
 
 /// Index of reserved costs in the counters of tokens.
@@ -240,6 +242,7 @@ pub(super) struct WorkerMetrics {
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
+    pub(super) inspected_by_network: Arc<InspectedByNetwork>,
 }
 
 #[derive(Debug)]
@@ -344,6 +347,7 @@ impl WorkerMetrics {
                 .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
+            inspected_by_network: request_metrics.inspected_by_network.clone(),
         }
     }
 

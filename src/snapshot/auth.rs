@@ -207,7 +207,7 @@ fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut 
         if let Some(span) = span.filter(|_| !owners.contains(&own)) {
             let owners: Vec<_> = owners.iter().map(|owner| format!("kind = \"{}\"", owner.label())).collect();
             let issue = Issue::new(span, format!("`{key}` is valid only for {}", owners.join(" and ")));
-            reader.push_issue(issue.with_hint(format!("`{name}` is of kind \"{}\": leave it out", own.label())));
+            reader.push_missing(issue.with_hint(format!("`{name}` is of kind \"{}\": leave it out", own.label())));
         }
     }
 }
@@ -235,7 +235,7 @@ fn api_key(
             if on_unknown == OnUnknownKey::Reject {
                 let message = format!("`{name}` has no `consumers`: every key would be rejected");
                 let hint = "consumers = \"consumers.toml\", or on_unknown = \"accept\"";
-                reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+                reader.push_missing(Issue::new(span.clone(), message).with_hint(hint));
             }
             Arc::default()
         }
@@ -280,7 +280,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
     }
     if let Some(text) = auth.scheme.as_ref().filter(|_| !places.iter().any(|place| place.scheme.is_some())) {
         let issue = Issue::new(text.span(), "`scheme` is valid only for `authorization` and `proxy-authorization`");
-        reader.push_issue(issue.with_hint("header = \"authorization\", or leave it out"));
+        reader.push_missing(issue.with_hint("header = \"authorization\", or leave it out"));
     }
     if places.is_empty() {
         places.push(KeyPlace { header: HeaderName::from_static("x-api-key"), scheme: None });
@@ -349,14 +349,15 @@ fn jwt(
     }
     for (key, text) in [("refresh_interval", &auth.refresh_interval), ("ca", &auth.ca)] {
         if let Some(text) = text {
-            reader
-                .push_issue(Issue::new(text.span(), format!("`{key}` requires `jwks_url`")).with_hint("leave it out"));
+            reader.push_missing(
+                Issue::new(text.span(), format!("`{key}` requires `jwks_url`")).with_hint("leave it out"),
+            );
         }
     }
     let Some(text) = &auth.jwks_file else {
         let issue = Issue::new(span.clone(), "`jwks_file` is missing");
         let hint = "for example jwks_file = \"certs/jwks.json\", or a URL: jwks_url = \"https://issuer.example/.well-known/jwks.json\"";
-        reader.push_issue(issue.with_hint(hint));
+        reader.push_missing(issue.with_hint(hint));
         return verifier;
     };
     let path = reader.resolve_path(text);
@@ -386,7 +387,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
     if !config.listener.iter().any(asks) {
         let message = format!("`{name}` verifies client certificates, but no listener requests them");
         let hint = "tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
-        reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+        reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
     }
 }
 
@@ -452,7 +453,7 @@ pub(super) fn route_auth(
                 };
                 if config.auth.get(name).is_some_and(|auth| auth.get_ref().consumers.is_none()) {
                     let message = format!("`{name}` has no `consumers`: every key would be rejected");
-                    reader.push_issue(Issue::new(item.span(), message).with_hint(format!(
+                    reader.push_missing_elsewhere(Issue::new(item.span(), message).with_hint(format!(
                         "consumers = \"consumers.toml\" in [auth.{name}], or `identify` instead of `require`"
                     )));
                 }
@@ -628,7 +629,7 @@ pub(super) fn check_limit(
                           [\"keys\"] on this route"
                 .to_owned(),
         };
-        reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+        reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
     }
 }
 

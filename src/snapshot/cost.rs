@@ -256,7 +256,7 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     for (key, span) in keys {
         if let Some(span) = span {
             let issue = Issue::new(span, format!("`{key}` requires `llm`"));
-            reader.push_issue(issue.with_hint("cost = { llm = \"auto\", … }"));
+            reader.push_missing(issue.with_hint("cost = { llm = \"auto\", … }"));
         }
     }
 }

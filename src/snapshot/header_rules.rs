@@ -132,7 +132,7 @@ pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut 
     let origins = origins(cors, reader);
     if cors.origins.is_empty() {
         let issue = Issue::new(span, "`cors` needs `origins`");
-        reader.push_issue(issue.with_hint("origins = [\"https://app.example.com\"]"));
+        reader.push_missing(issue.with_hint("origins = [\"https://app.example.com\"]"));
     }
     if let (AllowedOrigins::Any, Some(value)) = (&origins, cors.credentials.as_ref().filter(|_| credentials)) {
         let issue = Issue::new(

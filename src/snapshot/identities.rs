@@ -12,8 +12,7 @@ use toml::value::Datetime;
 
 use crate::config;
 use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
-use crate::config::file::{EnvLookup, FileSnapshot, UnsetVariables, closest_name, resolve_issues};
-use crate::config::include::Sources;
+use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables, closest_name, resolve_issues};
 use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
 use crate::config::{Config, Text, file};
 use crate::identity;
@@ -111,7 +110,7 @@ fn exemptions(
                     [] => "write SOURCE=VALUE, with a source in `by`".to_owned(),
                     words => format!("write SOURCE=VALUE, with one of the sources in `by`: {}", words.join(" or ")),
                 };
-                reader.push_issue(issue.with_hint(hint));
+                reader.push_missing(issue.with_hint(hint));
             }
             Some(_) if value.is_empty() => {
                 reader.push_issue(Issue::new(text.span(), format!("`{written}` has no value after `=`")));
@@ -276,8 +275,10 @@ pub(super) fn read(
     environment: EnvLookup<'_>,
 ) -> Result<LoadedConsumers, FileIssues> {
     let file = file::parse_consumers(path, content, environment)?;
+    let mut compiler_issues = Vec::new();
+    let consumers = compile_consumers(&file, limits, hasher, &mut compiler_issues);
     let mut issues = file.issues;
-    let consumers = compile_consumers(&file.value, &file.sources, limits, hasher, &mut issues);
+    issues.extend(compiler_issues.into_iter().filter(|issue| !file.unknown_keys.hide(issue)));
     let (issues, _) = resolve_issues(&file.sources, issues, file.unresolved, file.warnings, UnsetVariables::Error);
     let is_intentional =
         !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
@@ -290,21 +291,23 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 }
 
 fn compile_consumers(
-    file: &config::Consumers,
-    sources: &Sources,
+    file: &ParsedFile<config::Consumers>,
     limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
 ) -> Consumers {
     let mut consumers = Consumers::default();
     let mut names: HashMap<&String, Range<usize>> = HashMap::new();
-    for written in &file.consumer {
+    let ParsedFile { value, sources, unknown_keys, .. } = file;
+    for written in &value.consumer {
         let (span, written_span) = (written.span(), written.span());
         let written = written.get_ref();
         let name = match &written.name {
             Some(name) if !name.get_ref().is_empty() => name.get_ref(),
             _ => {
-                issues.push(Issue::new(span, "a consumer needs a `name`"));
+                if !unknown_keys.are_in(&span) {
+                    issues.push(Issue::new(span, "a consumer needs a `name`"));
+                }
                 continue;
             }
         };
@@ -335,7 +338,9 @@ fn compile_consumers(
                 ConsumerKey::Table(table) => match &table.hash {
                     Some(hash) => (hash.get_ref(), hash.span(), key_terms(table, limits, issues)),
                     None => {
-                        issues.push(Issue::new(key.span(), "`hash` is missing").with_hint(KEY_HASH_HINT));
+                        if !unknown_keys.are_in(&key.span()) {
+                            issues.push(Issue::new(key.span(), "`hash` is missing").with_hint(KEY_HASH_HINT));
+                        }
                         continue;
                     }
                 },

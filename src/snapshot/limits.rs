@@ -66,7 +66,7 @@ pub(super) fn limits(
         {
             let message = "this limit is by client certificate, but no listener requests client certificates: no \
                            request would have the identity";
-            reader.push_issue(
+            reader.push_missing_elsewhere(
                 Issue::new(span.clone(), message)
                     .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
             );
@@ -77,7 +77,7 @@ pub(super) fn limits(
             let message = "this limit is by a header that only trusted proxies may set, but there are no trusted proxies: every request would be rejected";
             let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip], or by = \"header:NAME\" if clients \
                         may choose the value";
-            reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+            reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
         }
         let cost = cost(limit, trusted_proxies, inspect_body, reader);
         let refund_on = refund_on(limit, cost.as_ref(), reader);
@@ -194,7 +194,8 @@ fn cost(
         }
         if limit.unit.is_none() {
             let issue = Issue::new(written.span(), "`llm` requires `unit`, which names what the quota counts");
-            reader.push_issue(issue.with_hint("unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"));
+            reader
+                .push_missing(issue.with_hint("unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"));
         }
         return Some(Cost::Llm(Arc::new(cost)));
     }
@@ -204,7 +205,7 @@ fn cost(
     }
     if let Some(default) = &table.default {
         let issue = Issue::new(default.span(), "`default` requires `tools`");
-        reader.push_issue(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
+        reader.push_missing(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
     }
     // Use a temporary value, which `Cost::with_default` replaces with the cost of the route.
     let default = 1;
@@ -215,7 +216,7 @@ fn cost(
                 let message = "`request_header` requires trusted proxies, but there are none";
                 let hint =
                     "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: other clients could choose their own cost";
-                reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+                reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
             }
             let header = reader.header_name(text.span(), text.get_ref())?;
             Some(Cost::Request { header, max, default })
@@ -227,7 +228,7 @@ fn cost(
         _ => {
             let issue = Issue::new(written.span(), "invalid cost");
             let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \"x-tokens-used\", cost.llm = \"auto\", or cost.tools = { search = 5 }";
-            reader.push_issue(issue.with_hint(hint));
+            reader.push_missing(issue.with_hint(hint));
             None
         }
     }
@@ -292,7 +293,7 @@ fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Op
     if limit.max_wait.is_none()
         && let Some(text) = &limit.max_queue
     {
-        reader.push_issue(Issue::new(text.span(), "`max_queue` requires `max_wait`"));
+        reader.push_missing(Issue::new(text.span(), "`max_queue` requires `max_wait`"));
     }
     let max = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
     Some(QueuePolicy { max_wait: max, max_queue })
@@ -409,7 +410,7 @@ fn tiers(
                 TierSource::ApiKey => format!("add \"{descriptor}\" to `by`, or choose another source: [tiers] from"),
                 _ => format!("add \"{descriptor}\" to `by`: the tier comes from the same source ([tiers] from)"),
             };
-            reader.push_issue(issue.with_hint(hint));
+            reader.push_missing(issue.with_hint(hint));
         }
         let variant = limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota)
             .and_then(|(quota, burst)| {
@@ -492,7 +493,7 @@ pub(super) fn rule(
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
             let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
-            reader.push_issue(Issue::new(span, format!("`{key}` is valid only for {owner}")));
+            reader.push_missing(Issue::new(span, format!("`{key}` is valid only for {owner}")));
         }
     }
     let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
@@ -510,7 +511,7 @@ pub(super) fn rule(
     }
     let rule =
         text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
-    rule.map_err(|error| reader.push_issue(quota_issue(text, &error))).ok()
+    rule.map_err(|error| reader.push_missing(quota_issue(text, &error))).ok()
 }
 
 fn timed_rule(
@@ -537,7 +538,7 @@ fn timed_rule(
             let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
             if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (time_zone, &start) {
                 let issue = Issue::new(zone.span(), "`time_zone` is valid only for calendar windows and for `usage`");
-                reader.push_issue(
+                reader.push_missing(
                     issue.with_hint("set an aligned quota per day, week, month or year, or set usage = true"),
                 );
             }

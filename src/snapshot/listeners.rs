@@ -44,7 +44,7 @@ pub(super) fn listeners(
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
-        reader.file_issue("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+        reader.missing_table("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
     let mut compiled: Vec<Listener> = Vec::new();
     let mut spans: Vec<(SocketAddr, Range<usize>)> = Vec::new();
@@ -68,7 +68,7 @@ pub(super) fn listeners(
             let message =
                 "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
-            reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
+            reader.push_missing_elsewhere(Issue::new(value.span(), message).with_hint(hint));
         }
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
@@ -126,14 +126,14 @@ fn tls(
     let uses_acme = tls.acme.as_ref().filter(|acme| *acme.get_ref());
     if let (None, Some(names)) = (uses_acme, &tls.names) {
         let span = names.first().map_or(span.clone(), |name| name.span());
-        reader.push_issue(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
+        reader.push_missing(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
     }
     let mut certificates = Vec::new();
     let mut files = Vec::new();
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
-            reader.push_issue(
+            reader.push_missing(
                 Issue::new(written.span(), "a certificate requires both `cert` and `key`").with_hint(EXAMPLE),
             );
             continue;
@@ -152,7 +152,7 @@ fn tls(
         reader.push_issue(issue.with_hint("remove one of them"));
     }
     if tls.certificates.is_empty() && uses_acme.is_none() {
-        reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
+        reader.push_missing(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
     let (clients, client_ca) = client_verifier(tls, reader).unzip();
     let source = match uses_acme {
@@ -181,7 +181,7 @@ fn client_verifier(
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
-            reader.push_issue(
+            reader.push_missing(
                 issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
             );
         }
@@ -409,7 +409,9 @@ impl AcmeListeners {
     ) -> Option<(Vec<Box<str>>, Arc<ManagedCertificates>)> {
         let Some(certificates) = self.certificates.clone() else {
             let issue = Issue::new(acme.span(), "`acme` requires the table [acme]");
-            reader.push_issue(issue.with_hint("[acme] with accept_terms = true and email = \"you@example.com\""));
+            reader.push_missing_elsewhere(
+                issue.with_hint("[acme] with accept_terms = true and email = \"you@example.com\""),
+            );
             return None;
         };
         let compiled = match names {
@@ -422,7 +424,7 @@ impl AcmeListeners {
         if compiled.is_empty() && names.is_none_or(<[_]>::is_empty) {
             let issue =
                 Issue::new(acme.span(), "`names` is missing, and no route has a host to obtain a certificate for");
-            reader.push_issue(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
+            reader.push_missing_elsewhere(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
             return None;
         }
         Some((compiled, certificates))
@@ -478,7 +480,7 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
         let issue = Issue::new(span, "CAs issue certificates only if you accept their terms of service");
-        reader.push_issue(issue.with_hint(
+        reader.push_missing(issue.with_hint(
             "read the terms of service, for example https://letsencrypt.org/repository/, and write accept_terms = true",
         ));
     }
@@ -507,7 +509,7 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     let is_missing = secret.is_none_or(|secret| secret.get_ref().is_empty() && !reader.is_unresolved(secret));
     if let Some(url) = config.store.url.as_ref().filter(|url| is_missing && url.get_ref() != "memory:") {
         let message = "ACME over a shared store requires `store.secret`: it encrypts the private keys in Redis";
-        reader.push_issue(Issue::new(url.span(), message).with_hint(
+        reader.push_missing_elsewhere(Issue::new(url.span(), message).with_hint(
             "secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
         ));
     }

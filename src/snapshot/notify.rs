@@ -108,8 +108,8 @@ pub(super) fn destinations(
                 stream(table, key, has_redis, reader).map(EventDestination::Stream)
             }
             _ => {
-                let issue = Issue::new(span, "a destination has either `webhook` or `stream`");
-                reader.push_issue(issue.with_hint("webhook = \"https://hooks.example.com/limits\""));
+                let issue = Issue::new(span.clone(), "a destination has either `webhook` or `stream`");
+                reader.push_missing(issue.with_hint("webhook = \"https://hooks.example.com/limits\""));
                 None
             }
         };
@@ -122,7 +122,7 @@ pub(super) fn destinations(
 fn report_keys(keys: &[(&str, Option<Range<usize>>)], owner: &str, reader: &mut Validator<'_>) {
     for (name, span) in keys {
         if let Some(span) = span {
-            reader.push_issue(Issue::new(span.clone(), format!("`{name}` requires `{owner}`")));
+            reader.push_missing(Issue::new(span.clone(), format!("`{name}` requires `{owner}`")));
         }
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn route_action(
     }
     let issue = Issue::new(span.clone(), "this route has no action");
     let hint = "upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
-    reader.push_issue(issue.with_hint(hint));
+    reader.push_missing(issue.with_hint(hint));
     None
 }
 
@@ -134,7 +134,7 @@ fn redirect(
         (Some(to), None) => {
             if let Some(port) = &redirect.port {
                 let issue = Issue::new(port.span(), "`port` requires `scheme`");
-                reader.push_issue(issue.with_hint("write the port in `to`: \"https://www.example.com:8443/{rest}\""));
+                reader.push_missing(issue.with_hint("write the port in `to`: \"https://www.example.com:8443/{rest}\""));
             }
             redirect_template(to, path, reader)?
         }
@@ -145,9 +145,8 @@ fn redirect(
                 (Some(_), _) => "`to` and `scheme` cannot be combined",
             };
             let hint = "either to = \"/v1/{rest}\", or scheme = \"https\" for the same host, path and query";
-            reader.push_issue(
-                Issue::new(scheme.as_ref().map_or(span.clone(), |text| text.span()), message).with_hint(hint),
-            );
+            let issue = Issue::new(scheme.as_ref().map_or(span.clone(), |text| text.span()), message);
+            reader.push_missing(issue.with_hint(hint));
             return None;
         }
     };
@@ -200,7 +199,7 @@ pub(super) fn rewrite(
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
         let issue = Issue::new(written.span(), "`strip_prefix` and `rewrite` require an upstream");
-        reader.push_issue(issue.with_hint("remove this key, because `redirect` has its own path"));
+        reader.push_missing(issue.with_hint("remove this key, because `redirect` has its own path"));
     }
     if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
         let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` cannot be combined");
@@ -409,7 +408,7 @@ pub(super) fn mirror(
     if route.upstream.is_none() {
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader
-            .push_issue(issue.with_hint(
+            .push_missing(issue.with_hint(
                 "only forwarded requests are mirrored: remove `mirror`, or set an `upstream` for the route",
             ));
     }

@@ -265,7 +265,7 @@ fn value_test(
     if keys.into_iter().filter(|is_set| *is_set).count() != 1 {
         let message = format!("the condition on `{name}` must have exactly one key");
         let hint = "write one of exact = \"…\", prefix = \"…\", regex = '…', present = true or absent = true";
-        reader.push_issue(Issue::new(rule.span(), message).with_hint(hint));
+        reader.push_missing(Issue::new(rule.span(), message).with_hint(hint));
         return None;
     }
     for (flag, key, other) in [(present, "present", "absent"), (absent, "absent", "present")] {

@@ -425,7 +425,7 @@ pub(super) fn routes(
     reader: &mut Validator<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
     if config.route.is_empty() {
-        reader.file_issue("there is no [[route]]", "add one: [[route]] with name, path and upstream");
+        reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
     }
     let mut names: HashMap<&str, Range<usize>> = HashMap::new();
     let mut routes = Vec::new();
@@ -500,7 +500,7 @@ pub(super) fn routes(
         if let Err(ambiguous) = inserted {
             let path = written.path_regex.as_ref().or(written.path.as_ref()).map_or(span, |path| path.span());
             let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
-            reader.push_issue(
+            reader.push_missing_elsewhere(
                 issue.with_hint("give one of the routes another host, listener, path, method or condition"),
             );
         }
@@ -512,7 +512,7 @@ pub(super) fn routes(
 fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<Duration> {
     let written = route.timeout.as_ref()?;
     if route.upstream.is_none() {
-        reader.push_issue(Issue::new(written.span(), "`timeout` requires an upstream"));
+        reader.push_missing(Issue::new(written.span(), "`timeout` requires an upstream"));
     }
     Some(reader.duration(Some(written), Duration::ZERO))
 }
@@ -550,7 +550,7 @@ fn route_limits(
                 let message = format!(
                     "`{limit_name}` is by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
                 );
-                reader.push_issue(
+                reader.push_missing(
                     Issue::new(text.span(), message)
                         .with_hint("add the parameter to `path`, or remove the limit from the route"),
                 );
@@ -565,7 +565,7 @@ fn route_limits(
                 check_cost_fits(cost, limit, span.clone(), reader);
                 if limit.prefetch > 0 && cost != 1 {
                     let message = format!("the `prefetch` of `{limit_name}` requires a `cost` of 1");
-                    reader.push_issue(
+                    reader.push_missing_elsewhere(
                         Issue::new(span, message).with_hint("use another limit for this route, or remove `prefetch`"),
                     );
                 }

@@ -431,7 +431,7 @@ pub(super) fn admin(
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
     if token.is_none() && !address.ip().is_loopback() {
         let issue = Issue::new(text.span(), format!("{address} is not a loopback address: a token is required"));
-        reader.push_issue(
+        reader.push_missing(
             issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"),
         );
     }
@@ -484,7 +484,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         let used = scheme.starts_with("rediss") || is_unknown;
         if !used {
             let issue = Issue::new(tls.span(), "`tls` is valid only for a store at `rediss://`");
-            reader.push_issue(issue.with_hint("`tls` is also valid with `rediss+sentinel://` and `rediss+cluster://`"));
+            reader
+                .push_missing(issue.with_hint("`tls` is also valid with `rediss+sentinel://` and `rediss+cluster://`"));
         }
         used
     });

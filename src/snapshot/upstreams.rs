@@ -48,7 +48,7 @@ pub(super) fn upstream(
     let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
     if upstream.servers.is_empty() {
         let issue = Issue::new(span.clone(), format!("upstream `{name}` has no servers"));
-        reader.push_issue(issue.with_hint("servers = [\"http://127.0.0.1:9000\"]"));
+        reader.push_missing(issue.with_hint("servers = [\"http://127.0.0.1:9000\"]"));
     }
     let protocol = reader.one_of(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
     let tls = upstream_tls(name, upstream, protocol, reader);
@@ -182,7 +182,7 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
     let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
     if let Some(queue) = upstream.max_queue.as_ref().filter(|_| max > 0 && !has_max_requests) {
         let issue = Issue::new(queue.span(), "`max_queue` requires `max_requests`");
-        reader.push_issue(issue.with_hint("`max_requests` limits the requests in flight per server"));
+        reader.push_missing(issue.with_hint("`max_requests` limits the requests in flight per server"));
     }
     max
 }
@@ -281,7 +281,7 @@ impl TlsFiles {
             [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
             [None, None] => None,
             [Some(_), None] | [None, Some(_)] => {
-                reader.push_issue(Issue::new(span, "a client certificate requires both `cert` and `key`"));
+                reader.push_missing(Issue::new(span, "a client certificate requires both `cert` and `key`"));
                 None
             }
         };
@@ -369,7 +369,7 @@ pub(super) fn upstream_tls(
             upstream.tls.as_ref().filter(|_| !upstream.servers.iter().any(|one| reader.is_unresolved(one)))
         {
             let issue = Issue::new(tls.span(), "`tls` is valid only with servers at `https://`");
-            reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
+            reader.push_missing(issue.with_hint("servers = [\"https://…\"]"));
         }
         return None;
     };

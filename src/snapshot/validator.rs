@@ -11,13 +11,18 @@ use http::{HeaderName, HeaderValue, Method};
 use crate::config::Text;
 use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
-use crate::config::file::{EnvLookup, ParsedFile, UnresolvedValue, UnsetVariables, closest_name, resolve_issues};
+use crate::config::file::{
+    EnvLookup, ParsedFile, UnknownKeys, UnresolvedValue, UnsetVariables, closest_name, resolve_issues,
+};
 use crate::config::include::Sources;
 use crate::limiter::quota::parse_duration_us;
 
 /// Collects the issues of a configuration. Every method returns a usable value, so that all errors are found at once.
 pub(super) struct Validator<'a> {
     sources: Sources,
+    /// Issues of the parser.
+    parser_issues: Vec<Issue>,
+    unknown_keys: UnknownKeys,
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
@@ -31,7 +36,9 @@ impl<'a> Validator<'a> {
     pub(super) fn new<T>(file: &mut ParsedFile<T>, environment: EnvLookup<'a>) -> Self {
         Validator {
             sources: file.sources.clone(),
-            issues: std::mem::take(&mut file.issues),
+            parser_issues: std::mem::take(&mut file.issues),
+            unknown_keys: std::mem::take(&mut file.unknown_keys),
+            issues: Vec::new(),
             unresolved: std::mem::take(&mut file.unresolved),
             warnings: std::mem::take(&mut file.warnings),
             other_files: Vec::new(),
@@ -44,7 +51,9 @@ impl<'a> Validator<'a> {
     /// # Errors
     /// At least one error was collected.
     pub(super) fn finish(self, policy: UnsetVariables<'_>) -> Result<Vec<Issue>, ConfigError> {
-        let (issues, warnings) = resolve_issues(&self.sources, self.issues, self.unresolved, self.warnings, policy);
+        let mut issues = self.parser_issues;
+        issues.extend(self.issues.into_iter().filter(|issue| !self.unknown_keys.hide(issue)));
+        let (issues, warnings) = resolve_issues(&self.sources, issues, self.unresolved, self.warnings, policy);
         let mut files = self.sources.by_file(issues);
         files.extend(self.other_files);
         if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
@@ -64,13 +73,28 @@ impl<'a> Validator<'a> {
         self.issues.push(issue);
     }
 
+    /// Report that a key is missing or that the key of the issue requires another key, unless an unknown key of the same
+    /// entry (a route, a limit, …) may be this key.
+    pub(super) fn push_missing(&mut self, issue: Issue) {
+        if !self.unknown_keys.may_be_missing_in(&issue) {
+            self.push_issue(issue);
+        }
+    }
+
+    /// Report that something is missing elsewhere in the file, unless an unknown key of the file may be it.
+    pub(super) fn push_missing_elsewhere(&mut self, issue: Issue) {
+        if self.unknown_keys.is_empty() {
+            self.push_issue(issue);
+        }
+    }
+
     pub(super) fn add_file_issues(&mut self, faulty: FileIssues) {
         self.other_files.push(faulty);
     }
 
-    /// Report an issue of the whole file.
-    pub(super) fn file_issue(&mut self, message: &str, hint: &str) {
-        self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
+    /// Report that the file lacks a table, unless an unknown table may be this table.
+    pub(super) fn missing_table(&mut self, message: &str, hint: &str) {
+        self.push_missing_elsewhere(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
     /// Resolve a path relative to the directory of the file that contains the path.
@@ -107,10 +131,8 @@ impl<'a> Validator<'a> {
         example: &str,
     ) -> Option<&'t T> {
         if value.is_none() {
-            self.push_issue(
-                Issue::new(span.clone(), format!("`{key}` is missing"))
-                    .with_hint(format!("write a value, for example {key} = {example}")),
-            );
+            let issue = Issue::new(span.clone(), format!("`{key}` is missing"));
+            self.push_missing(issue.with_hint(format!("write a value, for example {key} = {example}")));
         }
         value
     }
@@ -223,7 +245,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Report a name that is not defined.
+    /// Report a name that is not defined. A name that an unknown table defines is not reported.
     pub(super) fn unknown_name<'n>(
         &mut self,
         span: Range<usize>,
@@ -231,6 +253,9 @@ impl<'a> Validator<'a> {
         name: &str,
         known: impl Iterator<Item = &'n str> + Clone,
     ) {
+        if self.unknown_keys.define(name) {
+            return;
+        }
         let issue = Issue::new(span, format!("unknown {what} `{name}`"));
         let hint = match closest_name(name, known.clone()) {
             Some(near) => format!("did you mean `{near}`?"),

@@ -3,14 +3,17 @@
 
 mod routes;
 
-use std::collections::{BTreeMap, HashSet};
-use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use http::{HeaderMap, Method, Uri};
 use ipnet::IpNet;
+use tokio::time::timeout;
 
 use crate::config;
 use crate::config::error::{Issue, Spanned};
@@ -34,6 +37,7 @@ use crate::snapshot::route_match::foreign_path_hint;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};
 use crate::upstream::UpstreamSettings;
+use crate::upstream::dns::DnsResolver;
 
 /// A configuration in its parsed and in its compiled form.
 struct LintInput<'a> {
@@ -114,41 +118,71 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     notes
 }
 
+/// Maximum time to resolve the names of certificates.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Resolve the names that certificates are requested for. Return warnings for names without an address. Return notes
-/// for names with addresses that this machine does not have, which is correct behind a load balancer. The resolution of
-/// names may take seconds.
-pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, Vec<Issue>) {
+/// that say whether the addresses of a name are addresses of this machine, because another address is correct behind a
+/// load balancer or NAT.
+///
+/// # Errors
+/// The runtime for the lookups cannot be created.
+pub fn resolve_names(
+    parsed: &Config,
+    config: &CompiledConfig,
+    resolver: &DnsResolver,
+) -> io::Result<(Vec<Issue>, Vec<Issue>)> {
     let (mut warnings, mut notes) = (Vec::new(), Vec::new());
-    let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return (warnings, notes) };
-    let lookup = |name: &str| (name, 443).to_socket_addrs().map(|all| all.map(|one| one.ip()).collect::<Vec<_>>());
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let lookups: Vec<_> = acme.names.iter().map(|name| (name, scope.spawn(|| lookup(name)))).collect();
-        lookups.into_iter().map(|(name, lookup)| (name, lookup.join())).collect()
-    });
-    for (name, result) in results {
+    let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return Ok((warnings, notes)) };
+    let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, &[])).await {
+        Ok(Ok(resolved)) => Ok(resolved.addresses),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no response within {RESOLVE_TIMEOUT:?}")),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let results = runtime.block_on(join_all(acme.names.iter().map(|name| lookup(name))));
+    for (name, result) in acme.names.iter().zip(results) {
         let addresses = match result {
-            Ok(Ok(addresses)) => addresses,
-            Ok(Err(error)) => {
+            Ok(addresses) => addresses,
+            Err(error) => {
                 let message = format!("`{name}` does not resolve, and the CA cannot validate it: {error}");
                 let hint = "add A or AAAA records with the addresses of the gateways or of their load balancer";
                 let span = name_span(parsed, name).unwrap_or(table.span());
                 warnings.push(Issue::new(span, message).with_hint(hint));
                 continue;
             }
-            Err(_) => continue,
         };
-        // An address belongs to this machine if a socket can be bound to it.
-        let other = addresses.iter().find(|address| UdpSocket::bind((**address, 0)).is_err());
-        let message = match other {
+        let message = match addresses.iter().find(|address| !is_local_address(**address)) {
             Some(other) => format!(
-                "`{name}` resolves to {other}, which is not an address of this machine; this is correct behind NAT or a \
-                 load balancer"
+                "`{name}` resolves to {other}, which is no address of this machine: requests may still arrive through a \
+                 load balancer or NAT"
             ),
             None => format!("`{name}` resolves to this machine"),
         };
         notes.push(Issue { span: None, message, hint: None });
     }
-    (warnings, notes)
+    Ok((warnings, notes))
+}
+
+/// Return whether an interface of this machine has this address. The kernel binds sockets only to such addresses, unless
+/// `ip_nonlocal_bind` is set. In this case, the kernel must also choose the address as the source of packets to it.
+fn is_local_address(address: IpAddr) -> bool {
+    if address.is_loopback() {
+        return true;
+    }
+    let family = if address.is_ipv4() { "ipv4" } else { "ipv6" };
+    let setting = std::fs::read_to_string(format!("/proc/sys/net/{family}/ip_nonlocal_bind"));
+    let can_bind_any = setting.is_ok_and(|setting| setting.trim() == "1");
+    let Ok(_) = UdpSocket::bind((address, 0)) else { return false };
+    let is_source = || {
+        let unspecified: IpAddr =
+            if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((unspecified, 0)).ok()?;
+        // No packet is sent.
+        socket.connect((address, 9)).ok()?;
+        socket.local_addr().ok()
+    };
+    !can_bind_any || is_source().is_some_and(|source| source.ip() == address)
 }
 
 /// Return the position of a name in `names` of a listener, or in `hosts` of a route.
@@ -297,6 +331,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues.extend(inspection_beyond_buffers(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
+    issues.extend(routes::open_alternatives(input));
     issues
 }
 
@@ -797,6 +832,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(volatile_usage(input, compiled));
         issues.extend(frequent_events(input, compiled));
         issues.extend(body_of_no_method(input, compiled));
+        issues.extend(claims_of_several_issuers(input, compiled, &routes));
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
@@ -885,6 +921,38 @@ fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<
         if spec.on_missing == OnMissing::Skip || spec.skips_other_messages { "applies" } else { "has an identity" };
     let message = format!("`{name}` never {verb}: its methods have no body");
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
+}
+
+/// Warn of limits by a claim whose routes admit tokens of different issuers. Claims such as `sub` are unique only for one
+/// issuer (RFC 7519 §4.1.2).
+fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
+    let descriptors = &compiled.identity_spec.descriptors;
+    let claim = descriptors.iter().find_map(|descriptor| match descriptor {
+        Descriptor::Jwt(claim) => Some(&**claim),
+        _ => None,
+    })?;
+    if descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(claim) if **claim == *"iss")) {
+        return None;
+    }
+    let issuers = |routes: &[&Arc<Route>]| -> BTreeSet<Option<&str>> {
+        let providers = routes.iter().filter_map(|route| route.auth.as_ref()).flat_map(|auth| &auth.providers);
+        let issuers = providers.filter_map(|index| match &input.config.auth.providers[*index].kind {
+            ProviderKind::Jwt(verifier) => Some(verifier.issuer.as_deref()),
+            _ => None,
+        });
+        issuers.collect()
+    };
+    // Without `route` in `by`, all routes share the states of the limit.
+    let mut groups =
+        if descriptors.contains(&Descriptor::Route) { routes.chunks(1) } else { routes.chunks(usize::MAX) };
+    groups.find(|routes| issuers(routes).len() > 1)?;
+    let name = &compiled.limit.name;
+    let span = input.span_of(name, |parsed| parsed.by.as_ref());
+    let message = format!(
+        "`{name}` counts tokens of different issuers together if they have the same `{claim}`: a claim is unique only \
+         for its issuer"
+    );
+    Some(Issue::new(span, message).with_hint(format!("by = [\"jwt:iss\", \"jwt:{claim}\"]")))
 }
 
 /// Warn of quotas whose capacity is below the maximum cost of a request. If the cost always exceeds the capacity,

@@ -1,10 +1,16 @@
 //! Configuration files: each invalid file is rejected with the message that it states, and each valid one is
 //! accepted.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::binary;
 use serde_json::{Value, json};
+use sluicegate::config::file::UnsetVariables;
+use sluicegate::snapshot::CompiledConfig;
+use sluicegate::tools::check::resolve_names;
+use toml::de::{DeTable, DeValue};
 
 fn files(folder: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(folder);
@@ -35,6 +41,10 @@ fn invalid_files_are_rejected_with_their_reason() {
         let (code, _, report) = check(&path);
         assert_eq!(code, Some(2), "{}: exit code\n{report}", path.display());
         has_in_order(&path, &text, &report);
+        let is_cause = |name: &&str| path.ends_with(name);
+        if ["misspelled_key.toml", "route_action_misspelled.toml", "unknown_table.toml"].iter().any(is_cause) {
+            assert_eq!(report.matches("error: ").count(), 1, "{}:\n{report}", path.display());
+        }
     }
 }
 
@@ -129,6 +139,41 @@ fn check_offline_does_not_connect_to_the_store() {
     assert!(check(&path).1.contains("warning: store: nothing listens"));
     let (code, out, _) = check_with(&path, &["--offline"]);
     assert!(code == Some(0) && !out.contains("warning: store:"), "{out}");
+}
+
+#[test]
+fn names_of_certificates_are_compared_with_the_addresses_of_this_machine() {
+    let names = ["here.test", "away.test", "both.test", "gone.test", "silent.test"];
+    let (_directory, path) = directory_with(&format!(
+        "[acme]\naccept_terms = true\n[[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = {names:?} }}\n"
+    ));
+    let dns = NameServer::start();
+    dns.set_addresses("here.test", &["127.0.0.1", "::1"], 60);
+    dns.set_addresses("away.test", &["203.0.113.7"], 60);
+    dns.set_addresses("both.test", &["127.0.0.1", "203.0.113.8"], 60);
+    dns.set_both("silent.test", &DnsAnswer::Nothing);
+    let (config, file) = CompiledConfig::load_with_source(&path, &|_| None, UnsetVariables::Error).unwrap();
+    let (warnings, notes) = resolve_names(&file.value, &config, &dns.resolver(&[])).unwrap();
+    let notes: Vec<_> = notes.iter().map(|note| &*note.message).collect();
+    let elsewhere = "which is no address of this machine: requests may still arrive through a load balancer or NAT";
+    let expected = [
+        format!("`away.test` resolves to 203.0.113.7, {elsewhere}"),
+        format!("`both.test` resolves to 203.0.113.8, {elsewhere}"),
+        "`here.test` resolves to this machine".to_owned(),
+    ];
+    assert_eq!(notes, expected);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let warnings: Vec<_> =
+        warnings.iter().map(|warning| (&text[warning.span.clone().unwrap()], &*warning.message)).collect();
+    let invalid = "does not resolve, and the CA cannot validate it";
+    assert_eq!(warnings[0], ("\"gone.test\"", &*format!("`gone.test` {invalid}: the name does not exist (NXDOMAIN)")));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    let (span, message) = warnings[1];
+    assert!(span == "\"silent.test\"" && message.starts_with(&format!("`silent.test` {invalid}: no ")), "{message}");
+    // Without connections, no name is resolved.
+    let (code, out, _) = check_with(&path, &["--offline"]);
+    assert!(code == Some(0) && out.contains("were not resolved, because of `--offline`"), "{out}");
+    assert!(out.contains("for away.test, both.test") && !out.contains("resolves to"), "{out}");
 }
 
 #[test]
@@ -341,4 +386,74 @@ fn commands_need_only_their_part_of_the_environment() {
     let (code, _, err) = said(&["key", "list"], "");
     assert!(code == Some(2) && err.contains("`NOT_GIVEN_FILE` is not set"), "{err}");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "no file is created");
+}
+
+/// Return the text with the key at a span renamed. A key of the top level is renamed in all headers of tables.
+fn renamed(text: &str, span: &Range<usize>, name: &str) -> String {
+    let old = &text[span.clone()];
+    let renamed = format!("{}{name}{}", &text[..span.start], &text[span.end..]);
+    let line = text[..span.start].rsplit('\n').next().unwrap_or_default();
+    if line.trim_start_matches('[').is_empty() && line.starts_with('[') {
+        let headers = ["[[", "["]
+            .map(|bracket| [".", "]"].map(|end| (format!("\n{bracket}{old}{end}"), format!("\n{bracket}{name}{end}"))));
+        return headers.iter().flatten().fold(format!("\n{text}"), |text, (from, to)| text.replace(from, to));
+    }
+    renamed
+}
+
+fn keys_of(table: &DeTable<'_>, keys: &mut Vec<Range<usize>>) {
+    for (key, value) in table {
+        keys.push(key.span());
+        values_of(value.get_ref(), keys);
+    }
+}
+
+fn values_of(value: &DeValue<'_>, keys: &mut Vec<Range<usize>>) {
+    match value {
+        DeValue::Table(table) => keys_of(table, keys),
+        DeValue::Array(items) => items.iter().for_each(|item| values_of(item.get_ref(), keys)),
+        _ => {}
+    }
+}
+
+/// Each key of `valid/everything.toml`, and of tables that this file does not have, is misspelled or replaced by a name
+/// that is similar to no key.
+#[test]
+fn unknown_key_gives_one_error() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/valid/everything.toml");
+    let more = "[auth.files]\nkind = \"basic\"\nusers = \"../invalid/limit_by_another_provider.htpasswd\"\n\
+                [auth.server]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/verify\"\ncache = { ttl = \"10s\" }\n\
+                [notify.hook]\nwebhook = \"http://127.0.0.1:1/hook\"\nsecret = \"whsec_a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=\"\n\
+                [limit.told]\nby = \"ip\"\nquota = \"10/day\"\nnotify = { to = \"hook\", at = [80] }\n\
+                [limit.llm]\nby = \"ip\"\nquota = \"10000/day\"\ncost = { llm = \"auto\" }\nunit = \"tokens\"\n\
+                [[route]]\nname = \"asked\"\npath = \"/asked\"\nrequire = [\"server\"]\nupstream = \"api\"\n\
+                [[route]]\nname = \"upgraded\"\npath = \"/upgraded\"\nredirect = { scheme = \"https\" }\n";
+    let text = format!("{}\n{more}", std::fs::read_to_string(&path).unwrap());
+    let table = DeTable::parse(&text).unwrap();
+    let mut spans = Vec::new();
+    keys_of(table.get_ref(), &mut spans);
+    spans.sort_by_key(|span| span.start);
+    spans.dedup();
+    let load = |text: String| CompiledConfig::from_text(&path, text, &|_| None).map(drop);
+    if let Err(error) = load(text.clone()) {
+        panic!("{error}");
+    }
+    let (mut faulty, mut tested) = (Vec::new(), 0);
+    for span in spans {
+        let key = text[span.clone()].to_owned();
+        for name in [format!("{key}x"), "zzzzzzzz".to_owned()] {
+            let Err(error) = load(renamed(&text, &span, &name)) else { continue };
+            let error = error.to_string();
+            // Other keys are names that the operator chooses, or values of maps.
+            if !error.contains(&format!("error: unknown key `{name}`")) {
+                continue;
+            }
+            tested += 1;
+            if error.matches("error: ").count() != 1 {
+                faulty.push(format!("{key} as {name}:\n{error}"));
+            }
+        }
+    }
+    assert!(tested > 250, "{tested}");
+    assert!(faulty.is_empty(), "{} of {tested} keys:\n{}", faulty.len(), faulty.join("\n\n"));
 }

@@ -11,6 +11,7 @@ use crate::support::certificates::{Authority, NOW};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
+use crate::support::http2;
 use crate::support::redis::Redis;
 use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
@@ -229,6 +230,45 @@ fn identity_headers_of_clients_never_reach_the_upstream() {
     let reply = send_raw(&gateway, "/a", &["Connection: cookie", "Cookie: s=named"]);
     assert_eq!((reply.status, server.last().headers("cookie")), (200, vec!["s=named"]));
     assert_eq!(upstream.last().headers("cookie"), ["s=named"], "a protected header");
+}
+
+#[test]
+fn repeated_headers_with_a_single_value_are_rejected_before_the_server() {
+    let server = Upstream::responding(|_| response("200 OK", "X-User: alice\r\n"));
+    let upstream = Upstream::start();
+    let keys =
+        "on_error = \"allow\"\nrequest_headers = [\"authorization\", \"cookie\", \"x-session\", \"accept-language\"]";
+    let identify = "[[route]]\nname = \"some\"\npath = \"/some\"\nidentify = [\"sso\"]\nupstream = \"api\"\n";
+    let gateway = Gateway::start(&(config(&verify_url(&server), keys, &upstream) + identify));
+    for (lines, header) in [
+        (&["Authorization: Bearer a", "Authorization: Bearer b"][..], "authorization"),
+        (&["Authorization: Bearer a", "authorization: Bearer a"], "authorization"),
+        (&["Authorization: Bearer a", "Authorization:"], "authorization"),
+        (&["X-Session: a", "Cookie: s=alice", "X-Session: b"], "x-session"),
+    ] {
+        for path in ["/a", "/some"] {
+            let reply = send_raw(&gateway, path, lines);
+            reply.assert_problem(400, &format!("{path} {lines:?}"));
+            assert!(
+                reply.text().contains(&format!("the header `{header}` is present more than once")),
+                "{}",
+                reply.text()
+            );
+        }
+    }
+    assert_eq!((server.count(), upstream.count()), (0, 0));
+    // Lists may have several lines, and several cookies are one header.
+    let lines = ["Accept-Language: de", "Accept-Language: en", "Cookie: a=1", "Cookie: b=2", "Authorization: Bearer a"];
+    assert_eq!(send_raw(&gateway, "/a", &lines).status, 200);
+    let told = server.last();
+    assert_eq!((told.headers("accept-language"), told.headers("cookie")), (vec!["de", "en"], vec!["a=1; b=2"]));
+    // Headers that the server does not get are not its concern.
+    assert_eq!(send_raw(&gateway, "/a", &["X-Other: a", "X-Other: b"]).status, 200);
+    // HTTP/2 requests with two header fields.
+    let request = http::Request::get("http://a.test/a").header("authorization", "Bearer a");
+    let request = request.header("authorization", "Bearer b").body(&b""[..]).unwrap();
+    assert_eq!(http2::ask(gateway.addresses()[0], [request])[0].status(), Some(400));
+    assert_eq!(server.count(), 2);
 }
 
 #[test]

@@ -1,8 +1,12 @@
 //! Identities and routes by values of JSON bodies over the wire: chunks, HTTP/2, `Expect`, bounds, hostile bodies.
 
+use std::io::BufRead;
+use std::time::Duration;
+
 use http::Request;
 
-use crate::support::client::Reply;
+use crate::support::client::{Client, Reply};
+use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::http2;
 use crate::support::upstream::Upstream;
@@ -204,6 +208,49 @@ fn streams_of_one_connection_occupy_a_quarter_of_the_memory_for_bodies() {
     let status = http2::first_status_of_unfinished(gateway.addresses()[0], "http://a.test/chat", &[b' '; 30_000], 3);
     assert_eq!(status, 503);
     assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200, "another connection has room");
+}
+
+/// Open a connection from an address, with 30,000 bytes of a body whose end does not come.
+fn unfinished(gateway: &Gateway, from: &str) -> Client {
+    let mut client = Client::connect_from(from.parse().unwrap(), gateway.address);
+    client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nContent-Length: 32768\r\n\r\n");
+    client.send(&[b' '; 30_000]);
+    client.stream.get_mut().set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    client
+}
+
+fn post_from(gateway: &Gateway, from: &str, headers: &[(&str, &str)]) -> u16 {
+    let body = format!("{{\"model\":\"gpt-5\",\"p\":\"{:10000}\"}}", "");
+    let mut client = Client::connect_from(from.parse().unwrap(), gateway.address);
+    client.request("POST", "/chat", headers, body.as_bytes()).status
+}
+
+#[test]
+fn connections_of_one_network_occupy_a_quarter_of_the_memory_for_bodies() {
+    let upstream = Upstream::start();
+    let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"\nmax_connections_per_ip = 1000";
+    let proxies = "[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
+    let gateway = Gateway::start(&routed(&upstream, server, proxies));
+    // Two bodies of 30,000 bytes leave no room for 10,000 bytes in a quarter of 256 KiB.
+    let mut waiting = [(); 2].map(|()| unfinished(&gateway, "127.0.0.2"));
+    eventually("the share is used up", || {
+        let is_full = post_from(&gateway, "127.0.0.2", &[]) == 503;
+        let rejected: Vec<_> =
+            waiting.iter_mut().filter_map(|client| client.stream.fill_buf().is_ok().then_some(client)).collect();
+        let are_waiting = rejected.is_empty();
+        // A body of the loop took the room before the gateway had read the other bodies.
+        rejected.into_iter().for_each(|client| *client = unfinished(&gateway, "127.0.0.2"));
+        is_full && are_waiting
+    });
+    assert_eq!(post_from(&gateway, "127.0.0.3", &[]), 503, "the same network");
+    assert_eq!(post_from(&gateway, "127.0.0.4", &[]), 200, "another network has room");
+    // A trusted proxy forwards the requests of many clients.
+    assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "127.0.0.2")]), 503);
+    assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "192.0.2.1")]), 200);
+    let proxied = [(); 4].map(|()| unfinished(&gateway, "127.0.0.9"));
+    assert_eq!(post_from(&gateway, "127.0.0.9", &[]), 200, "clients without an address share the memory of all");
+    drop((waiting, proxied));
+    eventually("the memory is free", || post_from(&gateway, "127.0.0.2", &[]) == 200);
 }
 
 #[test]

@@ -299,6 +299,35 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
     assert_eq!(reply.remaining("header"), 99);
 }
 
+#[test]
+fn subjects_of_two_issuers_share_a_bucket_unless_the_limit_is_by_issuer() {
+    let (one, other) = (Key::ed("one"), Key::ed("other"));
+    let provider = |name: &str| {
+        format!("[auth.{name}]\nkind = \"jwt\"\njwks_file = \"{name}.json\"\nissuer = \"https://{name}.example\"\n")
+    };
+    for (by, separate) in [("\"jwt:sub\"", false), ("[\"jwt:iss\", \"jwt:sub\"]", true)] {
+        let config = format!(
+            "{}{}[limit.token]\nby = {by}\nquota = \"1/hour\"\n\
+             [[route]]\nname = \"limited\"\npath = \"/limited\"\nrequire = [\"staff\", \"partners\"]\nlimits = [\"token\"]\n\
+             respond = {{ status = 200 }}\n",
+            provider("staff"),
+            provider("partners")
+        );
+        let files = [("staff.json", &*key_set(&[&one])), ("partners.json", &key_set(&[&other]))];
+        let gateway = Gateway::start_with(&config, &files);
+        let mut client = gateway.client();
+        let mut status = |key: &Key, issuer: &str, sub: &str| {
+            let claims = json!({ "sub": sub, "exp": in_seconds(300), "iss": issuer });
+            get(&mut client, &key.token(&claims)).status
+        };
+        assert_eq!(status(&one, "https://staff.example", "alice"), 200, "{by}");
+        let expected = if separate { 200 } else { 429 };
+        assert_eq!(status(&other, "https://partners.example", "alice"), expected, "{by}");
+        assert_eq!(status(&one, "https://staff.example", "alice"), 429, "{by}");
+        assert_eq!(status(&other, "https://partners.example", "bob"), 200, "{by}");
+    }
+}
+
 /// Return whether a key is trusted.
 fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
     match get(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {

@@ -464,6 +464,30 @@ fn prefetched_tokens_cause_each_event_at_most_one_prefetch_early() {
 }
 
 #[test]
+fn last_token_of_a_quota_causes_an_event_if_it_was_prefetched() {
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let limit = "quota = \"400/day\"\nprefetch = 40\nnotify = { to = \"hook\", at = [100] }";
+    let gateway = Gateway::start(&by_header(&redis.store(), limit, &hook.config()));
+    let prefetched = || metric(&gateway, "sluicegate_checks_total{answered_by=\"prefetch\"}");
+    let mut client = gateway.client();
+    let mut identities = 0;
+    // No prefetched token is left to be refunded, and no check in Redis follows: only the token can cause the event.
+    let last_was_prefetched = (0..100).any(|identity| {
+        identities += 1;
+        let header = [("x-id", &*format!("client-{identity}"))];
+        assert_eq!(load(&[gateway.address], 8, 396, "/r", &header), vec![200; 396]);
+        let mut get = || assert_eq!(client.get_with("/r", &header).status, 200);
+        (0..3).for_each(|_| get());
+        let before = prefetched();
+        get();
+        prefetched() > before
+    });
+    assert!(last_was_prefetched, "no quota ended with a prefetched token");
+    eventually("each identity has an event", || hook.events().len() == identities);
+    assert!(hook.events().iter().all(|event| event["data"]["used"] == 400), "{:?}", hook.events());
+}
+
+#[test]
 fn thresholds_are_percentages_of_an_override() {
     const TOKEN: (&str, &str) = ("authorization", "Bearer sesame");
     let (redis, hook) = (Redis::start(), Hook::start());

@@ -4,6 +4,7 @@
 use http::header::{HOST, LOCATION};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 
+use crate::config;
 use crate::config::error::Issue;
 use crate::http::target::canonical_host;
 use crate::payload::json::body::{JsonBody, text_value};
@@ -154,13 +155,83 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
+/// Warn of routes with `require` whose `methods`, `match` or `hosts` leave other requests for the same path to a
+/// catch-all route to the same upstream that needs no credential.
+pub(super) fn open_alternatives(input: &LintInput<'_>) -> Vec<Issue> {
+    candidates_by_route(input.config).flat_map(|candidates| open_alternatives_of(input, &candidates)).collect()
+}
+
+/// The methods of sample requests. OPTIONS is left out, because preflights have no credential.
+const SAMPLE_METHODS: [Method; 6] =
+    [Method::GET, Method::HEAD, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
+
+fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) -> Vec<Issue> {
+    let mut issues = Vec::new();
+    let Some(route) = candidates.first().map(|candidate| &**candidate.target) else { return issues };
+    let requires_credential = protections(route).any(|own| own == Protection::Credential);
+    let Some(path) = route.path_pattern.sample("x").filter(|_| requires_credential) else { return issues };
+    let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return issues };
+    // A catch-all route is open for all requests that the restriction excludes. With `identify`, this is intended.
+    let open_route =
+        |sample: Sample, candidate: &RouteCandidate<'_>, is_catch_all: fn(&config::tables::Route) -> bool| {
+            let is_open = |found: &&Route| {
+                found.auth.is_none()
+                    && unprotected_by(route, found) == Some(Protection::Credential)
+                    && input.route(found.index).is_some_and(|parsed| is_catch_all(parsed.get_ref()))
+            };
+            sample.found_routes(input.config, candidate, &path).into_iter().find(is_open)
+        };
+    let mut by_method: Option<(&Route, Vec<&str>)> = None;
+    for method in SAMPLE_METHODS.iter().filter(|method| parsed.methods.is_some() && !has_method(candidates, method)) {
+        let found = candidates.iter().find_map(|candidate| {
+            let sample = Sample { method: method.clone(), ..Sample::new(candidate)? };
+            open_route(sample, candidate, |other| other.methods.is_none())
+        });
+        match (found, &mut by_method) {
+            (Some(found), None) => by_method = Some((found, vec![method.as_str()])),
+            (Some(found), Some((first, methods))) if first.index == found.index => methods.push(method.as_str()),
+            _ => {}
+        }
+    }
+    let by_conditions = candidates.iter().filter(|candidate| !candidate.conditions.is_empty()).find_map(|candidate| {
+        open_route(Sample::without_conditions(candidate)?, candidate, |other| other.conditions.is_none())
+    });
+    let by_host = candidates.iter().filter(|candidate| candidate.host.is_some()).find_map(|candidate| {
+        open_route(Sample::new(candidate)?.with_host(ANY_HOST), candidate, |other| other.hosts.is_none())
+    });
+    let first_span = |texts: &Option<Vec<config::Text>>| texts.iter().flatten().next().map(|text| text.span());
+    let by_method =
+        by_method.map(|(found, methods)| (found, methods.join(", "), "`methods`", first_span(&parsed.methods)));
+    let span = parsed.conditions.as_ref().map(|conditions| conditions.span());
+    let by_conditions =
+        by_conditions.map(|found| (found, "requests without its conditions".to_owned(), "`match`", span));
+    let by_host = by_host.map(|found| (found, "other hosts".to_owned(), "`hosts`", first_span(&parsed.hosts)));
+    for (found, others, restriction, span) in [by_method, by_conditions, by_host].into_iter().flatten() {
+        let message = format!(
+            "`{}` needs a credential, but its {restriction} leave {others} on {} to `{}` with the same upstream, which \
+             needs none",
+            route.name, route.path, found.name
+        );
+        let provider = parsed.require.iter().flat_map(|required| required.get_ref()).flat_map(|item| &item.get_ref().0);
+        let provider = provider.map(String::as_str).next().unwrap_or("NAME");
+        let hint = format!(
+            "leave out {restriction}, or require = [\"{provider}\"] in `{0}` as well; if these requests are public, \
+             identify = [\"{provider}\"] in `{0}` says that this is intended",
+            found.name
+        );
+        issues.push(Issue { span, message, hint: Some(hint) });
+    }
+    issues
+}
+
+fn has_method(candidates: &[RouteCandidate<'_>], method: &Method) -> bool {
+    candidates.iter().any(|candidate| candidate.methods.contains(method))
+}
+
 /// Return the routes that match requests with another path, one for each listener. All other properties of the requests
 /// are those that the given route demands.
 fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
-    let Some(sample) = Sample::new(candidate) else { return Vec::new() };
-    let Some(request) = sample.with_path(path) else { return Vec::new() };
-    let listeners = (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
-    listeners.filter_map(|listener| find(config, &sample.host, &request, listener)).collect()
+    Sample::new(candidate).map_or(Vec::new(), |sample| sample.found_routes(config, candidate, path))
 }
 
 /// What a route does to protect its upstream.
@@ -247,6 +318,10 @@ struct Sample {
 impl Sample {
     /// Return `None` if a condition is a regular expression, for which no matching value is known.
     fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
+        Sample::with_conditions(candidate, candidate.conditions)
+    }
+
+    fn with_conditions(candidate: &RouteCandidate<'_>, conditions: &[Condition]) -> Option<Self> {
         let host = match candidate.host.as_deref() {
             None => ANY_HOST.to_owned(),
             Some(host) => host.strip_prefix('*').map_or(host.to_owned(), |suffix| format!("sample{suffix}")),
@@ -254,7 +329,7 @@ impl Sample {
         let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::try_from(&host).ok()?)]);
         let mut query = String::new();
         let mut values = Vec::new();
-        for Condition { source, test } in candidate.conditions {
+        for Condition { source, test } in conditions {
             let value = match test {
                 ValueTest::Exact(value) | ValueTest::Prefix(value) => &**value,
                 ValueTest::Present => b"x",
@@ -277,6 +352,32 @@ impl Sample {
         }
         let method = candidate.methods.first().cloned().unwrap_or(Method::GET);
         Some(Sample { host, method, headers, query, body: JsonBody::from_values(values) })
+    }
+
+    /// Build a request that meets none of the conditions, but the demands on the host and on the method.
+    fn without_conditions(candidate: &RouteCandidate<'_>) -> Option<Self> {
+        let absent = candidate.conditions.iter().filter(|condition| condition.test == ValueTest::Absent);
+        let present =
+            |Condition { source, .. }: &Condition| Condition { source: source.clone(), test: ValueTest::Present };
+        Sample::with_conditions(candidate, &absent.map(present).collect::<Vec<_>>())
+    }
+
+    fn with_host(mut self, host: &'static str) -> Self {
+        self.headers.insert(HOST, HeaderValue::from_static(host));
+        host.clone_into(&mut self.host);
+        self
+    }
+
+    /// Return the routes that match the request with this path, one for each listener of the candidate.
+    fn found_routes<'r>(
+        &self,
+        config: &'r CompiledConfig,
+        candidate: &RouteCandidate<'_>,
+        path: &str,
+    ) -> Vec<&'r Route> {
+        let Some(request) = self.with_path(path) else { return Vec::new() };
+        let listeners = (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
+        listeners.filter_map(|listener| find(config, &self.host, &request, listener)).collect()
     }
 
     fn with_path(&self, path: &str) -> Option<Request<JsonBody>> {
