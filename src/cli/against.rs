@@ -81,7 +81,7 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
 struct Quotas<'a> {
     client: &'a AdminClient,
     config: &'a CompiledConfig,
-    /// The consumers of the new configuration.
+    /// The consumers that the new configuration defines.
     consumers: ConsumerDirectory,
 }
 

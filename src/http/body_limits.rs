@@ -134,7 +134,7 @@ impl MinRateTimer {
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
-            // A client that has sent fast may pause for at most the idle timeout, like any other client.
+            // Limit the credit, so that a client that has sent fast cannot pause for longer than the idle timeout.
             let max = self.limits.idle_timeout.max(GRACE_PERIOD);
             self.credit = (self.credit.saturating_sub(waited) + Duration::from_micros(credit_us)).min(max);
         }

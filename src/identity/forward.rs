@@ -154,7 +154,7 @@ pub struct ForwardCache {
     secret: [u8; 32],
 }
 
-/// Hash of the values that the server receives.
+/// Hash of the request values that the authentication server receives.
 pub type CacheKey = [u8; 32];
 
 #[derive(Debug, Clone)]

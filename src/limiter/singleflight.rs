@@ -330,7 +330,8 @@ fn exhausted_denial(verdict: &Verdict) -> Verdict {
 // === Prefetching: calls that take tokens in advance and refund unused ones ===
 
 impl Singleflight {
-    /// Take one prefetched token of each state of the group. Return the verdict, and the time of the charge in µs.
+    /// Take one prefetched token of each state of the group. Return the verdict, and when the store charged the token, in
+    /// µs since the Unix epoch.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
         // Return early for limits without prefetching, to avoid the lock and the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }

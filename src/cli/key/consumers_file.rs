@@ -397,7 +397,7 @@ impl ConsumersFile {
         let new = new.with_context(|| format!("{} cannot be created", path.display()))?;
         let config = load_for(config_path, NEEDED_KEYS).inspect_err(|_| {
             if new {
-                // Remove the empty file that this function created above. Return the error of the configuration.
+                // Remove the empty file that this function created above, and return the configuration error.
                 let _ = fs::remove_file(&path);
             }
         })?;

@@ -32,7 +32,7 @@ pub struct LogEntry<'l> {
     pub status: Option<u16>,
     /// The subject of the client certificate, if there is one.
     pub certificate_subject: Option<Cow<'l, [u8]>>,
-    /// Request headers, and the headers of [`FieldMapping`]s.
+    /// Request headers, and additional headers for log fields that the user maps to identities ([`FieldMapping`]).
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
     /// Whether `client` is the address of the client instead of the address of the peer.
     pub is_client_resolved: bool,
