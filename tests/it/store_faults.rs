@@ -196,20 +196,33 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
 /// From some time on the store replies `reply`. The log has the `reason`.
 fn assert_breaker_opens_once(reply: &str, reason: &str) {
     let (fake, fault) = failing_redis();
-    let gateway = gateway(&fake.url(), "300ms");
+    let gateway = gateway(&fake.url(), "1s");
     decides(&gateway);
+    // On a busy machine, the first connection may take longer than the timeout.
+    let outages = log_count(&gateway, "the store is down");
+    eventually("its end is logged", || log_count(&gateway, "the store answers again") == outages);
     let calls = fake.calls().len();
     *fault.lock().unwrap() = Some(reply.to_owned());
-    for _ in 0..5 {
+    let requests = AtomicUsize::new(0);
+    let request = || {
+        requests.fetch_add(1, Ordering::Relaxed);
         get(&gateway, "/deny", "a").assert_problem(503, reason);
-    }
-    eventually("the breaker opens", || log_count(&gateway, "the store is down") == 1);
+    };
+    (0..5).for_each(|_| request());
+    eventually("the breaker opens", || {
+        let is_open = log_count(&gateway, "the store is down") == outages + 1;
+        if !is_open {
+            // A check of a busy worker may be late, which is no failure of the store.
+            request();
+        }
+        is_open
+    });
     assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
     let made = fake.calls().len() - calls;
     if PASSING.iter().any(|text| text.starts_with(reason)) {
         assert!(made > 5, "{reason}: {made} calls, some again");
     } else {
-        assert_eq!(made, 5, "{reason}: each call once");
+        assert!((5..=requests.into_inner()).contains(&made), "{reason}: {made} calls, some again");
     }
     // Only probes are sent now.
     assert_eq!(get(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
@@ -218,11 +231,11 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     let probes = fake.probes();
     eventually("probes are sent", || fake.probes() >= probes + 3);
     assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-    assert_eq!(log_count(&gateway, "the store is down"), 1, "{reason}: {}", gateway.log());
-    assert_eq!(log_count(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store is down"), outages + 1, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store answers again"), outages, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
     decides(&gateway);
-    eventually("it is logged", || log_count(&gateway, "the store answers again") == 1);
+    eventually("it is logged", || log_count(&gateway, "the store answers again") == outages + 1);
     println!("fault 19: {reason}: breaker opened, logged once, closed again");
 }
 
