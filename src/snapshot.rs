@@ -1,5 +1,6 @@
 //! The compiled configuration: all references are resolved, all values are validated, and all errors have been
 //! reported. Code that uses the compiled configuration reports no further configuration errors.
+
 pub mod auth;
 pub mod cost;
 pub mod current;

@@ -362,7 +362,8 @@ impl Certificate {
     }
 }
 
-// === Managed certificates: obtained and renewed while the gateway runs (ACME, RFC 8555) ===
+// === Managed certificates, which are obtained and renewed while the gateway runs (ACME, RFC 8555), and the pending
+// challenges of their orders ===
 
 /// ALPN protocol ID of TLS-ALPN-01 (RFC 8737 §6.2).
 pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";

@@ -78,7 +78,7 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
     }
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let fetched = tokio_runtime.block_on(join_all(sources.iter().map(maintenance::fetch_keys)));
-    // Do not wait for a DNS lookup that blocks a thread.
+    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
     tokio_runtime.shutdown_background();
     Ok(sources.iter().zip(fetched).collect())
 }

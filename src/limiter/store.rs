@@ -165,7 +165,7 @@ impl RedisStore {
         overrides::parse_restore_reply(self.admin_command(key_slot(hash_key.as_bytes()), &command).await?)
     }
 
-    /// Read a fenced hash ([`fenced_hash`]): its version, and its fields if the version is not `known_version`.
+    /// Read a fenced hash (`lua/fenced_hash.lua`): its version, and its fields if the version is not `known_version`.
     ///
     /// # Errors
     /// See [`StoreError`].

@@ -492,7 +492,8 @@ fn describe_alert(alert: AlertDescription) -> String {
     }
 }
 
-// === PROXY protocol, version 2 (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>) ===
+// === PROXY protocol, version 2: the address of the client at the start of each connection
+// (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>) ===
 
 /// Version 2, for a connection that the gateway makes for itself, such as a health check (`LOCAL`, §2.2).
 const LOCAL: u8 = 0x20;

@@ -467,7 +467,7 @@ pub(super) fn directory_name(ca: &Uri) -> String {
     format!("{authority}-{path}").chars().map(|c| if is_kept(c) { c.to_ascii_lowercase() } else { '-' }).collect()
 }
 
-// === Shared records: encrypted fields of one Redis hash, protected by a lock ===
+// === Shared records: encrypted fields of one Redis hash that all gateways with the store share, protected by a lock ===
 
 /// Time after which another gateway may acquire the lock of a gateway that has ended.
 const LOCK_TTL: Duration = Duration::from_secs(10);

@@ -317,7 +317,13 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
     }
 }
 
-// === Scatter: one call per identity ===
+// === Decisions by several calls: one for each identity, or one for each key while a slot migrates ===
+
+// First, all groups are read (peeked), and they are charged only if none denies. A denied request therefore rarely
+// holds tokens of other limits. If two requests race for the last token, the loser refunds what other groups granted
+// and reads the states again, so that its denial does not include its own charges. The loser may still be denied
+// because of tokens that another request refunds one round trip later. For this reason, denials by several calls are
+// never cached (see `Verdict::decided_at_us`).
 
 /// Maximum number of attempts of a request that loses races, and of a refund that was not executed.
 const MAX_ATTEMPTS: usize = 3;

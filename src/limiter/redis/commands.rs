@@ -79,7 +79,7 @@ pub fn parse_usage_reply(reply: Value) -> Result<Vec<UsageAmount>, StoreError> {
     totals.map(parse).collect::<Option<_>>().ok_or(StoreError::MalformedReply)
 }
 
-// === Shared records: a hash whose fields are written under a lock with a fencing token ===
+// === Shared records: a hash that only the holder of its lock can change, protected by fencing tokens ===
 
 const FENCED_HASH_SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 
