@@ -31,9 +31,11 @@ use crate::identity::client_cert::ClientCertificate;
 use crate::limiter::clock;
 use crate::limiter::metrics::Counter;
 use crate::listener::handshake::{Protocol, ProxySource};
-use crate::listener::http_connection::{BoxError, CloseReason, HttpConnection, lingering_close, reset_on_close};
+use crate::listener::http_connection::{
+    BoxError, CloseReason, HttpConnection, SelectiveWaker, lingering_close, reset_on_close,
+};
 use crate::listener::metrics::{HandshakeFailure, ListenerMetrics};
-use crate::listener::stream::{ReclaimableStream, SelectiveWaker};
+use crate::listener::stream::ReclaimableStream;
 use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;

@@ -226,6 +226,8 @@ impl Gateway {
             ))
             .await
         } else {
+            // Check the limits also if the authentication has failed: some limits need no credential. Without limits, the
+            // check only records the client for the access log.
             let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
                 authenticated.map(|()| Decision::unlimited())
             } else {
@@ -270,7 +272,7 @@ impl Gateway {
                 Ok(response?)
             }
             RouteAction::Forward(weighted_upstreams) => {
-                // Request the rewritten target if the route rewrites the path, otherwise the canonical path.
+                // Request the rewritten target if the route rewrites the path, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let index = weighted_upstreams.pick();
                 let upstream = &*context.snapshot.upstreams[index];
@@ -333,7 +335,7 @@ struct AdmittedRequest<'a> {
     route: &'a Route,
     /// The decision about the limits of the request, with permits and deferred charges.
     decision: Decision<'a>,
-    /// Path in canonical form, if it differs from the received path.
+    /// Path to forward, if it differs from the received path.
     forwarded_path: Option<String>,
     /// Path and query after the route's rewrite, if the route has one. If set, it replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
@@ -394,8 +396,9 @@ const MAX_URI_BYTES: usize = 65_534;
 /// Return the rejection of a request that no route matches, or that is not routed because of its body.
 pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
     match error {
-        // This code is not reached, because the caller has read the body before.
-        NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
+        NoMatch::NotFound => Rejection::NoRoute,
+        // This arm is not reached, because the caller reads the body first.
+        NoMatch::NeedsBody => Rejection::NoRoute,
         NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
         NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
     }
@@ -546,7 +549,7 @@ pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
         Some(query) => format!("{path}?{query}"),
         None => path.to_owned(),
     };
-    // The conversion cannot fail, because a canonical path and a parsed query form a valid target.
+    // The conversion cannot fail, because a path to forward and a parsed query form a valid target.
     Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }
 

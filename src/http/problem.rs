@@ -45,8 +45,8 @@ impl<'a> Problem<'a> {
 
     /// Return the document, with a newline at its end for output on terminals.
     ///
-    /// The members are written here, because serde_json examines each byte of a text for characters that it must
-    /// escape. That was a tenth of the cost of a denied request.
+    /// The members are written here, because serde_json looks up each byte of a text in a table of characters that it
+    /// must escape. That was a tenth of the cost of a denied request.
     pub(crate) fn to_json(&self) -> Vec<u8> {
         let mut json = Vec::with_capacity(384);
         json.extend_from_slice(b"{\"type\":");

@@ -4,8 +4,9 @@ use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode, Version};
@@ -28,7 +29,6 @@ use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
 use crate::listener::handshake::Protocol;
 use crate::listener::stream::MonitoredStream;
-use crate::listener::stream::SelectiveWaker;
 use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
@@ -364,4 +364,66 @@ pub(super) async fn lingering_close(mut stream: TcpStream) {
 pub(super) fn reset_on_close(stream: &TcpStream) {
     // Ignore the error, because the call fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
+}
+
+// === A waker for futures that are rarely ready: they are polled only after they have woken the task ===
+
+/// Wakes a task for some of its futures, and tells the task whether one of them has woken it.
+#[derive(Debug)]
+pub(super) struct SelectiveWaker {
+    state: Arc<WakeState>,
+    waker: Waker,
+    /// The waker of the task.
+    task: Option<Waker>,
+}
+
+#[derive(Debug)]
+struct WakeState {
+    woken: AtomicBool,
+    task: Mutex<Option<Waker>>,
+}
+
+impl SelectiveWaker {
+    /// Create a waker that is ready, so that the futures are polled for the first time.
+    pub(super) fn new() -> Self {
+        let state = Arc::new(WakeState { woken: AtomicBool::new(true), task: Mutex::default() });
+        SelectiveWaker { waker: state.clone().into(), state, task: None }
+    }
+
+    /// If one of the futures has woken the task since the last call, return the context with which to poll them all.
+    pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
+        if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
+            self.task = Some(cx.waker().clone());
+            // Store the waker before reading the flag, so that every later wake reaches this task.
+            self.state.lock_task().clone_from(&self.task);
+        }
+        // Load the flag first: in most calls no future has woken the task, and the load avoids a write to a shared
+        // cache line.
+        let woken = &self.state.woken;
+        (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
+    }
+
+    /// Return a context at the next call, because the task awaits other futures from now on.
+    pub(super) fn mark_ready(&self) {
+        self.state.woken.store(true, Ordering::Release);
+    }
+}
+
+impl WakeState {
+    fn lock_task(&self) -> MutexGuard<'_, Option<Waker>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wake for WakeState {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.woken.store(true, Ordering::Release);
+        if let Some(task) = &*self.lock_task() {
+            task.wake_by_ref();
+        }
+    }
 }

@@ -1,11 +1,11 @@
-//! The stream of a client connection below TLS and HTTP: read budgets, limits of HTTP/2 frames, and wakers.
+//! The streams of a client connection: the socket below TLS, with a read budget, and the stream below HTTP, which limits
+//! HTTP/2 frames and completes the responses of hyper's HTTP/1 parser.
 
 use std::io;
 use std::io::IoSlice;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Wake, Waker, ready};
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use bytes::{Buf, Bytes};
@@ -138,69 +138,7 @@ impl AsyncWrite for ReclaimableStream {
     }
 }
 
-// A waker for futures that are rarely ready. The futures are polled only after they have woken the task.
-
-/// A waker that wakes a task and records that it did.
-#[derive(Debug)]
-pub(super) struct SelectiveWaker {
-    state: Arc<WakeState>,
-    waker: Waker,
-    /// The waker of the task.
-    task: Option<Waker>,
-}
-
-#[derive(Debug)]
-struct WakeState {
-    woken: AtomicBool,
-    task: Mutex<Option<Waker>>,
-}
-
-impl SelectiveWaker {
-    /// Create a waker that is ready, so that the futures are polled for the first time.
-    pub(super) fn new() -> Self {
-        let state = Arc::new(WakeState { woken: AtomicBool::new(true), task: Mutex::default() });
-        SelectiveWaker { waker: state.clone().into(), state, task: None }
-    }
-
-    /// If one of the futures has woken the task since the last call, return the context with which to poll them all.
-    pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
-        if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
-            self.task = Some(cx.waker().clone());
-            // Store the waker before reading the flag, so that every later wake reaches this task.
-            self.state.lock_task().clone_from(&self.task);
-        }
-        // Load the flag first: in most calls no future has woken the task, and the load avoids a write to a shared
-        // cache line.
-        let woken = &self.state.woken;
-        (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
-    }
-
-    /// Return a context at the next call, because the task awaits other futures from now on.
-    pub(super) fn mark_ready(&self) {
-        self.state.woken.store(true, Ordering::Release);
-    }
-}
-
-impl WakeState {
-    fn lock_task(&self) -> MutexGuard<'_, Option<Waker>> {
-        self.task.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Wake for WakeState {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.woken.store(true, Ordering::Release);
-        if let Some(task) = &*self.lock_task() {
-            task.wake_by_ref();
-        }
-    }
-}
-
-// === Frame limits: what a client may send on an HTTP/1.1 or HTTP/2 connection ===
+// === Frame limits: what a client may send on an HTTP/2 connection ===
 
 /// Number of control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
 /// responses, because a client acknowledges each part of a response with WINDOW_UPDATE.
@@ -242,8 +180,8 @@ pub(super) struct MonitoredStream<S> {
     stream: S,
     activity: Arc<ConnectionActivity>,
     frames: Option<FrameMonitor>,
-    /// The part of a [`ParserError`]'s response that is not written yet.
-    parser_error: Option<Bytes>,
+    /// The unwritten part of the problem document that replaces a [`ParserError`].
+    error_response: Option<Bytes>,
     /// Whether errors have the header `Proxy-Status`.
     proxy_status: bool,
 }
@@ -286,7 +224,7 @@ impl<S> MonitoredStream<S> {
             received: 0,
             is_exceeded: false,
         });
-        MonitoredStream { stream, activity, frames, parser_error: None, proxy_status }
+        MonitoredStream { stream, activity, frames, error_response: None, proxy_status }
     }
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
@@ -403,6 +341,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
         };
         let MonitoredStream { frames, activity, .. } = &mut *self;
         let Some(frames) = frames else {
+            // In HTTP/1.1, all bytes are incomplete headers until the next request starts.
             activity.record_headers(true);
             return polled;
         };
@@ -441,6 +380,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 
+    // Only HTTP/2 uses vectored writes, so the responses of the HTTP/1 parser pass `poll_write`.
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -526,7 +466,7 @@ impl<S: AsyncWrite + Unpin> MonitoredStream<S> {
         response: Bytes,
         replaced: usize,
     ) -> Poll<io::Result<usize>> {
-        let rest = self.parser_error.get_or_insert(response);
+        let rest = self.error_response.get_or_insert(response);
         while !rest.is_empty() {
             match ready!(Pin::new(&mut self.stream).poll_write(cx, rest))? {
                 0 => return Poll::Ready(Ok(0)),
