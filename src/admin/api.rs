@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::admin::api::identities::IdentityQuery;
 use crate::admin::configuration::format_rfc3339;
-use crate::admin::events::{EventStream, PeriodStats};
+use crate::admin::events::{ConnectionCounts, EventStream, PeriodStats};
 use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
 use crate::admin::{AdminResponse, AdminServer, AdminState, typed_response};
 use crate::http::problem;
@@ -384,12 +384,6 @@ struct StatusResponse<'a> {
     store: StoreStatus<'a>,
     /// Requests of the last minute.
     last_minute: PeriodStats,
-}
-
-#[derive(Serialize)]
-struct ConnectionCounts {
-    open: usize,
-    max: usize,
 }
 
 #[derive(Serialize)]

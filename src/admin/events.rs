@@ -80,10 +80,11 @@ struct SecondEvent<'a> {
     configuration: ConfigStatus,
 }
 
+/// Client connections of the gateway.
 #[derive(Serialize)]
-struct ConnectionCounts {
-    open: usize,
-    max: usize,
+pub(super) struct ConnectionCounts {
+    pub(super) open: usize,
+    pub(super) max: usize,
 }
 
 #[derive(Serialize)]

@@ -36,6 +36,8 @@ pub struct ConnectionActivity {
     headers_counter: AtomicU64,
     /// Whether responses announce that the connection will be closed.
     announces_close: AtomicBool,
+    /// Whether a request is in flight, or a part of its response is not written yet.
+    has_unwritten_response: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
 }
@@ -50,12 +52,14 @@ pub struct InFlightRequest {
 impl ConnectionActivity {
     /// Create the activity of a connection that opens now.
     pub fn new() -> Arc<Self> {
-        let (last_response_end_ms, headers_counter, announces_close, tunnel) = Default::default();
+        let (last_response_end_ms, headers_counter, announces_close, has_unwritten_response, tunnel) =
+            Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
             last_response_end_ms,
             headers_counter,
             announces_close,
+            has_unwritten_response,
             tunnel,
         })
     }
@@ -63,6 +67,7 @@ impl ConnectionActivity {
     /// Record that a request starts on `flow`.
     pub fn start_request(self: &Arc<Self>, flow: Arc<StreamFlow>) -> InFlightRequest {
         self.record_headers(false);
+        self.has_unwritten_response.store(true, Ordering::Relaxed);
         InFlightRequest { activity: self.clone(), flow }
     }
 
@@ -85,9 +90,16 @@ impl ConnectionActivity {
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
-    /// Return whether bytes have arrived that are not part of a request, or not yet.
-    pub fn has_unparsed_bytes(self: &Arc<Self>) -> bool {
-        self.headers_counter.load(Ordering::Relaxed) & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS
+    /// Record that all bytes that hyper had for the client are written.
+    pub fn record_flushed(self: &Arc<Self>) {
+        if Arc::strong_count(self) <= CONNECTION_REFS {
+            self.has_unwritten_response.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Return whether a request is in flight, or a part of its response is not written yet.
+    pub fn has_unwritten_response(&self) -> bool {
+        self.has_unwritten_response.load(Ordering::Relaxed)
     }
 
     /// Set whether responses announce from now on that the connection will be closed (RFC 9112 §9.6).

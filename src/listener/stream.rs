@@ -353,19 +353,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let mut written_now = bytes;
         if self.frames.is_none()
-            && let Some(error) = ParserError::find(bytes)
-            && self.activity.has_unparsed_bytes()
+            && let Some(error) = ParserError::parse(bytes)
+            && !self.activity.has_unwritten_response()
         {
-            if error.start == 0 {
-                let response = error.response(self.proxy_status);
-                return self.poll_write_parser_error(cx, response, bytes.len());
-            }
-            // Write the bytes before the error response first, because they belong to an earlier response.
-            written_now = &bytes[..error.start];
+            let response = error.response(self.proxy_status);
+            return self.poll_write_parser_error(cx, response, bytes.len());
         }
-        let polled = Pin::new(&mut self.stream).poll_write(cx, written_now);
+        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
         if let Poll::Ready(Ok(count)) = polled {
             self.record_written(&[IoSlice::new(bytes)], count);
         }
@@ -373,7 +368,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let flushed = ready!(Pin::new(&mut self.stream).poll_flush(cx));
+        // hyper flushes the stream only when it has no bytes left to write.
+        self.activity.record_flushed();
+        Poll::Ready(flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -403,13 +401,11 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 /// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is
 /// the last one of its connection. The gateway sends a problem document instead.
 ///
-/// The gateway recognizes the response of hyper by its bytes, but only if the client has sent bytes after its last
-/// request. Content that contains the same bytes is therefore not changed. If a malformed request arrives in one packet
-/// with the request before it (pipelining), its client gets the response of hyper.
+/// The gateway recognizes the response of hyper by its bytes, but only if all responses to earlier requests are written.
+/// Content with the same bytes is therefore never changed. If a malformed request arrives before the end of an earlier
+/// response (pipelining), its client gets the response of hyper.
 #[derive(Debug)]
 struct ParserError<'a> {
-    /// Position of the error response of hyper in the written bytes.
-    start: usize,
     status: StatusCode,
     detail: &'static str,
     /// Value of the header `Date` in the error response.
@@ -439,13 +435,12 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
 impl<'a> ParserError<'a> {
-    /// Find an error response of hyper at the end of these bytes.
-    fn find(bytes: &'a [u8]) -> Option<Self> {
+    /// Return the error response of hyper that these bytes are.
+    fn parse(bytes: &'a [u8]) -> Option<Self> {
         let head = bytes.strip_suffix(b"\r\n\r\n")?;
         let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
-        let (known, status, detail) = PARSER_ERRORS.iter().find(|(known, ..)| head.ends_with(known))?;
-        let date = str::from_utf8(date).ok()?;
-        Some(ParserError { start: head.len() - known.len(), status: *status, detail, date })
+        let (_, status, detail) = PARSER_ERRORS.iter().find(|(known, ..)| *known == head)?;
+        Some(ParserError { status: *status, detail, date: str::from_utf8(date).ok()? })
     }
 
     /// Return the error response that has a problem document as its body.
@@ -474,5 +469,48 @@ impl<S: AsyncWrite + Unpin> MonitoredStream<S> {
             }
         }
         Poll::Ready(Ok(replaced))
+    }
+}
+
+#[cfg(test)]
+mod parser_error_tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+    use crate::http::body_limits::BufferBudget;
+    use crate::http::flow::StreamFlow;
+
+    #[tokio::test]
+    async fn content_that_is_not_written_yet_is_never_taken_for_a_response_of_hyper() {
+        let text = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\
+                     date: Sun, 06 Nov 1994 08:49:37 GMT\r\n\r\n";
+        let activity = ConnectionActivity::new();
+        let (stream, mut client) = tokio::io::duplex(4096);
+        let mut stream = MonitoredStream::new(stream, Protocol::Http1, activity.clone(), true);
+        let flow = StreamFlow::for_connection(Arc::new(BufferBudget::new(1 << 20)));
+        // The response has ended, and bytes of the next request arrive before it is written.
+        drop(activity.start_request(flow.clone()));
+        client.write_all(b"GE").await.unwrap();
+        stream.read_exact(&mut [0; 2]).await.unwrap();
+        stream.write_all(text).await.unwrap();
+        let mut received = vec![0; text.len()];
+        client.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, text);
+        // A flush during a request is not the end of its response.
+        let in_flight = activity.start_request(flow);
+        stream.flush().await.unwrap();
+        drop(in_flight);
+        stream.write_all(text).await.unwrap();
+        client.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, text);
+        // After the next flush, only hyper can have a response.
+        stream.flush().await.unwrap();
+        stream.write_all(text).await.unwrap();
+        drop(stream);
+        let mut received = String::new();
+        client.read_to_string(&mut received).await.unwrap();
+        let (head, body) = received.split_once("\r\n\r\n").unwrap();
+        assert!(head.contains("date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"), "{head}");
+        assert!(body.contains("the request is malformed"), "{body}");
     }
 }

@@ -251,7 +251,7 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// Give the copy a flow of its own, because it may live longer than the connection of the client.
+    /// Give the copy a separate flow, because the copy may outlive the connection of the client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,
