@@ -155,8 +155,8 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of routes with `require` whose `methods`, `match` or `hosts` leave other requests for the same path to a
-/// catch-all route to the same upstream that needs no credential.
+/// Warn of routes with `require` whose `methods`, `match`, `hosts` or `listeners` leave other requests for the same path
+/// to a catch-all route to the same upstream that needs no credential.
 pub(super) fn open_alternatives(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).flat_map(|candidates| open_alternatives_of(input, &candidates)).collect()
 }
@@ -173,19 +173,19 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return issues };
     // A catch-all route is open for all requests that the restriction excludes. With `identify`, this is intended.
     let open_route =
-        |sample: Sample, candidate: &RouteCandidate<'_>, is_catch_all: fn(&config::tables::Route) -> bool| {
+        |sample: Sample, listeners: &[usize], is_catch_all: fn(&config::tables::Route) -> bool| {
             let is_open = |found: &&Route| {
                 found.auth.is_none()
                     && unprotected_by(route, found) == Some(Protection::Credential)
                     && input.route(found.index).is_some_and(|parsed| is_catch_all(parsed.get_ref()))
             };
-            sample.found_routes(input.config, candidate, &path).into_iter().find(is_open)
+            sample.found_routes(input.config, listeners, &path).into_iter().find(is_open)
         };
     let mut by_method: Option<(&Route, Vec<&str>)> = None;
     for method in SAMPLE_METHODS.iter().filter(|method| parsed.methods.is_some() && !has_method(candidates, method)) {
         let found = candidates.iter().find_map(|candidate| {
             let sample = Sample { method: method.clone(), ..Sample::new(candidate)? };
-            open_route(sample, candidate, |other| other.methods.is_none())
+            open_route(sample, candidate.listeners, |other| other.methods.is_none())
         });
         match (found, &mut by_method) {
             (Some(found), None) => by_method = Some((found, vec![method.as_str()])),
@@ -194,10 +194,16 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
         }
     }
     let by_conditions = candidates.iter().filter(|candidate| !candidate.conditions.is_empty()).find_map(|candidate| {
-        open_route(Sample::without_conditions(candidate)?, candidate, |other| other.conditions.is_none())
+        open_route(Sample::without_conditions(candidate)?, candidate.listeners, |other| other.conditions.is_none())
     });
     let by_host = candidates.iter().filter(|candidate| candidate.host.is_some()).find_map(|candidate| {
-        open_route(Sample::new(candidate)?.with_host(ANY_HOST), candidate, |other| other.hosts.is_none())
+        open_route(Sample::new(candidate)?.with_host(ANY_HOST), candidate.listeners, |other| other.hosts.is_none())
+    });
+    let by_listener = candidates.iter().find_map(|candidate| {
+        let is_other = |index: &usize| !includes(candidate.listeners, *index);
+        let others: Vec<_> = (0..input.config.listeners.len()).filter(is_other).collect();
+        // An empty list would mean all listeners.
+        (!others.is_empty()).then(|| open_route(Sample::new(candidate)?, &others, |other| other.listeners.is_none()))?
     });
     let first_span = |texts: &Option<Vec<config::Text>>| texts.iter().flatten().next().map(|text| text.span());
     let by_method =
@@ -206,7 +212,10 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
     let by_conditions =
         by_conditions.map(|found| (found, "requests without its conditions".to_owned(), "`match`", span));
     let by_host = by_host.map(|found| (found, "other hosts".to_owned(), "`hosts`", first_span(&parsed.hosts)));
-    for (found, others, restriction, span) in [by_method, by_conditions, by_host].into_iter().flatten() {
+    let span = first_span(&parsed.listeners);
+    let by_listener = by_listener.map(|found| (found, "requests to other listeners".to_owned(), "`listeners`", span));
+    let alternatives = [by_method, by_conditions, by_host, by_listener];
+    for (found, others, restriction, span) in alternatives.into_iter().flatten() {
         let message = format!(
             "`{}` needs a credential, but its {restriction} leave {others} on {} to `{}` with the same upstream, which \
              needs none",
@@ -231,7 +240,7 @@ fn has_method(candidates: &[RouteCandidate<'_>], method: &Method) -> bool {
 /// Return the routes that match requests with another path, one for each listener. All other properties of the requests
 /// are those that the given route demands.
 fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
-    Sample::new(candidate).map_or(Vec::new(), |sample| sample.found_routes(config, candidate, path))
+    Sample::new(candidate).map_or(Vec::new(), |sample| sample.found_routes(config, candidate.listeners, path))
 }
 
 /// What a route does to protect its upstream.
@@ -368,15 +377,11 @@ impl Sample {
         self
     }
 
-    /// Return the routes that match the request with this path, one for each listener of the candidate.
-    fn found_routes<'r>(
-        &self,
-        config: &'r CompiledConfig,
-        candidate: &RouteCandidate<'_>,
-        path: &str,
-    ) -> Vec<&'r Route> {
+    /// Return the routes that match the request with this path, one for each listener. An empty list means all
+    /// listeners.
+    fn found_routes<'r>(&self, config: &'r CompiledConfig, listeners: &[usize], path: &str) -> Vec<&'r Route> {
         let Some(request) = self.with_path(path) else { return Vec::new() };
-        let listeners = (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
+        let listeners = (0..config.listeners.len()).filter(|index| includes(listeners, *index));
         listeners.filter_map(|listener| find(config, &self.host, &request, listener)).collect()
     }
 
