@@ -1,4 +1,5 @@
-//! What a slow server in a fleet costs the requests of all, for each way to choose: the figures of docs/reference/upstreams.md.
+//! Measures how a slow server of an upstream affects the latency of all requests, for each `balance` algorithm. The
+//! results are in docs/reference/upstreams.md.
 #![allow(clippy::disallowed_methods)] // it measures
 
 #[path = "../tests/support/mod.rs"]

@@ -1,4 +1,5 @@
-//! What one identity's state takes, for each algorithm: in a real Redis, under the keys of the gateway, and in this process.
+//! Measures the memory of the state of an identity, for each algorithm: in Redis, with the keys of the gateway, and in
+//! the memory store.
 
 #[path = "../tests/support/redis.rs"]
 #[allow(dead_code, unreachable_pub)] // shared with the tests
@@ -25,20 +26,22 @@ use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
-// As in the gateway: what a state takes depends on who allocates it.
+// Use the allocator of the gateway, because the memory of a state depends on the allocator.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// In Redis: its tables are then about as full as those of a million.
+/// Number of identities that are created in Redis. With this number, the hash tables of Redis are about as full as with
+/// a million keys, so the result can be extrapolated.
 const IDENTITIES: u64 = 100_000;
 const MILLION: u64 = 1_000_000;
-/// Calls in the pipe.
+/// Number of concurrent calls to Redis.
 const TASKS: u64 = 64;
-/// The start of an hour; all charges of a state lie inside of two.
+/// Time of the first charge: the start of an hour. All charges of a state are within two hours.
 const START_US: u64 = 1_800_000_000_000_000;
 const HOUR_US: u64 = 3_600_000_000;
 
-/// A limit of 100 an hour, and the charges (µs after the start, cost) that make its state as long as it gets.
+/// A limit of 100 per hour, and the charges that make its state as long as possible. A charge has a time in µs after
+/// [`START_US`] and a cost.
 struct Subject {
     name: &'static str,
     rule: Rule,
@@ -78,7 +81,7 @@ fn subjects() -> Vec<Subject> {
 impl Subject {
     fn charge(&self, hasher: &IdentityHasher, identity: u64, cost: u64) -> Charge<'_> {
         let identity = hasher.hash(&identity.to_be_bytes());
-        // The ids of leases are random; here a part of a hash.
+        // The ids of permits are random. Use a part of the hash.
         let lease = identity.0 as u64;
         Charge {
             key: Key { identity, state_name: &self.bucket },
@@ -106,14 +109,14 @@ fn main() {
     for subject in subjects() {
         let name = subject.name;
         let (in_redis, key, value) = in_redis(&server, &Arc::new(subject));
-        // The least of three: pages that were freed and not returned yet only ever add.
+        // Use the minimum of three runs, because freed pages that were not returned to the kernel increase the result.
         let embedded = [(); 3].map(|()| in_a_process_of_its_own(name)).into_iter().min().unwrap();
         let megabytes = |bytes: u64| format!("{} MB", (bytes + 500_000) / 1_000_000);
         println!("| {name} | {} | {key} + {value} | {} |", megabytes(in_redis), megabytes(embedded));
     }
 }
 
-/// Bytes of a million states, and of a key and a value.
+/// Return the bytes of a million states in Redis, of a key and of a value.
 fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let mut connection = server.connection();
     redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -125,7 +128,7 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             RedisSettings { timeout, connect_timeout: timeout, clock: clock.clone(), ..RedisSettings::default() };
         let endpoint = RedisEndpoint::Single(server.client());
         let store = ServerStore::new(&settings, endpoint, Arc::default(), Arc::default());
-        // Connected, and the script known.
+        // Connect to Redis and load the script before the memory is measured.
         store
             .call(
                 monotonic() + store.timeout(),
@@ -178,19 +181,20 @@ fn used_memory(connection: &mut redis::Connection) -> u64 {
     info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
 }
 
-/// What [`embedded`] measures, without what earlier ones left behind.
+/// Return the result of [`embedded`] in a new process, so that earlier measurements do not influence it.
 fn in_a_process_of_its_own(name: &str) -> u64 {
     let output = Command::new(std::env::current_exe().unwrap()).args(["--embedded", name]).output().unwrap();
     String::from_utf8(output.stdout).unwrap().trim().parse().unwrap()
 }
 
-/// Resident bytes of a million states in a memory store.
+/// Return the resident bytes of a million states in a memory store.
 fn embedded(name: &str) -> u64 {
     let subject = subjects().into_iter().find(|subject| subject.name == name).unwrap();
     let store = MemoryStore::new(2 * MILLION as usize, Clock::manual(START_US));
     let hasher = IdentityHasher::new("");
     let before = resident();
-    // The first charge is enough: here the size of a state does not depend on what it counts.
+    // Only the first charge is necessary, because the size of a state in the memory store does not depend on its
+    // content.
     let cost = subject.fill[0].1;
     for identity in 0..MILLION {
         store.decide(Operation::Check, &[subject.charge(&hasher, identity, cost)]);

@@ -1,5 +1,5 @@
-//! Draws the pictures of docs/reference/limits.md with the model: `make pictures`. With `--check`, or run as a test, it
-//! reports the pictures that differ.
+//! Draws the pictures of docs/reference/limits.md with the model of the algorithms: `make pictures`. With `--check`, or
+//! if `cargo test` runs it, it only reports the pictures that differ from the model.
 
 #[path = "../tests/support/pictures.rs"]
 #[allow(unreachable_pub)] // shared with the test that compares them
@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/pictures");
-    // Cargo says `--bench` to a benchmark that is run as one.
+    // `cargo bench` passes `--bench`. Other commands, such as `cargo test`, do not.
     let asked = |word: &str| std::env::args().any(|argument| argument == word);
     let check = asked("--check") || !asked("--bench");
     let mut differ = false;

@@ -1,4 +1,4 @@
-//! Writes what the documents take from the types of the configuration: `make reference`.
+//! Writes the JSON Schemas and the generated parts of docs/reference/configuration.md: `make reference`.
 
 #[path = "../tests/support/reference.rs"]
 #[allow(unreachable_pub, dead_code)] // shared with the test that compares them
@@ -7,7 +7,7 @@ mod reference;
 use std::path::Path;
 
 fn main() {
-    // Cargo says `--bench` to a benchmark that is run as one.
+    // `cargo bench` passes `--bench`. Other commands, such as `cargo test`, do not.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }

@@ -1,4 +1,5 @@
-//! `sluicegate replay` on a million lines of each of three formats, with one limit, on one core. `LINES=…` for fewer.
+//! Measures `sluicegate replay` with one limit on a million lines of each of three log formats, on one core. The
+//! environment variable LINES sets another number of lines.
 
 use std::fmt::Write;
 use std::io::Cursor;
@@ -8,7 +9,7 @@ use sluicegate::limiter::clock::monotonic;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::replay::{LogInput, ReadProgress, Replay, ReplayOptions};
 
-/// Whose requests they are: as many as a busy service sees in an hour.
+/// Number of clients in the logs, as a busy service has in an hour.
 const CLIENTS: u64 = 10_000;
 
 const CONFIG: &str = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -43,7 +44,7 @@ fn main() {
     }
 }
 
-/// Some clients ask far more often than others.
+/// Return the client of a request. A quarter of the requests comes from 17 clients.
 fn client(number: u64) -> u64 {
     let drawn = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     if drawn.is_multiple_of(4) { drawn % 17 } else { drawn % CLIENTS }

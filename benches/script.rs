@@ -1,5 +1,5 @@
-//! What each composed script costs Redis: µs per request by `INFO commandstats`, 64 requests in the pipe, each in a call of its own
-//! or 16 in one, as the gateway asks under load.
+//! Measures the CPU time of Redis for each composed script, in µs per request, from `INFO commandstats`. A pipeline
+//! contains 64 requests. A call contains one request, or 16 requests, as in the batches of the gateway under load.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -17,7 +17,7 @@ use sluicegate::limiter::redis::script::{AlgorithmSet, script};
 use sluicegate::limiter::usage::UsageDays;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
-/// The best of several rounds: other work on the machine only ever adds.
+/// Number of rounds. The fastest one counts, because other load of the machine can only slow a round down.
 const ROUNDS: usize = 8;
 const PIPELINES_PER_ROUND: usize = 200;
 const PIPELINE_LENGTH: usize = 64;
@@ -63,7 +63,8 @@ fn main() {
     server.wait().unwrap();
 }
 
-/// Measure requests with these limits, of which the first `usages` count usage.
+/// Measure requests with these limits, and return the µs per request. The first `usages` limits count usage totals. A
+/// call contains `requests` requests.
 fn measure_round(
     connection: &mut redis::Connection,
     name: &str,

@@ -1,9 +1,9 @@
 """List the source files that a limited HTTP/1.1 request crosses: `make walk`.
 
-A gateway with one worker runs under callgrind, with a Redis and an upstream. The requests use one connection, and all
-connections are open when counting starts. A file takes part if its code runs 50 instructions per request or more in
-the debug build. Files that are only inlined helpers are left out: lib.rs and main.rs (monomorphized code of
-dependencies), limiter/metrics.rs and limiter/clock.rs.
+A gateway with one worker runs under callgrind, with a Redis server and an upstream. The requests use one connection, and
+all connections are open before counting starts. The list contains a file if its code executes at least 50 instructions
+per request in the debug build. It omits lib.rs and main.rs, which contain monomorphized code of dependencies, and
+limiter/metrics.rs and limiter/clock.rs, which contain only small inlined functions.
 """
 
 import collections
@@ -49,7 +49,7 @@ def free_port():
 
 
 def serve(listener):
-    """Answer each request on each connection with 200."""
+    """Respond to each request on each connection with 200."""
     def converse(connection):
         received = b""
         while piece := connection.recv(65536):
@@ -62,7 +62,7 @@ def serve(listener):
 
 
 def connect(port, process):
-    """Connect to a process as soon as it listens."""
+    """Wait until a process listens on a port, and connect to it."""
     while True:
         try:
             return socket.create_connection(("127.0.0.1", port), timeout=120)
@@ -110,7 +110,8 @@ def profile(binary, directory):
 
 
 def instructions(profile):
-    """Return the instructions of each file of src/ (callgrind's format: a line after `calls=` is inclusive)."""
+    """Return the number of instructions of each file in src/. In callgrind's format, the line after a line with `calls=`
+    has the inclusive cost of a call, which is not added."""
     names, file, inclusive, costs = {}, "", False, collections.Counter()
     for line in profile.splitlines():
         if found := re.match(r"(?:fl|fi|fe)=\((\d+)\)(?: (.*))?", line):

@@ -4,7 +4,8 @@
 //!     curl -i http://127.0.0.1:3000/
 //!
 //! Each client address has a token bucket of 5 requests per 10 seconds: bursts of 5, then one request every 2 seconds.
-//! By default the process counts in its own memory. With `--redis URL` all processes on that Redis count together:
+//! By default, the process counts requests in its own memory. With `--redis URL`, all processes that use this Redis
+//! share their counters:
 //!
 //!     cargo run --example embed -- --redis redis://127.0.0.1:6379 --listen 127.0.0.1:3001
 
@@ -34,13 +35,13 @@ struct Options {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1:3000")]
     listen: SocketAddr,
-    /// Requests of one client address per unit of time.
+    /// Quota of each client address, such as 5/10s.
     #[arg(long, default_value = "5/10s")]
     quota: Quota,
-    /// Redis that counts for all processes. Default: count in the memory of this process.
+    /// Redis server with the counters of all processes. Default: count in the memory of this process.
     #[arg(long, env = "REDIS_URL", value_name = "URL")]
     redis: Option<RedisDeployment>,
-    /// Maximum time for a check in Redis, in milliseconds.
+    /// Maximum time for a rate limit check in Redis, in milliseconds.
     #[arg(long, default_value = "50", value_name = "MS")]
     redis_timeout: u64,
 }
@@ -56,11 +57,12 @@ struct Service {
 
 impl Service {
     async fn respond(&self, client: IpAddr) -> Response<Full<Bytes>> {
-        // A check names the limit and the identity that pays. All checks of one call are charged, or none.
+        // A check consists of a limit and the identity that is charged. A call charges either all of its checks or
+        // none.
         let checks = [LimitCheck::new(&self.limit, self.identity(client))];
         let decision = match self.limiter.check(&checks).await {
             Ok(decision) => decision,
-            // The limit below fails closed, so a request that cannot be checked is rejected.
+            // The limit fails closed (`OnStoreError::Deny`), so a request that cannot be checked is rejected.
             Err(error) => {
                 eprintln!("{error}");
                 return text_response(StatusCode::SERVICE_UNAVAILABLE, "rate limits cannot be checked\n");
@@ -70,12 +72,13 @@ impl Service {
             true => text_response(StatusCode::OK, "hello\n"),
             false => text_response(StatusCode::TOO_MANY_REQUESTS, "too many requests\n"),
         };
-        // `RateLimit` and `RateLimit-Policy`, and `Retry-After` for a denial.
+        // Add the headers `RateLimit` and `RateLimit-Policy`, and `Retry-After` if the request is denied.
         append_decision_headers(response.headers_mut(), &[HeaderStyle::Draft11], None, &decision);
         response
     }
 
-    /// The store gets a keyed hash, not the address. An IPv6 client has a whole /64 network, so that is its identity.
+    /// Return the identity of a client. It is a keyed hash, so the store does not contain the address. IPv6 clients
+    /// usually have a whole /64 network, so the hash is that of the network.
     fn identity(&self, client: IpAddr) -> Identity {
         match client.to_canonical() {
             IpAddr::V4(address) => self.hasher.hash(&address.octets()),
@@ -93,9 +96,10 @@ fn text_response(status: StatusCode, text: &'static str) -> Response<Full<Bytes>
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let options = Options::parse();
-    // Processes that count together need the same secret.
+    // Processes that share their counters need the same secret.
     let hasher = IdentityHasher::new("example-secret");
-    // While Redis is down: `Deny` fails closed, `Allow` fails open, `Local`, the default, counts in this process.
+    // `on_store_error` applies while Redis is unavailable: `Deny` fails closed, `Allow` fails open, and `Local` (the
+    // default) counts in this process.
     let limit = LimitSpec::token_bucket(&hasher, "per-client", options.quota)?;
     let limit = LimitSpec { on_store_error: OnStoreError::Deny, ..limit };
     let timeout = Duration::from_millis(options.redis_timeout);

@@ -1,11 +1,12 @@
--- Concurrency limit, kind C: a permit for each request in flight.
--- a limit      maximum number of permits
--- b ttl        permit TTL in microseconds
--- d permit_id  8 bytes
--- A charge takes one permit if its cost is at least 1, and none if its cost is 0. R releases the permit. N renews the
--- permit, which then expires one TTL after the current time. If the permit is missing, N adds the permit.
--- State: a ZSET of permit ids. The score of a permit is the time at which it expires. If a permit expires later than a
--- new permit would, the clock was set back: the permit gets the expiry of a new permit.
+-- Concurrency limit, kind C: each request in flight holds a permit.
+-- Parameter `a` (limit): maximum number of permits.
+-- Parameter `b` (ttl): permit TTL in microseconds.
+-- Parameter `d` (permit_id): id of the request's permit, 8 bytes.
+-- A charge takes one permit if its cost is at least 1, and none if its cost is 0. Operation R releases the permit.
+-- Operation N renews the permit, or adds it if it is missing. The permit then expires one TTL after the current time.
+-- State: a ZSET of permit ids. The score of a permit is the time at which it expires, in microseconds. If a stored
+-- permit expires later than a new permit would, the clock was set back. The next charge, renewal or denial then reduces
+-- its expiry to that of a new permit.
 -- The script cannot know when requests will release their permits. A denial therefore has status 3, and retry_us is the
 -- time until enough permits expire.
 local call, ceil, format = redis.call, math.ceil, string.format
@@ -31,9 +32,9 @@ remaining, reset_us = free, free_reset_us
 if op == 'R' then
   commit = function() call('ZREM', key, permit_id) end
 elseif op == 'N' then
-  -- If a script begins with a command that deletes, Redis accepts its ZADD even beyond `maxmemory`. If Redis rejected
-  -- ZADD, the permit would expire before its request ends. A permit that Redis has lost is added again even if the
-  -- number of permits then exceeds the limit, because the request of the permit is in flight.
+  -- Remove expired permits first: after the first write command of a script, Redis accepts ZADD even beyond
+  -- `maxmemory`. If Redis rejected ZADD, the permit would expire while its request is still in flight. ZADD also adds a
+  -- permit that Redis has lost, even if the limit is then exceeded, because its request is in flight.
   reset_us = ttl
   commit = function()
     remove_expired()
@@ -48,8 +49,7 @@ elseif op ~= 'A' and live + cost > limit then
   if clock_went_back then commit = repair_and_expire end
 elseif cost > 0 then
   remaining, reset_us = free - 1, ttl
-  -- ZADD is the first command, so that Redis can reject ZADD beyond `maxmemory`. After a command that deletes, Redis
-  -- would accept ZADD.
+  -- ZADD is the first write, so that Redis rejects it beyond `maxmemory`. After another write, Redis would accept it.
   commit = function()
     call('ZADD', key, expires_at, permit_id)
     remove_expired()

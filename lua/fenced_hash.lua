@@ -3,14 +3,16 @@
 --
 -- KEYS[1]  The hash. Field names that start with `.` are reserved for this script.
 -- ARGV[1]  Operation: read, lock, unlock or write.
--- ARGV[2]  read: the version of the hash that the caller has, 0 = none. lock: the name of the owner.
---          unlock, write: the fencing token.
--- ARGV[3]  lock: TTL in microseconds. write: first field; its value follows, then further pairs. An empty value
---          removes the field.
--- Reply    read: the version. If the caller has a different version, all fields and values follow.
---          lock: the fencing token, or 0 if another owner holds the lock. If the caller already holds the lock, its TTL
---          is renewed and the token stays the same.
---          unlock, write: 1, or 0 if the token is not the token of the last lock. With 0, the hash is unchanged.
+-- ARGV[2]  `read`  Version of the hash that the caller has, or 0 if the caller has none.
+--          `lock`  Name of the owner.
+--          `unlock`, `write`  Fencing token.
+-- ARGV[3]  `lock`  TTL of the lock in microseconds.
+--          `write`  Name of the first field. ARGV[4] is its value. Names and values of other fields may follow. An
+--          empty value removes the field.
+-- Reply    `read`  The version. If the caller has a different version, all fields and values follow.
+--          `lock`  The fencing token, or 0 if another owner holds the lock. If the caller already holds the lock, the
+--          script renews the TTL and returns the same token.
+--          `unlock`, `write`  1, or 0 if the token is not that of the last lock. With 0, the hash is unchanged.
 local call, format, sub, tonumber = redis.call, string.format, string.sub, tonumber
 local key, operation, argument = KEYS[1], ARGV[1], ARGV[2]
 local stored, hash = call('HGETALL', key), {}

@@ -1,10 +1,13 @@
 -- Fixed window: at most `limit` tokens per window. Times are in microseconds.
--- Kind F: windows are aligned to the Unix epoch. a limit, b window (length), c phase (offset from the epoch).
--- Kind X: the first request opens the window. a limit, b window.
--- Kind K: calendar windows. a limit; b, c, d: the starts of three consecutive windows, computed by the gateway. If the
--- current time is in neither the first nor the second window, nothing is written. The error is then RLSTALE, and the
--- current time is at its end.
--- State: `count` tokens were charged in the window that opened at `start`.
+-- Kind F: windows are aligned to the Unix epoch. The parameters are the limit (a), the window length (b), and the
+-- offset of the windows from the epoch (c).
+-- Kind X: the first request after the end of a window opens the next window. The parameters are the limit (a) and the
+-- window length (b).
+-- Kind K: windows follow the calendar. The parameters are the limit (a) and the starts of three consecutive windows (b,
+-- c and d), which the gateway computes. If the current time is in neither the first nor the second window, the script
+-- writes nothing and returns the error RLSTALE. The error text ends with the current time.
+-- State: `count` tokens were charged in the window that opened at `start`. The fields of the state are `start`, `count`
+-- and 0.
 local format, unpack = string.format, struct.unpack
 local MAX_STATE
 local kind, op, cost, a, b, c, d, now, charged_at, key_expires_at, field1, field2
@@ -35,7 +38,7 @@ free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end 
 
 local charged = count + cost
 if op == 'R' then
-  -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+  -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
   charged = charged_at >= start and charged_at < window_end and count - cost or count
   if charged < 0 then charged = 0 end
 end

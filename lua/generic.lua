@@ -1,84 +1,107 @@
--- Generic driver: decides requests with any operation and any limits. It charges all limits of a request or none.
+-- Generic driver: performs requests with any operation and any limits. It charges all limits of a request or none.
 -- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
--- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
--- ARGV[1]  A binary string, in the formats of struct.pack: d is a little-endian double of 8 bytes, c1 is a letter.
---          d   current time in microseconds; 0 = use the clock of Redis
---          Then the requests, in the order of their keys. Requests that differ only in their keys are a group. For each
---          group:
---          d   number of requests
---          c1  operation: C check and charge | P peek: check without a charge | A charge unconditionally | R refund
---              | T take up to the cost: charge as many tokens as remain, but at most the cost
---              | N renew a concurrency permit, or add it if it is missing
---          d   R: time of the refunded charge in microseconds; other operations: 0
---          d   number of limits of each request
---          And for each limit:
---          c1  kind: see the algorithm files
---          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
---          d   cost
---          d a, d b, d c, c8 d: parameters of the kind
--- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
---          d start and d end of that day in microseconds.
---          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
---          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
---          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
--- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
---          d reset_us, d retry_us.
---          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
---          | 3 no permit is free, retry_us is an upper bound
+-- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster, all keys are in the same slot.
+-- ARGV[1]  A binary string with values in the formats of struct.pack: `d` is a little-endian double of 8 bytes, `c1` is
+--          one letter, and `c8` is 8 bytes. All times are in microseconds.
+--          `d`   Current time, or 0 to use the clock of Redis.
+--          The groups follow, in the order of their keys. A group is a list of requests that differ only in their keys.
+--          For each group:
+--          `d`   Number of requests.
+--          `c1`  Operation, one of these letters:
+--                `C`  Check and charge.
+--                `P`  Peek: check without a charge.
+--                `A`  Charge unconditionally.
+--                `R`  Refund a charge.
+--                `T`  Take up to the cost: charge as many tokens as remain, but at most the cost.
+--                `N`  Renew a concurrency permit, or add it if it is missing.
+--          `d`   For the operation R, the time of the refunded charge. Otherwise 0.
+--          `d`   Number of limits of each request.
+--          For each limit of the group:
+--          `c1`  Kind of the limit: B, C, F, K, L, S, W or X (see the algorithm files).
+--          `c1`  Flag, one of these characters:
+--                `-`  None.
+--                `s`  Shadow: the limit never denies a request.
+--                `p`  Deferred: the cost is charged after the response.
+--                `b`  Both shadow and deferred.
+--          `d`   Cost.
+--          `d`, `d`, `d`, `c8`  Parameters a, b, c and d of the kind (see the algorithm files).
+-- ARGV[2]  Only in scripts that count usage: a binary string with three values for each limit of each group.
+--          `d`   Day of the month, or 0 if the usage of the limit is not counted.
+--          `d`   Start of the day.
+--          `d`   End of the day.
+--          In KEYS, the keys of usage totals follow the keys of all states. For each limit of each request whose usage
+--          is counted, there is one key, in the same slot as the state. The key contains a hash for one month. The
+--          fields of the hash are the days of the month. The value of a field is the cost charged on this day, less
+--          refunds.
+--          If the current time is not between the start and the end, the request fails with RLSTALE and writes nothing.
+-- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
+--          status, remaining, reset_us and retry_us.
+--          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
+--          tokens that were taken.
+--          Status has one of these values:
+--          `0`  The charge fits.
+--          `1`  The limit is exceeded. The charge fits after exactly retry_us.
+--          `2`  The cost exceeds the limit, so the charge can never fit. Retry_us is -1.
+--          `3`  No permit is free. Enough permits expire after retry_us, but requests may release them earlier.
 --          If the request is denied, remaining and reset_us are the values without its charge.
---          If requests fail, the reply is an array. It begins with the binary string, in which granted is -1 for the
---          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
---          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
--- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
--- The blocks marked `usage` are only in the scripts for calls with limits that count usage totals. Arguments as text
--- instead of bytes would cost Redis a tenth more CPU, and the parser of the gateway 3,000 instructions per limit.
+--          If at least one request fails, the reply is an array. Its first element is the binary string, in which
+--          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
+--          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
+--          error of Redis.
+-- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
+-- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals.
+-- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
+-- instructions per limit to parse the reply.
 --
--- Each algorithm is a branch of one `if` statement. A function for each algorithm would be slower, because the call of
--- a function costs more than the algorithm itself.
--- Input    key, kind, cost, a, b, c, d, now, charged_at
---          op: C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
---          key_expires_at, field1, field2, field3: the state, or nil if there is none
--- Output   status, remaining, reset_us, retry_us: the values after the charge; without it if the status is not 0
---          free, free_reset_us: the values of remaining and reset_us without the charge
---          ttl_us: time after which the new state has no effect and can be deleted; false = the new state is empty;
---          nil = the state does not change
---          new_field1, new_field2, new_field3: the new state
---          new_state: the new state as text, from algorithms that read their state themselves
---          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
--- Only the function `commit` of an algorithm may write to Redis. If the status is not 0, the new state repairs the
--- stored state. A repair is needed if the time of the stored state was in the future because the clock was set back, or
--- if the rate of a token bucket was lowered.
+-- Each algorithm is a branch of one `if` statement. A function for each algorithm would be slower, because a function
+-- call takes more time than the algorithm itself. Variables of an algorithm:
+-- Input    `key, kind, cost, a, b, c, d, now, charged_at`  Arguments of the request.
+--          `op`  C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
+--          `key_expires_at, field1, field2, field3`  The state, or nil if the key does not exist.
+-- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
+--          values after the charge. Otherwise they are the values without the charge.
+--          `free, free_reset_us`  Remaining and reset_us without the charge.
+--          `ttl_us`  Time after which the new state has no effect and can be deleted. The value false means that the
+--          new state is empty, and nil means that the state does not change.
+--          `new_field1, new_field2, new_field3`  The new state.
+--          `new_state`  The new state as text, if the algorithm reads its state itself.
+--          `commit`  A function that writes the new state, if the algorithm does not set ttl_us. The function may
+--          return new values of remaining and reset_us.
+-- An algorithm writes to Redis only in its function `commit`. If the status is not 0, the new state repairs the stored
+-- state. A repair is necessary in two cases: the clock was set back, so that a stored time is in the future, or the
+-- rate of a token bucket was lowered.
 --
--- Most states have three fields. The value of the key of such a state has 32 bytes: four little-endian 64-bit integers,
--- which are the time at which the key expires and the three fields. If this value were text, a check would cost a fifth
--- more CPU.
--- A key expires at least half a second after its state has no effect any more, so that no decision depends on when
--- Redis expires the key. SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires
--- later than the new state by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL. SETRANGE costs half
--- as much CPU as SET.
--- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), unless the script has
--- already written something. Therefore the first command of a charge may need memory, and the gateway puts groups that
--- may delete (R, N) at the end of a call.
+-- The states of the kinds B, F, K, W and X have three fields. The value of their key has 32 bytes: four little-endian
+-- 64-bit integers, which are the time at which the key expires and the three fields. If this value were text, a check
+-- would need 20 % more CPU time.
+-- A state ends at the time from which it has the same effect as no state. The slack of a key is the time between the
+-- end of its state and the expiry of the key. The slack is at least half a second, so that no decision depends on the
+-- moment at which Redis deletes the key. SET writes a TTL with a slack of one second (KEY_SLACK_MS). If the current TTL
+-- already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, SETRANGE writes only the fields and keeps this
+-- TTL. SETRANGE needs half as much CPU time as SET.
+-- Beyond `maxmemory`, Redis rejects commands that may need memory (for example SET, SETRANGE, ZADD, RPUSH and HINCRBY),
+-- unless the script has already written something. Therefore the first write of a charge is such a command. Groups that
+-- may begin with a delete (R, N) are at the end of a call, because Redis would accept all writes after a delete.
 -- All numbers are integers below 2^53, which doubles represent exactly. The gateway rejects a configuration whose
--- numbers could exceed 2^53. Unconditional charges (A) increase a state at most to MAX_STATE. Numbers are formatted
--- with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow and writes -0.
+-- numbers could exceed 2^53. Unconditional charges (A) increase a number in a state at most to MAX_STATE.
+-- The scripts format numbers with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as
+-- slow and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
+-- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
+-- STATE_BYTES is the size of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
--- (2^53) exactly.
+-- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
+-- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- Time between the end of a state and the expiry of its key. SET sets a TTL that is one second (KEY_SLACK_MS) longer
--- than the state needs. SETRANGE keeps the TTL if the key expires later than the new state by MIN_KEY_SLACK_US to
--- MAX_KEY_SLACK_US.
+-- The header describes the slack of a key.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
 --@usage
--- Number of bytes of the usage arguments of a limit. Time for which the totals of a month are kept after the first
--- charge of its last day: 400 days.
+-- USAGE_BYTES is the number of bytes in ARGV[2] for each limit. USAGE_TTL_MS (400 days) is the TTL of a hash of usage
+-- totals. The first charge of each day renews the TTL.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
 local usage_args, usage_position, usage_key_count = ARGV[2], 1, 0
 argument_count = 2
@@ -86,7 +109,7 @@ argument_count = 2
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Check that all groups are well-formed before the first request is decided.
+-- Validate all groups of arguments before the script performs the first request.
 local now, position = unpack('<d', args)
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
@@ -126,8 +149,8 @@ while position <= #args do
       kind = kind, cost = cost, a = a, b = b, c = c, d = d,
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- Results of the current request. Table sizes in Lua are powers of two, so a 17th field would double the memory
-      -- of this table.
+      -- The following fields are results of the current request. Table sizes in Lua are powers of two, and this table
+      -- has 16 fields: one more field would double its memory.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
@@ -138,7 +161,7 @@ while position <= #args do
   key_count = key_count + requests * limits
 end
 --@usage
--- The number of keys before those of the totals of the current request.
+-- Number of keys before the current request's keys of usage totals.
 local usage_offset = key_count
 key_count = key_count + usage_key_count
 if usage_position ~= #usage_args + 1 then
@@ -158,7 +181,7 @@ local operation, charged_at, checks
 --@usage
 local usages
 --@end usage
--- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Return an error reply, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   --@usage
@@ -169,7 +192,7 @@ local function decide(key_offset)
     end
   end
   --@end usage
-  -- The operation T runs the algorithm twice: the first run reads how many tokens remain, and the second run charges
+  -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
   -- them.
   if operation == 'T' then op, requested = 'P', 0 end
   repeat
@@ -185,8 +208,8 @@ local function decide(key_offset)
         if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
         key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       end
-      -- A cost with the flag p is charged after the response. The check before the request only needs one remaining
-      -- token.
+      -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
+      -- one token remains.
       if check.is_deferred then cost = 1 end
       if operation == 'N' and kind ~= 'C' then
         return redis.error_reply('RLARG only concurrency permits can be renewed')
@@ -201,8 +224,8 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is the new state, a function that writes it, false = delete the state, or nil = no change. With a new
-      -- state, `ttl_ms` is the TTL of the key; 0 = keep the TTL.
+      -- `change` is the new state or a function that writes the new state; false = the new state is empty; nil = no
+      -- change. If `change` is a state, `ttl_ms` is the new TTL of the key, or 0 to keep the TTL.
       local change, ttl_ms = commit, nil
       if ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
@@ -225,14 +248,14 @@ local function decide(key_offset)
         local check = checks[i]
         if check.free < granted and not check.is_shadow then granted = check.free end
       end
-      -- If no token remains, the second run requests one token, so that the algorithm returns retry_us.
+      -- If no token remains, the second run requests one token. The algorithm denies it and returns retry_us.
       op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until is_last_pass
 
   granted = admitted and (granted or 1) or 0
   --@usage
-  -- The totals are written before the states. If Redis rejects the write of the totals, nothing has changed.
+  -- Write the totals before the states. If Redis rejects the first write, the request has changed nothing.
   local usage_index = usage_offset
   for i = 1, admitted and op ~= 'P' and #usages or 0 do
     local check, day = checks[i], usages[i].day
@@ -257,8 +280,8 @@ local function decide(key_offset)
       elseif change then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete only for refunds. If an operation other than a refund results in an empty state, the stored state had no
-      -- effect either.
+      -- Delete the key only for refunds. If another operation results in an empty state, the stored state had no effect
+      -- either.
       elseif operation == 'R' then call('DEL', key) end
     end
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
@@ -274,10 +297,10 @@ for g = 1, #groups do
   usages = group.usages
   --@end usage
   for _ = 1, group.requests do
-    -- With pcall, the other requests succeed even if one request has an error.
+    -- With pcall, the other requests of the call still succeed if one request fails.
     local _, failure = pcall(decide, key_offset)
     if failure then
-      -- Errors of Lua are strings. Before Redis 7, errors of Redis are strings too.
+      -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
       if type(failure) ~= 'table' then
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end

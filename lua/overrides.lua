@@ -1,24 +1,33 @@
 -- Store the quota overrides and resets of administrators in one hash, which all gateways read.
 --
 -- KEYS[1]  The hash.
--- ARGV[1]  Operation: set, remove or restore.
--- ARGV[2]  Maximum number of records of each kind. The kinds are overrides, resets, and removed or expired records.
--- ARGV[3]  and the following: five arguments for each record.
---          name of the field, which starts with `override` or `reset`
---          set: TTL in microseconds; restore: time at which the record expires;
---          remove: 1 if the override is in force in the gateway, else 0
---          time until which Redis keeps the record, if the gateway knows it; 0 = unknown
---          revision that the gateway knows, 0 = none; restore: revision of the record
---          text of the record
--- Reply    restore: a status for each record. set and remove: status, current time, expires_at, revision, keep_until.
---          Status: 1 written | 0 nothing to remove, or the hash has this or a newer revision | -1 too many records
+-- ARGV[1]  Operation: `set`, `remove` or `restore`. With `set` and `remove`, an administrator changes one record. With
+--          `restore`, a gateway writes back records that Redis has lost.
+-- ARGV[2]  Maximum number of records of each kind. The three kinds are: overrides in force, resets in force, and
+--          records that are removed or have expired.
+-- ARGV[3]  The first of five arguments for each record:
+--          `FIELD`  Name of the field, which starts with `override` or `reset`.
+--          `NUMBER`  With `set`, the TTL in microseconds. With `restore`, the time at which the record expires. With
+--          `remove`, 1 if the override is in force in the gateway that sends the call, otherwise 0.
+--          `KEEP_UNTIL`  With `restore`, the value of the record. With `set` and `remove`, the value of the newest
+--          record that the gateway knows, or 0 if it knows none.
+--          `REVISION`  With `restore`, the value of the record. With `set` and `remove`, the value of the newest record
+--          that the gateway knows, or 0 if it knows none.
+--          `TEXT`  With `set` and `restore`, the text of the record. With `remove`, it is not used.
+-- Reply    With `restore`, a status for each record. With `set` and `remove`, the status, the current time, and
+--          EXPIRES_AT, REVISION and KEEP_UNTIL of the written record.
+--          The status has one of these values:
+--          `1`  The record was written.
+--          `0`  No record was written: there was no record to remove, the stored record is not older than the record to
+--          restore, or KEEP_UNTIL of the record to restore has passed.
+--          `-1`  The hash has too many records of this kind.
 --
--- The value of a field is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, with times in microseconds. A value of the form
--- `EXPIRES_AT TEXT` has revision 0.
+-- The value of a field is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`. All times are in microseconds since the Unix epoch. A
+-- value of the form `EXPIRES_AT TEXT` has revision 0.
 -- The revision of a record is the time at which it is written, but always greater than the revision that it replaces.
--- A record is kept until this record and all records that it replaced have expired, even if an administrator removes
--- it. Otherwise a gateway that missed the change could restore a replaced record. So if the hash lacks a field that a
--- gateway knows, Redis has lost the field.
+-- Redis keeps a record until the record itself and all records that it replaced have expired (KEEP_UNTIL), even if an
+-- administrator removes it. Otherwise a gateway that missed the change could restore a replaced record. So if the hash
+-- lacks a field that a gateway knows, Redis has lost the field.
 local call, floor, max, tonumber = redis.call, math.floor, math.max, tonumber
 local match, format = string.match, string.format
 local key, operation, max_records = KEYS[1], ARGV[1], tonumber(ARGV[2])
@@ -52,7 +61,7 @@ for i = 1, #stored, 2 do
   end
 end
 
--- Return whether the hash already has the maximum number of records of the field's kind, not counting the field itself.
+-- Return whether other fields of the same kind already have `max_records` records.
 local function is_full(field)
   local kind, old = match(field, '^%a+'), records[field]
   local replaced = old and kind_of(field, old.expires_at) == kind and 1 or 0
@@ -88,8 +97,8 @@ for i = 3, #ARGV, 5 do
     keep_until = max(keep_until, old and old.keep_until or 0)
     local status, written = 0, nil
     if operation == 'remove' then
-      -- Redis may have lost an override that is in force in the gateway. Write the removal of the override
-      -- nevertheless.
+      -- Redis may have lost an override that is in force in the gateway. Write a removed record even then, so that no
+      -- gateway restores the override.
       local is_lost = number > 0 and (not old or old.revision < known_revision)
       if is_lost or (old and old.expires_at > now) then written = write(field, 0, revision, keep_until, '') end
     elseif is_full(field) then
@@ -106,13 +115,14 @@ for i = 3, #ARGV, 5 do
   end
 end
 
--- Delete records only after the writes, so that Redis can reject the writes beyond `maxmemory`. After a command that
--- deletes, Redis accepts all writes of a script.
+-- Delete records only after all HSET commands, so that Redis can reject HSET beyond `maxmemory`. After HDEL, Redis
+-- would accept all writes of the script.
 for i = 1, #outdated_fields do
-  -- Keep the field if the code above has written it.
+  -- Keep the field if the loop above has written a new record to it.
   if not records[outdated_fields[i]] then call('HDEL', key, outdated_fields[i]) end
 end
--- Keep at most `max_records` records that are removed or expired. If there are more, delete the oldest.
+-- Keep at most `max_records` records that are removed or expired. If there are more, delete those with the lowest
+-- revisions.
 if (counts.removed or 0) > max_records then
   local removed = {}
   for field, record in pairs(records) do
@@ -125,7 +135,7 @@ if (counts.removed or 0) > max_records then
   end
 end
 
--- The hash expires with its last record.
+-- Set the TTL of the hash to about one second more than the time for which its last record is kept.
 local last = 0
 for _, record in pairs(records) do last = max(last, record.keep_until) end
 if last > now then call('PEXPIRE', key, format('%d', floor((last - now) / 1000) + 1000)) end

@@ -1,10 +1,11 @@
 -- Sliding buckets, kind S: the window is divided into buckets. The oldest bucket is only partly in the window, but all
--- its tokens count. Therefore no window has more than `limit` tokens, whatever the time at which the window begins.
--- a limit    tokens in any window
--- b window   length in microseconds
--- c buckets  number of buckets; divides the window
+-- its tokens count. Therefore no window contains more than `limit` tokens, whatever the time at which it begins.
+-- Parameter `a` (limit): maximum number of tokens in any window.
+-- Parameter `b` (window): window length in microseconds.
+-- Parameter `c` (buckets): number of buckets. The window length is a multiple of this number.
 -- State: the text `index:n0,n1,...`. `index` is the number of the newest bucket, counted from the Unix epoch. n0 is the
--- number of tokens in this bucket, n1 in the bucket before it, and so on. The text omits zeros at its end.
+-- number of tokens in this bucket, n1 the number in the bucket before it, and so on. The last number belongs to
+-- the oldest bucket that has tokens.
 local call, floor, match, format = redis.call, math.floor, string.match, string.format
 local MAX_STATE
 local key, op, cost, a, b, c, now, charged_at
@@ -25,7 +26,7 @@ if state then
     counts[age], total, age = count, total + count, age + 1
   end
 end
--- Return the time until the window no longer covers any part of the bucket of this age.
+-- Return the time in microseconds until a bucket is completely outside the window. The newest bucket has age 0.
 local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
 local function until_empty()
   for age = 0, buckets do
@@ -45,8 +46,8 @@ if total + cost > limit and (op == 'C' or op == 'P') then
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1
   else
-    -- Drop the oldest buckets until the cost fits into the limit. The loop ends, because the cost alone is at most the
-    -- limit.
+    -- Find the newest bucket that must leave the window so that the cost fits. The loop ends, because the cost alone
+    -- does not exceed the limit.
     local excess, age = total + cost - limit, buckets
     while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
     status, retry_us = 1, dropped_after_us(age)

@@ -1,9 +1,9 @@
--- Sliding log, kind L: stores the time of each admitted token. No window has more than `limit` tokens, whatever the
--- time at which the window begins.
--- a limit   tokens in any window
--- b window  length in microseconds
--- State: a LIST of times, one per token, oldest first. If a time is in the future because the clock was set back, it
--- counts as the current time.
+-- Sliding log, kind L: stores the time of each admitted token. No window contains more than `limit` tokens, whatever
+-- the time at which the window begins.
+-- Parameter `a` (limit): maximum number of tokens in any window.
+-- Parameter `b` (window): window length in microseconds.
+-- State: a LIST with one time per token, in microseconds, oldest first. If the clock was set back, a stored time may be
+-- in the future. Such a time counts as the current time.
 local call, floor, ceil, format = redis.call, math.floor, math.ceil, string.format
 local KEY_SLACK_MS
 local key, op, cost, a, b, now, charged_at
@@ -29,8 +29,8 @@ if active > 0 then
 end
 free, free_reset_us = limit - active, newest and newest + window - now or 0
 local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
--- The first command of a repair or charge is RPUSH, so that Redis can reject RPUSH beyond `maxmemory`. After a command
--- that deletes, Redis would accept RPUSH.
+-- The first write of a repair or charge is RPUSH, so that Redis can reject it beyond `maxmemory`. After another write,
+-- such as LTRIM, Redis would accept RPUSH.
 local function repair()
   local times = call('LRANGE', key, '0', '-1')
   for i = 1, #times do
@@ -42,7 +42,7 @@ end
 
 remaining, reset_us = free, free_reset_us
 if op == 'R' then
-  -- Skip a count of 0, with which LREM would remove all entries of that time.
+  -- Do not call LREM for a cost of 0: with the count 0, it would remove all entries with the time `charged_at`.
   if cost > 0 then
     commit = function()
       local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))

@@ -1,8 +1,9 @@
--- Sliding window, kind W: counts tokens in two aligned windows. The count of the previous window is weighted by the
--- share of that window that the sliding window still covers.
--- a limit   tokens per window
--- b window  length in microseconds
--- c unit    resolution of the elapsed part of the window, in microseconds; divides the window
+-- Sliding window, kind W: counts tokens in two consecutive windows, which are aligned to the Unix epoch. The count of
+-- the previous window is multiplied by the fraction of that window that the sliding window still covers.
+-- Parameter `a` (limit): maximum number of tokens per window.
+-- Parameter `b` (window): window length in microseconds.
+-- Parameter `c` (unit): unit in microseconds in which the elapsed time of the current window is measured. The window
+-- length is a multiple of this unit.
 -- State: `current` tokens were charged in the aligned window that opened at `start`, and `previous` tokens in the
 -- window before it.
 local floor, ceil = math.floor, math.ceil

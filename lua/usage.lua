@@ -1,15 +1,21 @@
--- Adds amounts that a gateway has counted to the usage totals of a limit, an identity and a month. The drivers already
--- add the cost that they charge. If a gateway sends the same amounts again, they are added only once.
+-- Adds a post to the usage totals of a limit, an identity and a month. A post is a list of amounts that a gateway has
+-- counted itself: cost that it charged while Redis was unavailable, and cost by model. The drivers (generic.lua,
+-- single.lua and small.lua) already add the cost that they charge. If a gateway sends the same post again, it is not
+-- added again.
 --
--- KEYS[1]  The hash. Fields are days of the month, or in another hash a day, a space and a model; values are totals. A
---          field that starts with `.` has the sequence number of the last post of one poster, `.models` the number of
---          models, and `.=` with a model is set if the model is one of them.
--- ARGV[1]  Poster: an id that no other process has.
--- ARGV[2]  Sequence number of the post, greater than those of its earlier posts; 0 = the post is sent once.
--- ARGV[3]  TTL of the hash in milliseconds, from the first amount of a field on.
--- ARGV[4]  Maximum number of models of the hash. Amounts of others are not added.
--- ARGV[5]  and the following: field and amount, negative for refunds and never 0.
--- Reply    1, or 0 if the post was added before.
+-- KEYS[1]  The hash of totals. There are two kinds. In a hash of days, a field name is a day of the month (`23`). In a
+--          hash of models, it is a day, a space and a model (`23 MODEL`). The value of the field is the total.
+--          The names of other fields start with `.`:
+--          `.POSTER`  Sequence number of the last post of this poster.
+--          `.models`  Number of models in the hash.
+--          `.=MODEL`  Exists for each model in the hash.
+-- ARGV[1]  Poster: the id of the process that sends the post. No other process has this id.
+-- ARGV[2]  Sequence number of the post, greater than the numbers of all earlier posts of this poster. A post that the
+--          poster sends only once may have the number 0.
+-- ARGV[3]  TTL of the hash in milliseconds. The first amount of each field renews the TTL.
+-- ARGV[4]  Maximum number of models in the hash. Amounts of additional models are not added.
+-- ARGV[5]  Pairs of a field name and the amount to add start here. Amounts of refunds are negative. No amount is 0.
+-- Reply    1, or 0 if an earlier call has already added the post.
 local call, tonumber = redis.call, tonumber
 local key, marker, sequence, ttl_ms = KEYS[1], '.' .. ARGV[1], tonumber(ARGV[2]), ARGV[3]
 

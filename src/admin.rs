@@ -1,4 +1,5 @@
-//! The admin listener serves health checks, metrics, the API and the dashboard, with its own socket and thread.
+//! The admin listener, which serves health checks, metrics, the admin API and the dashboard. It has its own sockets and
+//! its own thread.
 
 pub(crate) mod api;
 mod configuration;
@@ -62,13 +63,14 @@ use crate::telemetry::prometheus as text_form;
 use crate::telemetry::prometheus::ExpositionFormat;
 use crate::upstream::cluster::EndpointStatus;
 
-/// Maximum time to complete the requests in progress at shutdown.
+/// Maximum time to complete requests in progress when the admin listener stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay after a connection could not be accepted. An immediate retry would fail again, for example with EMFILE.
+/// Delay before the next `accept` after a failed one. An immediate retry would fail again, for example with EMFILE.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Minimum store timeout for API requests, because the first call includes connecting.
+/// Minimum timeout of store calls for API requests. It is longer than the usual `store.timeout`, because the first call
+/// also connects.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
@@ -90,7 +92,8 @@ struct AdminServer {
     state: Arc<AdminState>,
     limiter_admin: Arc<LimiterAdmin>,
     event_stream: Arc<EventStream>,
-    /// Whether this is the admin socket, whose file permissions admit only the user of the gateway and root.
+    /// Whether this server serves the admin socket. The file permissions of the socket admit only the user of the
+    /// gateway and root.
     is_unix_socket: bool,
 }
 
@@ -99,18 +102,18 @@ struct AdminServer {
 pub struct AdminSockets {
     /// The TCP socket that listens on `admin.address`.
     pub tcp: Option<StdListener>,
-    /// The unix socket at the path `admin.socket`.
+    /// The Unix socket at the path `admin.socket`.
     pub unix: Option<StdUnixListener>,
 }
 
-/// Peer address that stands for all connections of the admin socket. The maximum number of connections per peer address
-/// therefore applies to the whole socket.
+/// Peer address that is used for all connections of the admin socket. The maximum number of connections per peer
+/// address therefore applies to the whole socket.
 const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// Start the thread that serves the admin listener until `admin_stop` is cancelled.
 ///
 /// # Errors
-/// The runtime or the thread cannot be started.
+/// The tokio runtime or the thread cannot be started.
 pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let AdminDeps { state, memory, overrides } = deps;
@@ -142,7 +145,7 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
                 )
             };
             admin_stop.run_until_cancelled(service).await;
-            // Requests in progress at that time still get their response.
+            // Wait for requests in progress, so that they get their response.
             tasks.close();
             let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
@@ -239,17 +242,18 @@ impl AdminServer {
         if connection.is_reserved && !matches!(path, "/healthz" | "/readyz") {
             let mut response = text_response(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "all connections of the admin listener are in use: only /healthz and /readyz are served\n",
+                "the admin listener has reached its maximum number of connections: only /healthz and /readyz are \
+                 served\n",
             );
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             return response;
         }
         if !self.is_unix_socket && self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
-            // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine. The browser then
-            // allows the page to send requests to this listener.
+            // Prevent DNS rebinding: an attacker can make the DNS name of a web page resolve to this machine. The
+            // browser then allows the page to send requests to this listener.
             return text_response(
                 StatusCode::FORBIDDEN,
-                "without admin.token only requests to localhost, 127.0.0.1 or [::1] are served\n",
+                "admin.token is not set: the host of a request must be localhost, 127.0.0.1 or [::1]\n",
             );
         }
         if let Some(file) = find_file(path, self.token().is_some()) {
@@ -280,7 +284,8 @@ impl AdminServer {
         if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
     }
 
-    /// Return the configured admin token. `None` if `admin.token` is not set, and for the admin socket.
+    /// Return the configured admin token. Return `None` if `admin.token` is not set, or if this server serves the admin
+    /// socket.
     fn token(&self) -> Option<AdminToken> {
         if self.is_unix_socket {
             return None;
@@ -288,8 +293,9 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a request that changes the state of the gateway. Changes always need the token. Without a token, any
-    /// web page in a browser on this machine could send changes to a loopback address.
+    /// Authorize a request that changes the state of the gateway. Over TCP, changes always need the admin token. If
+    /// they were possible without a token, any web page in a browser on this machine could send changes to a loopback
+    /// address.
     ///
     /// # Errors
     /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always
@@ -300,8 +306,8 @@ impl AdminServer {
         }
         let detail = match self.token() {
             Some(_) if self.is_authenticated(headers) => return Ok(()),
-            Some(_) => "changes need the admin token: Authorization: Bearer …",
-            None => "changes need an admin token, but none is configured: set admin.token",
+            Some(_) => "requests that change something need the admin token: send Authorization: Bearer TOKEN",
+            None => "requests that change something need an admin token, but none is configured: set admin.token",
         };
         Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
@@ -338,8 +344,8 @@ fn is_read_method(method: &Method) -> bool {
     method == Method::GET || method == Method::HEAD
 }
 
-/// Return whether the `Host` headers and the request target name this machine, as `localhost` or by a loopback address.
-/// DNS rebinding cannot forge these names.
+/// Return whether the `Host` headers and the request target contain only `localhost` or loopback addresses. A web page
+/// that uses DNS rebinding has another host name, so its requests do not pass this test.
 fn is_for_loopback(request: &Request<Incoming>) -> bool {
     let is_loopback = |authority: &str| {
         let Ok(authority) = authority.parse::<Authority>() else { return false };
@@ -356,7 +362,8 @@ fn is_for_loopback(request: &Request<Incoming>) -> bool {
 
 /// Return the 401 response for a request without the admin token.
 fn unauthorized() -> AdminResponse {
-    let mut response = text_response(StatusCode::UNAUTHORIZED, "admin token required: Authorization: Bearer …\n");
+    let mut response =
+        text_response(StatusCode::UNAUTHORIZED, "admin token required: send Authorization: Bearer TOKEN\n");
     response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     response
 }
@@ -409,10 +416,10 @@ pub struct AdminState {
     pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
     /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
-    /// Start time of the process, s since the Unix epoch.
+    /// Start time of the process, in seconds since the Unix epoch.
     pub started_at_s: u64,
-    /// Cancelled by the first signal to stop, before `accept_grace`. A hot restart does not cancel this token, because
-    /// the service continues in the new process.
+    /// Cancelled by the first SIGTERM or SIGINT, when `accept_grace` begins. A hot restart does not cancel this token,
+    /// because the new process continues to serve requests.
     pub stopping: CancellationToken,
     /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
     pub admin_stop: CancellationToken,
@@ -457,8 +464,8 @@ const FILES: [(&str, &str, &str); 10] = [
     ("/tokens.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/tokens.js")),
 ];
 
-/// Content Security Policy. Scripts and styles come only from the files above: no inline code, no other origins, no
-/// framing. Trusted Types prevent scripts from converting text into markup.
+/// Content Security Policy. Scripts and styles come only from the files above: inline code, other origins and framing
+/// are forbidden. Trusted Types prevent scripts from converting text into markup.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -471,7 +478,7 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
 ];
 
 /// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication,
-/// because they contain no data. Their scripts request the data with the token.
+/// because they contain no data. Their scripts request the data from the API with the admin token.
 fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
@@ -481,7 +488,7 @@ fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
 }
 
-/// Add the browser security headers. Every response of the admin listener has these headers.
+/// Add the browser security headers, which every response of the admin listener has.
 fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));
@@ -500,10 +507,10 @@ struct ReadinessReport<'a> {
     certificates: Option<CertificateReadiness>,
 }
 
-/// Certificates that are obtained by ACME.
+/// State of the certificates that the gateway obtains by ACME.
 #[derive(Debug, Serialize)]
 struct CertificateReadiness {
-    /// Names without a certificate.
+    /// DNS names for which no certificate has been obtained yet.
     missing: Vec<Box<str>>,
 }
 
@@ -513,18 +520,19 @@ struct CertificateReadiness {
 enum ReadinessStatus {
     /// The store is available.
     Ready,
-    /// A circuit breaker of the store is open: the gateway serves requests, and limits follow `on_store_error`.
+    /// A circuit breaker of the store is open. The gateway serves requests, and each limit applies its
+    /// `on_store_error`.
     Degraded,
-    /// A listener has no certificate from the CA yet, and serves a self-signed certificate.
+    /// A listener has not obtained a certificate by ACME yet, and serves a self-signed certificate.
     Pending,
-    /// The process has received a signal to stop, and waits for `accept_grace` or drains connections.
+    /// The process has received SIGTERM or SIGINT. It waits for `accept_grace` or drains connections.
     Stopping,
 }
 
 #[derive(Debug, Serialize)]
 struct StoreReadiness<'a> {
     name: &'a str,
-    /// The store, or its nodes, whose circuit breaker is open.
+    /// The store, or the nodes of its cluster, whose circuit breaker is open.
     failing: Vec<String>,
 }
 
@@ -537,7 +545,7 @@ struct EndpointReadiness {
 }
 
 impl ReadinessReport<'_> {
-    /// Return whether load balancers should send requests.
+    /// Return whether load balancers should send requests to this gateway.
     fn is_ready(&self) -> bool {
         matches!(self.status, ReadinessStatus::Ready | ReadinessStatus::Degraded)
     }
@@ -573,7 +581,7 @@ impl AdminState {
     }
 }
 
-/// Return whether a listener waits for its first certificate by ACME.
+/// Return whether a listener with ACME has not obtained any certificate yet.
 fn lacks_certificates(listener: &Listener) -> bool {
     let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
     managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))

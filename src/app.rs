@@ -1,4 +1,4 @@
-//! The gateway process: opens the sockets, starts the threads and owns the state that they share.
+//! The gateway process: opens the sockets, starts the threads, and owns the state that the threads share.
 
 pub mod acme;
 mod collector;
@@ -56,7 +56,7 @@ use crate::telemetry::log::LogFile;
 use crate::telemetry::pluralize;
 use crate::{admin, limiter};
 
-/// The reason why the gateway cannot start or has stopped.
+/// The reason why the gateway could not start, or why it stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum AppError {
     /// A listening socket cannot be opened.
@@ -78,7 +78,7 @@ pub enum AppError {
     /// The access log cannot be opened, or its thread cannot be started.
     #[error("cannot write the access log to {}: {source}", path.display())]
     AccessLog {
-        /// The configured path, or `standard output`.
+        /// The configured path, or `standard output` if there is none.
         path: PathBuf,
         /// The I/O error of the operating system.
         source: io::Error,
@@ -86,7 +86,7 @@ pub enum AppError {
     /// The trace exporter cannot be started.
     #[error("cannot start the trace exporter: {0}")]
     Traces(anyhow::Error),
-    /// The storage or the client of ACME cannot be used.
+    /// The ACME storage or the ACME client cannot be used.
     #[error(transparent)]
     Acme(#[from] AcmeError),
     /// A thread or its tokio runtime cannot be started.
@@ -106,31 +106,31 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// A gateway whose sockets are open, so that it is ready to serve.
+/// A gateway with open sockets that is ready to serve requests.
 #[derive(Debug)]
 pub struct App {
     config: Arc<CompiledConfig>,
-    /// Sockets by worker, each with the index of its listener.
+    /// Sockets by worker. Each socket has the index of its listener.
     sockets: Vec<Vec<(usize, StdListener)>>,
-    /// Bound addresses, by listener.
+    /// Bound addresses, in the order of the listeners.
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
     admin_socket: Option<(UnixListener, AdminSocketFile)>,
-    /// Cancelled when the admin listener stops.
+    /// Cancelled to stop the admin listener.
     admin_stop: CancellationToken,
     /// Cancelled when `/readyz` must return 503.
     stopping: CancellationToken,
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
     reload_requests: Receiver<ReloadRequest>,
-    /// Obtains certificates, if ACME is configured.
+    /// Obtains certificates. `None` without `[acme]`.
     acme: Option<AcmeClient>,
-    /// Watches the configuration and the files that it names.
+    /// Watches the configuration files and the files that they refer to.
     watcher: Option<FileWatcher>,
 }
 
 impl App {
-    /// Open the sockets and the access log, start the trace exporter and watch the configuration files.
+    /// Open the sockets and the access log, start the trace exporter, and watch the configuration files.
     ///
     /// # Errors
     /// An address cannot be bound, the access log cannot be opened, or the trace exporter cannot be started.
@@ -189,21 +189,21 @@ impl App {
         })
     }
 
-    /// Return the handle of the active configuration, which can also request a reload.
+    /// Return the handle of the active configuration. It can also trigger reloads.
     pub fn config_handle(&self) -> Arc<ConfigHandle> {
         self.config_handle.clone()
     }
 
-    /// Return the token that must be cancelled when the process receives a signal to stop, before `accept_grace`. From
-    /// then on, `/readyz` returns 503.
+    /// Return the token to cancel when the process receives a stop signal, before `accept_grace` starts. After that,
+    /// `/readyz` returns 503.
     pub fn stopping(&self) -> CancellationToken {
         self.stopping.clone()
     }
 
-    /// Return duplicates of the listening sockets for a hot restart. These duplicates keep the sockets open.
+    /// Duplicate the listening sockets for a hot restart. The duplicates keep the sockets open.
     ///
     /// # Errors
-    /// A socket cannot be duplicated, for example because of the limit on file descriptors.
+    /// A socket cannot be duplicated, for example because the limit on open files is reached.
     pub fn hot_restart(&self) -> io::Result<HotRestart> {
         let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
         sockets.sort_by_key(|(listener_index, _)| *listener_index);
@@ -214,7 +214,7 @@ impl App {
         })
     }
 
-    /// Serve requests until `stop` is cancelled and the requests in flight are complete.
+    /// Serve requests until `stop` is cancelled and all requests in flight are completed.
     ///
     /// # Errors
     /// A thread cannot be started, or panics.
@@ -266,7 +266,7 @@ impl App {
             stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),
         });
-        // A guard that stops the admin listener when this function returns, which is after the last request.
+        // Stop the admin listener when this function returns, which is after the last request.
         let _end = self.admin_stop.clone().drop_guard();
         let (unix, mut admin_socket_file) = self.admin_socket.unzip();
         if self.admin.is_some() || unix.is_some() {
@@ -284,7 +284,7 @@ impl App {
             watcher: self.watcher,
             stop: stop.clone(),
         };
-        // Drop the handle of the thread without joining it, because the thread ends with the process.
+        // Do not join the reload thread. It ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         if let Some(acme) = self.acme {
@@ -331,7 +331,7 @@ impl App {
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
         }
         drop(ready_sender);
-        // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve
+        // A worker that cannot start drops its sender without sending. Report readiness only if all workers serve
         // requests.
         if ready_receiver.iter().count() == workers.len() - background_threads {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
@@ -343,7 +343,7 @@ impl App {
         for worker in workers {
             result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
         }
-        // The workers have ended, so from here on no more quota events are queued.
+        // The workers have ended, so no more quota events will be queued.
         result = result.and(event_thread.finish());
         self.sinks.flush();
         result
@@ -360,7 +360,7 @@ impl App {
         let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
         let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
         let example = example.or(routes.next()).map_or("/", |route| &route.path);
-        // Cut the path pattern at its first parameter, to get a literal path for the example URL in the log.
+        // For the example URL in the log, use the part of the path pattern before its first parameter.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
@@ -393,12 +393,12 @@ fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppErro
     access_log.map(Some).map_err(|source| AppError::AccessLog { path, source })
 }
 
-// === A worker thread: a tokio runtime with its own store connections, gateway and server ===
+// === A worker thread: a tokio runtime with a gateway, a server and store connections ===
 
-/// Maximum time that a worker waits for its first store connection when it starts.
+/// Maximum time that a worker waits at its start for the first store connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Everything that a worker thread needs.
+/// The state that a worker thread needs.
 struct Worker {
     config: Arc<CompiledConfig>,
     memory: Arc<MemoryStore>,
@@ -421,8 +421,9 @@ struct Worker {
 }
 
 impl Worker {
-    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained its
-    /// connections. `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves requests.
+    /// Serve the sockets until `stop` is cancelled and all connections are drained. Each socket has the index of its
+    /// listener. `threads` is the number of runtime threads. When the worker serves requests, it sends to
+    /// `ready_sender`.
     ///
     /// # Errors
     /// The runtime cannot be created, or a socket cannot be registered with it.
@@ -439,7 +440,7 @@ impl Worker {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
-            // Ignore the error of `send`, which means that the receiver was dropped.
+            // A send error means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;
@@ -455,7 +456,8 @@ impl Worker {
                 let topology = self.topology.clone();
                 let metrics = self.limit_metrics.get_or_create("", self.index);
                 let store = RedisStore::new(redis, breaker, topology, metrics.clone());
-                // Connect before the first request. If the store does not respond in time, start without a connection.
+                // Connect before the first request. If the store does not respond within [`CONNECT_TIMEOUT`], start
+                // without a connection.
                 store.connect_within(CONNECT_TIMEOUT).await;
                 if self.index == 0 {
                     let overrides = self.overrides.clone();

@@ -1,6 +1,7 @@
 //! The command line: arguments and output, one module per command.
 
-/// The examples at the end of a command's help: one command per line, under a heading in the style of clap.
+/// Build the examples at the end of a command's help: one example per line, under a heading that looks like clap's own
+/// headings.
 macro_rules! examples {
     ($($line:literal),+ $(,)?) => {
         concat!("\u{1b}[1m\u{1b}[4mExamples:\u{1b}[0m" $(, "\n  ", $line)+)
@@ -30,7 +31,7 @@ use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
 /// The text that `--version` prints after the name of the program. `-V` prints only the version. `build.rs` sets the
-/// variables.
+/// environment variables that this text reads.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -48,8 +49,8 @@ const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
-/// The gateway matches the route, identifies the client, checks all limits in one atomic store call, and proxies the
-/// request or returns 429.
+/// For each request, the gateway finds the matching route, identifies the client and checks all limits in one atomic
+/// store call. It then proxies the request or returns 429.
 #[derive(Debug, Parser)]
 #[command(version, long_version = LONG_VERSION, max_term_width = 100, after_help = examples![
     "sluicegate init --template plans",
@@ -76,7 +77,7 @@ enum Command {
         "SLUICEGATE_CONFIG=gateway.toml sluicegate run",
     ])]
     Run,
-    /// Check the configuration: print its errors, its warnings and what its limits guarantee
+    /// Validate the configuration: print errors, warnings and the maximum that each limit admits
     ///
     /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, the exit code is 1 if there
     /// are warnings.
@@ -87,7 +88,7 @@ enum Command {
         "sluicegate check --json > report.json",
     ])]
     Check(check::Options),
-    /// Check the Redis servers of the configuration and advise what to change
+    /// Check the Redis servers, token issuers and webhooks of the configuration, and recommend changes
     ///
     /// The exit code is 1 if a check failed.
     #[command(after_help = examples![
@@ -101,22 +102,22 @@ enum Command {
     },
     /// Explain how the gateway would handle a request: route, limits, response
     ///
-    /// The command sends no request to an upstream and charges no limit. The command reads the counters from Redis.
-    /// With a memory store, it reads them from the running gateway.
+    /// The command sends no request to an upstream and charges no limit. It reads the limits' counters from Redis. With
+    /// a memory store, it reads them from the running gateway.
     #[command(after_help = examples![
         "sluicegate explain GET https://api.example.com/v1/users/7",
         "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
         "sluicegate explain GET http://localhost:8080/ping --offline --json",
     ])]
     Explain(explain::Arguments),
-    /// Write a commented configuration from a template
+    /// Create a commented configuration file from a template
     #[command(after_help = examples![
         "sluicegate init",
         "sluicegate init --template plans --force",
         "sluicegate init --template cdn --config cdn.toml",
     ])]
     Init {
-        /// Use this template
+        /// Create the file from this template
         #[arg(long = "template", visible_alias = "for", value_name = "TEMPLATE", default_value = "single-api")]
         template: generate::Template,
         /// Overwrite existing files
@@ -130,7 +131,8 @@ enum Command {
         "sluicegate key revoke < key.txt",
     ])]
     Key {
-        /// Use the consumers file of the provider [auth.NAME], if the configuration has several
+        /// Use the consumers file of the provider `[auth.NAME]`; required if the configuration names several consumers
+        /// files
         #[arg(long, value_name = "NAME", global = true)]
         auth: Option<String>,
         #[command(subcommand)]
@@ -138,15 +140,15 @@ enum Command {
     },
     /// Reload the configuration of the running gateway, and print what changed
     ///
-    /// The command waits for the result. The exit code is 1 if the gateway rejects the configuration and keeps the
-    /// active one.
+    /// The command waits for the result. If the gateway rejects the new configuration, it keeps the active one, and the
+    /// exit code is 1.
     #[command(after_help = examples![
         "sluicegate reload",
         "sluicegate reload --admin /run/sluicegate/admin.sock",
     ])]
     Reload {
-        /// Use the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no
-        /// gateway listens on the socket]
+        /// Call the gateway at this admin socket (a path) or admin listener (a URL) [default: the admin socket, or the
+        /// `[admin]` address if no gateway listens on the socket]
         #[arg(long, value_name = "SOCKET|URL")]
         admin: Option<String>,
         /// Print a JSON object
@@ -155,9 +157,9 @@ enum Command {
     },
     /// Ask the running gateway whether it is ready, for health checks
     ///
-    /// The command prints one line. The exit code is 0 if the gateway is ready, and 1 if it is not ready or does not
-    /// respond. The command reads only the table `[admin]` of the configuration. Other tables may be invalid, and
-    /// environment variables in them may be unset.
+    /// The command prints the status on one line. The exit code is 0 if the gateway is ready, and 1 if it is not ready
+    /// or does not respond. The command reads only the table `[admin]` of the configuration. Other tables may be
+    /// invalid, and environment variables in them may be unset.
     #[command(after_help = examples![
         "sluicegate probe",
         "sluicegate probe --live --timeout 1s",
@@ -183,20 +185,20 @@ enum Command {
         "sluicegate schema consumers > consumers.schema.json",
     ])]
     Schema {
-        /// Describe this file
+        /// Print the schema of this file
         #[arg(default_value = "gateway")]
         file: generate::SchemaFile,
     },
-    /// Print completions for a shell
+    /// Print the completion script for a shell
     #[command(after_help = examples![
         "sluicegate completions bash > sluicegate.bash",
         "sluicegate completions zsh > _sluicegate",
     ])]
     Completions {
-        /// Print completions for this shell
+        /// Print the script for this shell
         shell: clap_complete::Shell,
     },
-    /// Print the manual page, or write one for each command
+    /// Print the manual page of sluicegate, or write one page per command into a folder
     #[command(after_help = examples![
         "sluicegate man > sluicegate.1",
         "mkdir -p man1 && sluicegate man man1",
@@ -205,7 +207,7 @@ enum Command {
         /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
         folder: Option<PathBuf>,
     },
-    /// Print usage totals: the cost that limits charged to each identity per day
+    /// Print usage totals: the cost that each limit charged to each identity per day
     ///
     /// The command reads the totals from Redis. With a memory store, it reads them from the running gateway.
     #[command(after_help = examples![
@@ -227,7 +229,8 @@ enum Command {
 /// Run a command and return its exit code.
 ///
 /// # Errors
-/// The command failed. An error in the configuration is not returned, but printed here.
+/// The command failed. An invalid configuration is not returned as an error: this function prints the report and
+/// returns exit code 2.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match dispatch(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
@@ -236,7 +239,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // A closed pipe is not an error: the reader of standard output has closed it, as `head` does.
+            // If the reader of standard output closes the pipe, as `head` does, the command has succeeded.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },
@@ -260,7 +263,8 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,
                 None => {
-                    // SLUICEGATE_ADMIN_TOKEN takes precedence over `admin.token` of the file.
+                    // SLUICEGATE_ADMIN_TOKEN takes precedence over `admin.token` of the file. An unset variable in
+                    // `admin.token` is then only a warning.
                     let needed = match admin::client::token_from_env() {
                         Some(_) => &["admin.address"][..],
                         None => &["admin"],
@@ -282,8 +286,8 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Load the configuration for a command that needs only some of its keys. An unset environment variable in another key
-/// is only a warning.
+/// Load the configuration for a command that needs only the keys in `needed`. An unset environment variable in another
+/// key is only a warning.
 fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {
     let (config, file) = CompiledConfig::load_with_source(path, &env_var, UnsetVariables::WarnExcept(needed))?;
     if !file.warnings.is_empty() {

@@ -1,8 +1,8 @@
-//! The types of the configuration files, as they are written and before validation.
+//! The types of the configuration files. They contain the values as written in the files, before validation.
 //!
-//! Every value keeps its span in the file, so that errors of later steps can point to it. The doc comments of the keys
-//! are user documentation: they appear in the JSON Schema and in the tables of `docs/reference/configuration.md` (`make
-//! reference`).
+//! Every value keeps its span (its byte range in the file), so that errors of later steps can point to it. The doc
+//! comments of the keys are user documentation: `make reference` copies them into the JSON Schema and the tables of
+//! `docs/reference/configuration.md`.
 
 pub mod diff;
 pub mod error;
@@ -30,37 +30,39 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
-    /// Files whose `[[route]]`, `[limit.NAME]`, `[upstream.NAME]` and `[auth.NAME]` are added to this configuration:
-    /// `["routes/*.toml"]`.
+    /// Patterns of files to include, such as `["routes/*.toml"]`. The `[[route]]`, `[limit.NAME]`, `[upstream.NAME]`
+    /// and `[auth.NAME]` tables of these files are added to this configuration.
     pub include: Vec<Text>,
-    /// Workers, connection limits, and limits on client requests.
+    /// Worker threads, limits on client connections and requests, and shutdown.
     pub server: Server,
-    /// Listening sockets.
+    /// Sockets on which the gateway accepts client connections.
     pub listener: Vec<Spanned<Listener>>,
-    /// Certificates by ACME (RFC 8555), for listeners with `tls.acme`. Default: certificates are files.
+    /// Obtain certificates by ACME (RFC 8555) for listeners with `tls.acme`. Default: the certificates are read from
+    /// files.
     pub acme: Option<Spanned<Acme>>,
     /// Admin listener for health, metrics and the admin API. Default: no admin listener.
     pub admin: Option<Spanned<Admin>>,
     /// The process log and the access log.
     pub log: Log,
-    /// Store for rate limit state.
+    /// Store for the rate limit state: the memory of the process, or Redis.
     pub store: Store,
-    /// Trusted proxies, and the prefix lengths of client networks.
+    /// Trusted proxies, the header with the client address, and the prefix lengths of client networks.
     pub client_ip: ClientIp,
-    /// Providers of authentication by name: API keys, bearer tokens, client certificates, passwords, authentication
-    /// servers. Routes name providers in `require` and `identify`.
+    /// Authentication providers by name: API keys, bearer tokens, client certificates, passwords, or authentication
+    /// servers. Routes refer to providers by name in `require` and `identify`.
     pub auth: BTreeMap<String, Spanned<Auth>>,
     /// Source of the tier of a request. The tier selects the quota of each limit with `tiers`.
     pub tiers: Tiers,
-    /// Destinations of quota events by name: webhooks and Redis streams. Limits name them in `notify`.
+    /// Destinations of quota events by name: webhooks and Redis streams. Limits refer to a destination by name in
+    /// `notify`.
     pub notify: BTreeMap<String, Spanned<Notify>>,
-    /// Limits by name: identity, quota and algorithm. Each identity has one bucket, which all routes with the limit
-    /// share.
+    /// Limits by name: identity, quota and algorithm. Each identity has one bucket per limit. All routes that use the
+    /// limit share this bucket.
     pub limit: BTreeMap<String, Spanned<Limit>>,
     /// Upstreams by name: servers, protocol, load balancing and timeouts.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
-    /// Routes: conditions on the request, the upstream, and the limits. The most specific route wins; the order in the
-    /// file does not matter.
+    /// Routes: conditions on the request, the upstream, and the limits. If several routes match, the most specific
+    /// route wins. The order in the file does not matter.
     pub route: Vec<Spanned<Route>>,
 }
 
@@ -71,75 +73,81 @@ pub struct Server {
     /// Number of worker threads. 0 = one per CPU core.
     #[schemars(range(min = 0, max = 1024), extend("default" = 0))]
     pub workers: Option<Spanned<i64>>,
-    /// `"per-core"`: each worker serves its own connections. `"work-stealing"`: all workers share one runtime that
-    /// balances tasks.
+    /// `"per-core"`: each worker serves its own connections. `"work-stealing"`: all workers share one runtime, which
+    /// balances tasks between them.
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
-    /// Time after SIGTERM or Ctrl-C during which the gateway accepts connections and serves requests as before, while
+    /// Time after SIGTERM or Ctrl-C during which the gateway still accepts connections and serves requests. Meanwhile,
     /// `/readyz` returns 503, so that load balancers stop choosing the gateway. Then `drain_timeout` begins. A second
-    /// signal ends the grace period. A hot restart has no grace period. `"0s"` = drain at once.
+    /// signal ends this time early. A hot restart skips it. `"0s"` = drain at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub accept_grace: Option<Text>,
-    /// Maximum time to complete requests in flight at shutdown, after `accept_grace`. When it expires, the gateway
-    /// exits with status 0. A further signal ends the process at once.
+    /// Maximum time at shutdown, after `accept_grace`, to complete the requests in flight. When it expires, the gateway
+    /// exits with status 0. Another signal during this time ends the process at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
-    /// Maximum number of client connections, for all workers together. Further connections wait in the kernel's listen
+    /// Maximum number of client connections of all workers together. Excess connections wait in the kernel's listen
     /// queue. Default: derived from the limit on open files.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
     /// Maximum number of connections per client network (`[client_ip]` defines the prefix lengths). Excess connections
-    /// are closed. Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
+    /// are closed. Default: half of `max_connections`; with this default, loopback addresses are exempt. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
-    /// Maximum time from accepting a connection to the end of the first request headers, including the TLS handshake.
-    /// For later requests, maximum time from the first byte to the end of the headers.
+    /// For the first request on a connection: maximum time from accepting the connection to the end of the request
+    /// headers, including the TLS handshake. For later requests: maximum time from the first byte to the end of the
+    /// headers.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// Maximum time between two requests on a connection. This is also the idle timeout of upgraded connections
+    /// Maximum idle time of a connection between two requests. This is also the idle timeout of upgraded connections
     /// (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
     /// Maximum time without progress on a request or response body.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
-    /// Minimum rate of a request body in bytes per second, after a grace period of 5s. A slower client gets 408. Only
-    /// the time in which the gateway waits for the client counts. The rate does not apply to gRPC. 0B = no minimum.
+    /// Minimum rate at which a client must send a request body, in bytes per second, after a grace period of 5s. A
+    /// slower client gets 408. Only the time in which the gateway waits for the client counts. Does not apply to gRPC.
+    /// 0B = no minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
     /// Maximum time for a request body, from the first wait for the client to the end of the body. If the body takes
     /// longer, the client gets 408. Does not apply to gRPC. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub body_timeout: Option<Text>,
-    /// Maximum `Content-Length` of request bodies that the gateway buffers. The gateway buffers a body after the rate
-    /// limit check, before the request takes an upstream connection. gRPC calls are not buffered. 0B = no buffering.
+    /// Maximum `Content-Length` of a request body that the gateway buffers. The gateway reads the whole body after the
+    /// rate limit check and before it takes an upstream connection. Larger bodies and gRPC calls are streamed. 0B = no
+    /// buffering.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
-    /// Maximum number of bytes that the process buffers for slow HTTP/2 clients and for request bodies
+    /// Maximum number of bytes that the process buffers in total, for slow HTTP/2 clients and for request bodies
     /// (`request_buffer`). When this maximum is reached, each HTTP/2 response buffers only one chunk, and request
     /// bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
-    /// Maximum size of a JSON request body that is read for a route (`match.json`), for an identity (`json:POINTER`,
-    /// `mcp:tool`, `mcp:method`, `jsonrpc:method`) or for a cost (`cost.tools`). A larger body gets 413.
+    /// Maximum size of a JSON request body that the gateway reads. It reads a body to select a route (`match.json`), to
+    /// determine an identity (`json:POINTER`, `mcp:tool`, `mcp:method`, `jsonrpc:method`) or to compute a cost
+    /// (`cost.tools`). A larger body gets 413.
     #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
     pub inspect_body: Option<Text>,
-    /// Maximum size of the request headers. Larger headers get 431. At least 8KiB.
+    /// Maximum total size of the headers of a request. Larger headers get 431. Must be at least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,
-    /// Maximum number of request header lines. A request with more lines gets 431.
+    /// Maximum number of headers in a request. If a header occurs several times, each occurrence counts. A request with
+    /// more headers gets 431.
     #[schemars(range(min = 1, max = 10000), extend("default" = 100))]
     pub max_headers: Option<Spanned<i64>>,
-    /// Maximum length of the request target. A longer target gets 414.
+    /// Maximum length of the request target (path and query). A longer target gets 414.
     #[schemars(schema_with = "schema::size", extend("default" = "8KiB"))]
     pub max_uri: Option<Text>,
-    /// Maximum number of concurrent streams per HTTP/2 connection.
+    /// Maximum number of concurrent streams per HTTP/2 client connection.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub http2_max_streams: Option<Spanned<i64>>,
-    /// Reject requests with 421 if no route names their host, even if a route for any host would match.
+    /// Reject a request with 421 if no route names its host in `hosts`, even if a route for any host would match.
     #[schemars(extend("default" = false))]
     pub block_unknown_hosts: Option<Spanned<bool>>,
-    /// Add `Proxy-Status` (RFC 9209) to errors that the gateway generates ([error types](http.md#proxy-status)).
+    /// Add the `Proxy-Status` header (RFC 9209) to error responses that the gateway generates ([error
+    /// types](http.md#proxy-status)).
     #[schemars(extend("default" = true))]
     pub proxy_status: Option<Spanned<bool>>,
 }
@@ -149,19 +157,19 @@ pub struct Server {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Listener {
-    /// Unique name of the listener, for `listeners` of routes. Default: no name.
+    /// Unique name of the listener. Routes refer to it in `listeners`. Default: no name.
     pub name: Option<Text>,
-    /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. The listener serves HTTP/1.x, and HTTP/2 with prior
-    /// knowledge, on the same port. A second gateway process with the same address does not start.
+    /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. The listener serves HTTP/1.x and HTTP/2 with prior
+    /// knowledge on this port. A second gateway process with the same address does not start.
     pub address: Option<Text>,
-    /// Require a PROXY protocol header (version 1 or 2) on every connection, from a proxy in
+    /// Require a PROXY protocol header (version 1 or 2) at the start of every connection. The peer must be a proxy in
     /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]
     pub proxy_protocol: Option<Spanned<bool>>,
-    /// Serve TLS 1.2 and 1.3, with HTTP/2 or HTTP/1.1 by ALPN. Default: plaintext.
+    /// Serve TLS 1.2 and 1.3. ALPN selects HTTP/2 or HTTP/1.1. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
     /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
-    /// ([access rules](#access-rules)). Default: all.
+    /// ([access rules](#access-rules)). Default: all networks.
     pub allow: Option<Vec<Text>>,
     /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
@@ -178,13 +186,13 @@ pub struct ListenerTls {
     /// ACME](../how-to/acme.md)).
     #[schemars(extend("default" = false))]
     pub acme: Option<Spanned<bool>>,
-    /// DNS names for which certificates are obtained with `acme`. Each name gets a separate certificate. Default: the
-    /// hosts of all routes, except wildcards and IP addresses.
+    /// DNS names for which the gateway obtains certificates if `acme` is `true`. Each name gets a separate certificate.
+    /// Default: the hosts of all routes, except wildcards and IP addresses.
     pub names: Option<Vec<Text>>,
-    /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has signed.
+    /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has issued.
     pub client_ca: Option<Text>,
-    /// `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails without a client
-    /// certificate.
+    /// With `client_ca`. `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails
+    /// without a client certificate.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
 }
@@ -194,9 +202,9 @@ pub struct ListenerTls {
 #[serde(default)]
 #[schemars(extend("required" = ["cert", "key"]))]
 pub struct Certificate {
-    /// PEM file of the certificate, followed by its intermediate certificates.
+    /// PEM file with the certificate, followed by its intermediate certificates.
     pub cert: Option<Text>,
-    /// PEM file of the private key, without a password.
+    /// PEM file with the unencrypted private key.
     pub key: Option<Text>,
 }
 
@@ -205,27 +213,27 @@ pub struct Certificate {
 #[serde(default)]
 #[schemars(extend("required" = ["accept_terms"]))]
 pub struct Acme {
-    /// Acceptance of the terms of service of the CA. Must be `true`.
+    /// Accept the CA's terms of service. Must be `true`.
     pub accept_terms: Option<Spanned<bool>>,
-    /// Email address for messages of the CA. Default: none.
+    /// Email address to which the CA sends messages. Default: none.
     pub email: Option<Text>,
-    /// URL of the CA's directory, `https://` only. Default: the directory of Let's Encrypt.
+    /// URL of the CA's ACME directory, with `https://`. Default: the directory of Let's Encrypt.
     #[schemars(extend("default" = "https://acme-v02.api.letsencrypt.org/directory"))]
     pub directory: Option<Text>,
     /// Use the staging environment of Let's Encrypt: higher rate limits, and certificates that clients do not trust.
     /// Cannot be combined with `directory`.
     #[schemars(extend("default" = false))]
     pub staging: Option<Spanned<bool>>,
-    /// PEM file of CA certificates for the connection to the directory. Default: the trust roots of the system.
+    /// PEM file of CA certificates that verify the ACME server. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// Directory for the account, the certificates and their keys. Default: `acme` in `$STATE_DIRECTORY` if systemd
-    /// sets it, otherwise `certs/acme`.
+    /// Directory for the ACME account, the certificates and their private keys. Default: `acme` in `$STATE_DIRECTORY`
+    /// if systemd sets this variable, otherwise `certs/acme`.
     pub storage: Option<Text>,
-    /// Kinds of challenges in order of preference: after a failed attempt, the next attempt uses the next kind.
-    /// Default: both kinds, or only `"tls-alpn-01"` without a plaintext listener.
+    /// ACME challenge types in order of preference. After a failed attempt, the next attempt uses the next type.
+    /// Default: both types; without a plaintext listener, only `"tls-alpn-01"`.
     #[schemars(schema_with = "schema::challenges")]
     pub challenges: Option<Vec<Text>>,
-    /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`.
+    /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`. Default: none.
     pub external_account: Option<Spanned<ExternalAccount>>,
 }
 
@@ -234,9 +242,9 @@ pub struct Acme {
 #[serde(default)]
 #[schemars(extend("required" = ["key_id", "mac_key"]))]
 pub struct ExternalAccount {
-    /// Key identifier from the CA.
+    /// Key identifier that the CA issued.
     pub key_id: Option<Text>,
-    /// MAC key from the CA, in base64url.
+    /// MAC key that the CA issued, in base64url.
     pub mac_key: Option<Text>,
 }
 
@@ -244,16 +252,16 @@ pub struct ExternalAccount {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Admin {
-    /// Address and port, such as `"127.0.0.1:9180"`. The port must not be used by a listener. Optional if `socket` is
-    /// set.
+    /// Address and port, such as `"127.0.0.1:9180"`. A `[[listener]]` cannot have the same port. Optional if `socket`
+    /// is set.
     pub address: Option<Text>,
-    /// Path of the admin socket, or `"off"`. The unix socket serves the same endpoints as `address`, including changes,
-    /// and needs no token: only the user of the gateway and root can connect (mode 0600). `sluicegate reload` uses this
-    /// socket. Default: `admin.sock` in the directory of `RUNTIME_DIRECTORY` if systemd sets that variable, otherwise
-    /// no socket.
+    /// Path of a Unix socket for the admin API, or `"off"`. The socket serves the same endpoints as `address`,
+    /// including changes. It needs no token, because its mode is 0600: only the gateway's user and root can connect.
+    /// `sluicegate reload` uses this socket. Default: `admin.sock` in `$RUNTIME_DIRECTORY` if systemd sets this
+    /// variable, otherwise no socket.
     pub socket: Option<Text>,
-    /// Token that clients send as `Authorization: Bearer …`. Without a token, the admin API is read-only and `address`
-    /// must be a loopback address.
+    /// Token that clients must send as `Authorization: Bearer …`. Without a token, the admin API at `address` is
+    /// read-only, and `address` must be a loopback address.
     pub token: Option<Text>,
 }
 
@@ -262,16 +270,16 @@ pub struct Admin {
 #[serde(default)]
 pub struct Log {
     /// Format of the process log and the access log. Default: `"text"` for a log that is written to a terminal,
-    /// `"json"` for a file, a pipe or syslog. The key does not apply to `"journald"`, whose entries have the fields of
-    /// the record.
+    /// `"json"` for a file, a pipe or syslog. Does not apply to `"journald"`, where each entry has the fields of the
+    /// record.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
-    /// Level of the process log, which is written to standard error.
+    /// Minimum level of records in the process log. The process log is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to. Log
-    /// rotation may rename the file at any time. A table has more settings:
-    /// `{ to = "syslog", facility = "local1", sample = 0.1 }` ([access log](access-log.md)).
+    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or the path of a file to append
+    /// to. Log rotation may rename the file at any time. The table form has more settings: `{ to = "syslog", facility =
+    /// "local1", sample = 0.1 }` ([access log](access-log.md)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Spanned<AccessLog>>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
@@ -292,12 +300,12 @@ pub struct Store {
     /// `cert` and `key` require each other. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
     /// Maximum time for the rate limit check of a request, including the time in the queue. Deferred costs and refunds
-    /// need a second call with the same maximum time. If a check takes longer while the store replies to other checks,
-    /// the request gets 503.
+    /// use a second call, which also takes at most `timeout`. If a check times out while the store replies to other
+    /// checks, the request gets 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
-    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the scripts. A request waits at
-    /// most `timeout` for a connection.
+    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the scripts. A request waits
+    /// for a connection for at most `timeout`.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub connect_timeout: Option<Text>,
     /// Number of connections to the store per worker. Calls are pipelined.
@@ -306,21 +314,22 @@ pub struct Store {
     /// Prefix of every key in the store.
     #[schemars(extend("default" = "rl"))]
     pub prefix: Option<Text>,
-    /// Secret for the keyed hash of identities. The secret must be the same on all gateways. Without a secret, the
-    /// gateway uses a public key, and attackers who read the store can find IP addresses by hashing all of them.
+    /// Secret key with which identities are hashed. All gateways that share the store need the same secret. Without a
+    /// secret, the gateway uses a key that is publicly known. Attackers who can read the store can then find IP
+    /// addresses by hashing every possible address.
     pub secret: Option<Text>,
-    /// Number of gateways that share the store. While the store is down, each gateway enforces 1/n of each limit as its
-    /// local share.
+    /// Number of gateways that share the store. While the store is unavailable, each gateway enforces its local share,
+    /// which is 1/n of each limit for n gateways.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
-    /// Maximum number of cached denials. Each limit and identity has at most one cached denial. The gateway repeats a
-    /// cached denial without a call to Redis for up to 1 s, but not after its retry time. 0 = no cache.
+    /// Maximum number of cached denials, at most one per limit and identity. For up to 1 s, and never past its retry
+    /// time, the gateway repeats a cached denial without a call to Redis. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
-    /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit
-    /// is guaranteed an equal part ([what happens when the memory is full](limits.md#memory)). A state takes about 150
-    /// bytes. A state of `sliding-buckets` takes 9 more bytes for each bucket, and a state of `sliding-log` 9 more for
-    /// each logged token.
+    /// Maximum number of rate limit states in the memory of this process. There is one state for each limit and
+    /// identity. Each limit is guaranteed an equal share of the maximum ([what happens when the memory is
+    /// full](limits.md#memory)). A state takes about 150 bytes. With `sliding-buckets`, it takes 9 more bytes per
+    /// bucket. With `sliding-log`, it takes 9 more bytes per logged token.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
 }
@@ -329,9 +338,9 @@ pub struct Store {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct StoreTls {
-    /// PEM file of CA certificates for the store. Default: the trust roots of the system.
+    /// PEM file of CA certificates that verify the store's certificate. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// PEM file of the client certificate. Requires `key`.
+    /// PEM file of the client certificate that the gateway sends to the store. Requires `key`.
     pub cert: Option<Text>,
     /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
@@ -343,14 +352,14 @@ pub struct StoreTls {
 pub struct ClientIp {
     /// Addresses and networks of trusted proxies, such as `["10.0.0.0/8"]`. Default: none.
     pub trusted_proxies: Option<Vec<Text>>,
-    /// Header with the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or a header with a single address
-    /// such as `"cf-connecting-ip"`.
+    /// Header that contains the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or a header with a
+    /// single address such as `"cf-connecting-ip"`. The gateway reads it only from trusted proxies.
     #[schemars(extend("default" = "x-forwarded-for"))]
     pub header: Option<Text>,
-    /// Prefix length of an IPv4 client network.
+    /// Prefix length of an IPv4 client network. All addresses in a network count as one client.
     #[schemars(range(min = 0, max = 32), extend("default" = 32))]
     pub ipv4_prefix: Option<Spanned<i64>>,
-    /// Prefix length of an IPv6 client network.
+    /// Prefix length of an IPv6 client network. All addresses in a network count as one client.
     #[schemars(range(min = 0, max = 128), extend("default" = 64))]
     pub ipv6_prefix: Option<Spanned<i64>>,
 }
@@ -360,79 +369,81 @@ pub struct ClientIp {
 #[serde(default)]
 #[schemars(extend("required" = ["kind"]))]
 pub struct Auth {
-    /// `"api-key"`: keys of consumers. `"jwt"`: bearer tokens, JSON Web Tokens signed with RS256, ES256 or EdDSA.
-    /// `"client-cert"`: the certificate that the client sent in the TLS handshake. `"basic"`: user names and passwords.
-    /// `"forward"`: your own authentication server decides about each request.
+    /// Kind of credential. `"api-key"`: API keys of consumers. `"jwt"`: bearer tokens (JSON Web Tokens) signed with
+    /// RS256, ES256 or EdDSA. `"client-cert"`: the certificate that the client sent in the TLS handshake. `"basic"`:
+    /// user names and passwords. `"forward"`: an external authentication server decides whether to admit each request.
     #[schemars(extend("enum" = ["api-key", "jwt", "client-cert", "basic", "forward"]))]
     pub kind: Option<Text>,
-    /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` have a
-    /// scheme before the key. A request may have the same key in several headers. A request with different keys, or
-    /// with the same header twice, gets 400.
+    /// api-key: header that contains the key, or a list of up to 8 headers. In `authorization` and
+    /// `proxy-authorization`, a scheme precedes the key. Several headers of a request may contain the same key. A
+    /// request with different keys, or with one of these headers twice, gets 400.
     #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Spanned<HeaderNames>>,
-    /// api-key: scheme before the key in `authorization` and `proxy-authorization`.
+    /// api-key: authentication scheme that precedes the key in `authorization` and `proxy-authorization`.
     #[schemars(extend("default" = "Bearer"))]
     pub scheme: Option<Text>,
-    /// api-key: file of consumers, such as `"consumers.toml"`. The gateway reloads the file when it changes.
-    /// `sluicegate key` edits the file. Consumer names must be unique in all files.
+    /// api-key: consumers file, such as `"consumers.toml"`. The gateway reloads the file when it changes. `sluicegate
+    /// key` edits the file. Consumer names must be unique across all consumers files.
     pub consumers: Option<Text>,
-    /// api-key, for routes with `identify`: handling of requests without a key. `"reject"`: `on_missing` of the limits
-    /// by API key applies, which is 401 by default. `"anonymous"`: the client network is the identity.
+    /// api-key, for routes with `identify`: how to handle requests without a key. `"reject"`: apply `on_missing` of the
+    /// limits by API key, which rejects with 401 by default. `"anonymous"`: use the client network as the identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// api-key, for routes with `identify`: handling of unknown keys. `"reject"`: 401. `"anonymous"`: the client
-    /// network is the identity. `"accept"`: each key is a separate identity.
+    /// api-key, for routes with `identify`: how to handle unknown keys. `"reject"`: reject with 401. `"anonymous"`: use
+    /// the client network as the identity. `"accept"`: treat each key as a separate identity.
     #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
-    /// jwt: JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`. The gateway reloads the
-    /// file when it changes.
+    /// jwt: file with a JWK Set (RFC 7517) that contains the issuer's public keys, such as `"certs/jwks.json"`. The
+    /// gateway reloads the file when it changes.
     pub jwks_file: Option<Text>,
-    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`, instead of `jwks_file`.
-    /// Requests with tokens get 503 until the JWK Set has been fetched once. If a later fetch fails, the last keys stay
-    /// in use.
+    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`. Replaces `jwks_file`.
+    /// Requests with tokens get 503 until the first successful fetch. If a later fetch fails, the gateway keeps the
+    /// previous keys.
     pub jwks_url: Option<Text>,
-    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` causes an
-    /// immediate fetch, at most once every 10s. At least 1s.
+    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` triggers an
+    /// immediate fetch, at most once every 10s. From 1s to 1d.
     #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
     pub refresh_interval: Option<Text>,
-    /// jwt: required value of `iss`. Default: any. If several providers of this kind exist, each of them needs its
-    /// `issuer`.
+    /// jwt: required value of the claim `iss`. Default: any value. If there are several jwt providers, each of them
+    /// must have an `issuer`.
     pub issuer: Option<Text>,
-    /// jwt: required value in `aud`. If the key is not set, tokens with an `aud` are rejected, because they are for
-    /// another audience.
+    /// jwt: value that the claim `aud` must contain. If this key is not set, tokens with an `aud` claim are rejected,
+    /// because they are meant for another audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. One value of a list is enough;
-    /// a nested list requires all of its values ([claims](#claims)). Tokens without these claims get 403.
+    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. The claim must have one of the
+    /// values in a list. A nested list requires all of its values ([claims](#claims)). Tokens without these claims get
+    /// 403.
     pub claims: Option<Spanned<BTreeMap<String, Spanned<ClaimValues>>>>,
-    /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). The
-    /// gateway reloads the file when it changes.
+    /// basic: users file in the format of Apache's `htpasswd`, with bcrypt (`htpasswd -B`) or apr1 (the default of
+    /// `htpasswd`) hashes. The gateway reloads the file when it changes.
     pub users: Option<Text>,
     /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
     /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the
-    /// server gets a GET without a body. A 2xx status admits the request. For any other status, the client gets the
-    /// response of the server.
+    /// gateway sends it a GET request without a body. A 2xx status admits the client's request. With any other status,
+    /// the gateway sends the server's response to the client.
     pub url: Option<Text>,
-    /// forward: headers of the client that are sent to the server.
+    /// forward: request headers of the client that the gateway sends to the authentication server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
     pub request_headers: Option<Vec<Text>>,
-    /// forward: response headers of the server that are sent to the upstream, such as `["x-user"]`. If the client sends
-    /// headers with these names, they are always removed.
+    /// forward: headers of the authentication server's response that the gateway adds to the upstream request, such as
+    /// `["x-user"]`. The gateway always removes headers with these names from client requests.
     pub response_headers: Option<Vec<Text>>,
-    /// forward: maximum time for the response of the server, including the connection.
+    /// forward: maximum time for the authentication server's response, including the time to connect.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub timeout: Option<Text>,
-    /// forward: handling of requests while the server does not respond. `"deny"`: 503. `"allow"`: the request is
-    /// admitted, without headers of the server.
+    /// forward: how to handle requests while the authentication server does not respond. `"deny"`: reject with 503.
+    /// `"allow"`: admit the request, without the `response_headers`.
     #[schemars(extend("enum" = ["deny", "allow"], "default" = "deny"))]
     pub on_error: Option<Text>,
-    /// forward: cache of admissions, `{ by = ["authorization", "cookie"], ttl = "10s" }`. Default: no cache.
+    /// forward: cache the requests that the server admitted: `{ by = ["authorization", "cookie"], ttl = "10s" }`.
+    /// Default: no cache.
     pub cache: Option<Spanned<AuthCache>>,
-    /// forward and jwt, with an `https://` URL: PEM file of CA certificates for the server. Default: the trust roots of
-    /// the system.
+    /// forward and jwt, with an `https://` URL: PEM file of CA certificates that verify the server. Default: the trust
+    /// roots of the system.
     pub ca: Option<Text>,
-    /// Whether the gateway forwards the verified credential to the upstream. Default: `false` for api-key and basic,
-    /// `true` for jwt, client-cert and forward. A credential that was not verified is never forwarded.
+    /// Forward the verified credential to the upstream. Default: `false` for api-key and basic, `true` for jwt,
+    /// client-cert and forward. Credentials that the gateway did not verify are never forwarded.
     pub forward_credential: Option<Spanned<bool>>,
 }
 
@@ -442,14 +453,14 @@ pub struct Auth {
 #[schemars(extend("required" = ["ttl"]))]
 pub struct AuthCache {
     /// Values that form the cache key: all `request_headers`, and optionally `method`, `host`, `uri` (path and query)
-    /// and `ip`. The server receives only these values, so that its decision cannot depend on a value that is not in
-    /// the key. Default: all of them.
+    /// and `ip`. With a cache, the gateway sends only these values to the authentication server, so that its decision
+    /// cannot depend on other values. Default: all of these values.
     pub by: Option<Spanned<Vec<Text>>>,
-    /// Lifetime of a cached admission, at most 1h. The `Cache-Control` header of the server may shorten this time or
-    /// forbid caching.
+    /// Lifetime of a cached admission, at most 1h. The `Cache-Control` header of the authentication server's response
+    /// may shorten this time or forbid caching.
     #[schemars(schema_with = "schema::duration")]
     pub ttl: Option<Text>,
-    /// Maximum number of cached admissions. When the maximum is reached, the least used admissions are removed.
+    /// Maximum number of cached admissions. When it is reached, the least used admissions are evicted.
     #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
     pub max_entries: Option<Spanned<i64>>,
 }
@@ -458,15 +469,15 @@ pub struct AuthCache {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Tiers {
-    /// Source of the tier of a request. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the bearer
-    /// token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is not a tier of
-    /// a limit selects the default quota of the limit.
+    /// Source of a request's tier. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the bearer token.
+    /// `"auth:HEADER"`: one of the `response_headers` of an authentication server. If a limit has no tier with this
+    /// value, the request gets the limit's default quota.
     #[schemars(schema_with = "schema::tier_source", extend("default" = "api-key"))]
     pub from: Option<Text>,
 }
 
 impl Auth {
-    /// Return whether the provider is of this kind.
+    /// Return whether the provider has this `kind`.
     pub fn is_of_kind(&self, label: &str) -> bool {
         self.kind.as_ref().is_some_and(|kind| kind.get_ref() == label)
     }
@@ -476,7 +487,7 @@ impl Auth {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Consumers {
-    /// Consumers and the hashes of their keys. A key that is not in the file is unknown.
+    /// Consumers and the hashes of their API keys. Keys that are not in the file are unknown.
     pub consumer: Vec<Spanned<Consumer>>,
 }
 
@@ -485,14 +496,15 @@ pub struct Consumers {
 #[serde(default)]
 #[schemars(extend("required" = ["name"]))]
 pub struct Consumer {
-    /// Unique name. All keys of the consumer have this identity.
+    /// Unique name of the consumer. It is the identity for all keys of the consumer.
     pub name: Option<Text>,
-    /// Tier that selects the quota of each limit (`tiers` of a limit).
+    /// Tier of the consumer. It selects the quota of each limit that has this tier in `tiers`. Default: no tier.
     pub tier: Option<Text>,
-    /// API keys: the hash, or a table with the hash: `["sha256:…", { hash = "sha256:…", name = "ci" }]`.
-    /// `sluicegate key new` creates a key; `printf %s KEY | sha256sum` computes the hash of an existing key.
+    /// API keys of the consumer. Each entry is a hash, or a table with the hash: `["sha256:…", { hash = "sha256:…",
+    /// name = "ci" }]`. `sluicegate key new` creates a key. `printf %s KEY | sha256sum` computes the hash of an
+    /// existing key.
     pub keys: Option<Vec<Spanned<ConsumerKey>>>,
-    /// Quotas of this consumer, which take precedence over the quotas of its tier:
-    /// `limit.NAME = { quota = "900/min", burst = 50 }`.
+    /// Quotas of this consumer, by limit. They take precedence over the quotas of the consumer's tier: `limit.NAME = {
+    /// quota = "900/min", burst = 50 }`.
     pub limit: BTreeMap<String, Spanned<LimitVariant>>,
 }

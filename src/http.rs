@@ -1,5 +1,5 @@
-//! HTTP functions that are independent of routing and limits: canonical paths, header rules, bodies, response headers.
-//! The module does not depend on limits or the configuration.
+//! HTTP building blocks that do not depend on routes or the configuration: bodies, canonical paths, header rules, CORS,
+//! RateLimit headers and protocol upgrades.
 
 pub mod body;
 pub mod body_limits;

@@ -1,4 +1,4 @@
-//! Identification: computes the identity that a limit counts from the attributes of a request.
+//! Computes the identity of a request from its attributes. A limit keeps separate state for each identity.
 
 pub mod access;
 pub mod api_key;
@@ -27,7 +27,7 @@ use crate::payload::json::rpc::{CountedMessages, Message};
 use crate::routing::condition::query_values;
 use crate::routing::pattern::PathPattern;
 
-/// Handling of requests that lack a part of the identity.
+/// How to handle requests that lack a part of the identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnMissing {
     /// Reject the request.
@@ -38,38 +38,36 @@ pub enum OnMissing {
     Ip,
 }
 
-/// Definition of the identity that a limit counts.
+/// Defines how a limit computes the identity of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdentitySpec {
     /// The parts of the identity, in order.
     pub descriptors: Vec<Descriptor>,
-    /// Handling of requests that lack a part of the identity.
+    /// How to handle requests that lack a part of the identity.
     pub on_missing: OnMissing,
-    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, regardless of
-    /// `on_missing`.
+    /// Whether to skip requests without a JSON-RPC message for this identity, regardless of `on_missing`.
     pub skips_other_messages: bool,
-    /// Methods to which the limit applies. An empty list means all methods.
+    /// HTTP methods to which the limit applies. An empty list means all methods.
     pub methods: Vec<Method>,
-    /// Identities that are never limited.
+    /// Identities that are exempt from the limit.
     pub exemptions: Exemptions,
 }
 
-/// Identities that are never limited.
+/// Identities that are exempt from a limit.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exemptions {
-    /// Exempt client networks. They apply if the identity contains the client network.
+    /// Exempt client networks. They are considered only if the identity contains the client network.
     pub networks: Vec<IpNet>,
-    /// Exempt values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches
-    /// another descriptor.
+    /// Exempt values, each with the descriptor to which it belongs. For API keys, the value is the name of a consumer.
     pub values: Vec<(Descriptor, Box<str>)>,
 }
 
-/// The attributes of a request from which identities are computed.
+/// The attributes of a request from which the gateway computes identities.
 #[derive(Debug)]
 pub struct RequestAttributes<'a> {
     /// Method of the request.
     pub method: &'a Method,
-    /// Host that was used for routing.
+    /// Host of the request, as used for routing.
     pub host: &'a str,
     /// Path of the request in canonical form.
     pub path: &'a str,
@@ -79,49 +77,49 @@ pub struct RequestAttributes<'a> {
     pub headers: &'a HeaderMap,
     /// Address of the client.
     pub client_address: IpAddr,
-    /// Network of the client: the address truncated to the prefix length.
+    /// Client network: the client address, truncated to the prefix length.
     pub client_network: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub is_from_trusted_proxy: bool,
-    /// Subject of the client certificate.
+    /// Subject of the client certificate. `None` if the connection has none.
     pub client_cert_subject: Option<&'a str>,
-    /// The credentials that the providers of the route have verified.
+    /// The credentials that the providers of the route verified.
     pub credentials: &'a Credentials<'a>,
-    /// The source from which the gateway takes the tier of the client.
+    /// Source of the request's tier.
     pub tier_source: &'a TierSource,
     /// Name of the route.
     pub route_name: &'a str,
     /// Path pattern of the route.
     pub path_pattern: &'a PathPattern,
-    /// The values that were read from the body. `None` if the request has no body, or the body was not read.
+    /// The values that were read from the request body. `None` if there is no body, or if it was not read.
     pub body: Option<&'a JsonBody>,
 }
 
-/// Reason why a request has no identity.
+/// The reason why no identity can be computed for a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The request has no API key. The text names the headers in which the provider looks for a key.
+    /// The request has no API key. The text names the headers from which the provider reads keys.
     #[error("{0}")]
     MissingApiKey(Arc<str>),
-    /// The request has several values for one part of the identity.
+    /// A part of the identity has several values in the request.
     #[error("the {0} is present more than once")]
     Ambiguous(Descriptor),
-    /// The value of a part has bytes that servers interpret differently.
-    #[error("the {0} contains bytes that servers interpret differently")]
+    /// The value of a part contains bytes that servers interpret differently.
+    #[error("the {0} contains bytes that different servers interpret in different ways")]
     Malformed(Descriptor),
-    /// The value in the body cannot be an identity, for this reason.
+    /// The value in the body cannot be used as an identity, for the given reason.
     #[error("the {0} {1}")]
     Unusable(Descriptor, &'static str),
-    /// The messages of a JSON-RPC batch have several values for the part.
+    /// The messages of a JSON-RPC batch have different values for a part of the identity.
     #[error("the batch has messages with different values of the {0}: send them in separate requests")]
     Mixed(Descriptor),
-    /// The request has no value for one part of the identity.
+    /// The request has no value for a part of the identity.
     #[error("the {0} is required")]
     Missing(Descriptor),
 }
 
 impl IdentityError {
-    /// Return whether a credential is missing. Such requests are rejected with 401.
+    /// Return whether the missing part is a credential. Such requests are rejected with 401.
     pub fn is_credential_error(&self) -> bool {
         match self {
             IdentityError::MissingApiKey(_) => true,
@@ -134,23 +132,23 @@ impl IdentityError {
     }
 }
 
-/// Result of an identity lookup: the identity, or the reason why the limit does not apply.
+/// The identity of a request, or the reason why the limit does not apply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentityLookup {
-    /// The limit counts this identity.
+    /// The limit applies to this identity.
     Identity(Identity),
-    /// The limit does not apply to the method.
+    /// The limit does not apply to the HTTP method of the request.
     OtherMethod,
-    /// A part is missing, and the limit skips such requests.
+    /// A part is missing, and the limit does not apply to such requests.
     Missing(IdentityError),
     /// The identity is exempt from the limit.
     Exempt,
 }
 
 impl IdentitySpec {
-    /// Return whether the limit can count requests whose credentials are not verified: its identity contains the client
-    /// network or a trusted user header, and no credential. Unauthenticated clients must not use up a bucket that
-    /// others share, and must not choose a bucket.
+    /// Return whether the limit may charge requests before their credentials are verified. This is the case if the
+    /// identity contains the client network or a trusted user header, and no credential. Otherwise, unauthenticated
+    /// clients could use up a bucket of other clients, or choose a bucket.
     pub fn limits_unauthenticated(&self) -> bool {
         let is_client = |descriptor: &Descriptor| matches!(descriptor, Descriptor::Ip | Descriptor::User(_));
         self.descriptors.iter().any(is_client) && !self.descriptors.iter().any(Descriptor::is_credential)
@@ -161,17 +159,17 @@ impl IdentitySpec {
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Json(_) | Descriptor::Rpc(_)))
     }
 
-    /// Return which JSON-RPC messages the limit counts. Return `None` if the limit counts requests.
+    /// Return which JSON-RPC messages the limit charges. Return `None` if it charges each request once.
     pub fn counted_messages(&self) -> Option<CountedMessages> {
         let sources = self.descriptors.iter().filter_map(|descriptor| match descriptor {
             Descriptor::Rpc(source) => Some(source.counted()),
             _ => None,
         });
-        // If a limit counts by tool and by method, only tool calls count, because each tool call also has a method.
+        // With descriptors for both tool and method, charge only tool calls, because each tool call also has a method.
         sources.reduce(|one, other| if one == CountedMessages::ToolCalls { one } else { other })
     }
 
-    /// Return whether the identity comes from MCP messages, whose headers must match the body.
+    /// Return whether the identity depends on MCP messages. The MCP headers of a request must then match its body.
     pub fn is_mcp(&self) -> bool {
         let is_mcp = |source: &RpcSource| matches!(source, RpcSource::McpTool | RpcSource::McpMethod);
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(source) if is_mcp(source)))
@@ -180,7 +178,7 @@ impl IdentitySpec {
     /// Return the identity of a request, or `None` if the limit does not apply.
     ///
     /// # Errors
-    /// A part is missing and `on_missing` is `reject`, or a part is ambiguous or invalid.
+    /// A part is missing and `on_missing` is `reject`, or a part is ambiguous or malformed.
     pub fn identify(
         &self,
         request: &RequestAttributes<'_>,
@@ -193,10 +191,10 @@ impl IdentitySpec {
         })
     }
 
-    /// Return the same as [`IdentitySpec::identify`], with the reason if the limit does not apply.
+    /// Return the identity as [`IdentitySpec::identify`] does. If the limit does not apply, return the reason.
     ///
     /// # Errors
-    /// The errors of [`IdentitySpec::identify`].
+    /// See [`IdentitySpec::identify`].
     pub fn lookup(
         &self,
         request: &RequestAttributes<'_>,
@@ -234,7 +232,8 @@ impl IdentitySpec {
 }
 
 impl Exemptions {
-    /// Return whether a part is exempt. The tag distinguishes consumers from unknown API keys, which clients choose.
+    /// Return whether a part is exempt. The tag distinguishes consumer names from unknown API keys, which clients
+    /// choose.
     fn contains(&self, descriptor: &Descriptor, tag: u8, value: &[u8], client: IpAddr) -> bool {
         match tag {
             IP_TAG | ANONYMOUS_TAG => self.networks.iter().any(|net| net.contains(&client)),
@@ -262,14 +261,14 @@ fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-// === Descriptors: the parts of an identity, and how requests provide them ===
+// === Descriptors: the parts of an identity, and how to extract them from requests ===
 
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Descriptor {
     /// `api-key`: consumer of the API key.
     ApiKey,
-    /// `ip`: the client network, which contains the client address.
+    /// `ip`: the client network.
     Ip,
     /// Value of a header that trusted proxies set.
     User(HeaderName),
@@ -277,25 +276,25 @@ pub enum Descriptor {
     Header(HeaderName),
     /// Value of the cookie with this name.
     Cookie(Box<str>),
-    /// Decoded value of the query parameter with this name.
+    /// Value of the query parameter with this name, after decoding.
     Query(Box<str>),
-    /// Value of a path parameter of the route.
+    /// Value of the route's path parameter with this name.
     Path(Box<str>),
-    /// Value of the claim with this name in the bearer token.
+    /// Value of the bearer token's claim with this name.
     Jwt(Box<str>),
     /// Subject of the client certificate.
     ClientCert,
-    /// Name of the user of Basic authentication.
+    /// User name of Basic authentication.
     Basic,
-    /// Value of a header that the authentication server has sent.
+    /// Value of a header from the authentication server.
     Forward(HeaderName),
-    /// Host that was used for routing.
+    /// Host of the request, as used for routing.
     Host,
     /// Method of the request.
     Method,
     /// Value at this pointer in the JSON body.
     Json(JsonPointer),
-    /// A part of the JSON-RPC message in the body.
+    /// A part of a JSON-RPC message in the body.
     Rpc(RpcSource),
     /// One identity for all clients.
     Global,
@@ -354,20 +353,20 @@ impl fmt::Display for Descriptor {
     }
 }
 
-/// The value of a descriptor for a request.
+/// The value of a descriptor in a request.
 pub(super) enum IdentityPart<'a> {
     Value(u8, Cow<'a, [u8]>),
     Address(u8),
     Missing(IdentityError),
 }
 
-/// Tags distinguish the kinds of parts: a consumer named `1` differs from a header with the value `1`.
+/// Tags for the kinds of parts. Without them, the consumer `1` would have the same identity as a header with the value
+/// `1`.
 pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
 pub(super) const CONSUMER_TAG: u8 = b'c';
 
-/// Return the value of a cookie in the form in which servers read it: without surrounding whitespace and quotes, and
-/// percent-decoded.
+/// Return a cookie value as servers decode it: without surrounding whitespace and quotes, and percent-decoded.
 pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     percent_decode(unquoted(value)).into()
 }
@@ -377,14 +376,14 @@ fn unquoted(value: &[u8]) -> &[u8] {
     value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
-/// Return whether all servers read the same value of a cookie. Python decodes `\164` in quotes, JavaScript removes
-/// no-break spaces, and Go drops cookies with control characters, quotes, backslashes or non-ASCII bytes (RFC 6265
+/// Return whether all servers decode a cookie value in the same way. Python decodes `\164` in quotes, and JavaScript
+/// removes no-break spaces. Go drops cookies with control characters, quotes, backslashes or non-ASCII bytes (RFC 6265
 /// §4.1.1).
 fn is_unambiguous_cookie_value(value: &[u8]) -> bool {
     unquoted(value).iter().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\'))
 }
 
-/// Trim the bytes that some servers remove from the start of a cookie name: spaces, control characters and non-ASCII
+/// Remove the bytes that some servers ignore at the start of a cookie name: spaces, control characters and non-ASCII
 /// bytes.
 fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
     let start = bytes.iter().position(u8::is_ascii_graphic).unwrap_or(bytes.len());
@@ -392,8 +391,8 @@ fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
 }
 
 impl Descriptor {
-    /// Return the header that this part reads from any client, trusted or not. The providers of `[auth.NAME]` read the
-    /// headers of credentials.
+    /// Return the header from which this part is read, if any client may send it. Headers with credentials are not
+    /// included, because authentication providers read them.
     pub fn header(&self) -> Option<HeaderName> {
         match self {
             Descriptor::Header(name) => Some(name.clone()),
@@ -412,7 +411,7 @@ impl Descriptor {
         }
     }
 
-    /// Return whether the gateway verifies this part as a credential.
+    /// Return whether this part is a credential that the gateway verifies.
     pub(super) fn is_credential(&self) -> bool {
         match self {
             Descriptor::ApiKey
@@ -435,13 +434,13 @@ impl Descriptor {
         }
     }
 
-    /// Return the value of this part for a request.
+    /// Return the value of this part in a request.
     ///
     /// # Errors
-    /// The value is ambiguous.
+    /// The value is ambiguous or malformed.
     pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
-        // Reject several values for one name, because the upstream may use another one than the gateway.
+        // Reject several values for one name: the upstream could use a different one than the gateway.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
             0 => Ok(missing()),
             1 if values[0].is_empty() => Ok(missing()),
@@ -468,7 +467,8 @@ impl Descriptor {
                 match lines.len() {
                     0 => Ok(missing()),
                     1 => Ok(IdentityPart::Value(b'h', lines.swap_remove(0))),
-                    // Servers use the first line, the last line, or all lines joined with commas.
+                    // Some servers use the first occurrence of a header, some the last, and some join all of them with
+                    // commas.
                     _ => Err(IdentityError::Ambiguous(self.clone())),
                 }
             }
@@ -480,17 +480,17 @@ impl Descriptor {
                     let pair = pair.trim_ascii();
                     let Some(rest) = trim_start_of_cookie(pair).strip_prefix(name.as_bytes()) else { continue };
                     match trim_start_of_cookie(rest) {
-                        // Count a cookie without `=` as a value, because some servers read it as an empty value.
+                        // A cookie without `=` counts as a value, because some servers interpret it as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Reject spaces around the name: some servers trim them, and other servers do not.
+                            // Reject spaces around the name, because only some servers remove them.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // Ignore a cookie whose longer name begins with the name of this cookie.
+                        // This is a cookie with a longer name that starts with the same characters.
                         _ => {}
                     }
                 }
@@ -555,40 +555,43 @@ impl Descriptor {
             }
             JsonValue::TooLong => return unusable(TOO_LONG),
             JsonValue::Ambiguous(_) => {
-                return unusable("is ambiguous: a member on its path occurs twice, or in another spelling");
+                return unusable(
+                    "is ambiguous: a member on its path occurs twice, or in a different spelling (such as another \
+                     case)",
+                );
             }
         };
         Ok(IdentityPart::Value(self.tag(), text))
     }
 }
 
-/// Error text for a value that is too long to be an identity.
+/// Error text for a value that is too long to be used as an identity.
 const TOO_LONG: &str = "is longer than 1024 bytes";
 const _: () = assert!(MAX_VALUE == 1024);
 
-// === Client addresses: the peer, or an address (hop) that trusted proxies report ===
+// === Client addresses: the peer's address, or the address of an earlier hop that a trusted proxy reports ===
 
-/// Trusted proxies, the header with the hops, and the prefix lengths of client networks.
+/// Trusted proxies, the header that lists the hops, and the prefix lengths of client networks.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ClientIpResolver {
     /// Networks of trusted proxies.
     pub trusted_proxies: Vec<IpNet>,
-    /// Header in which proxies list the addresses of the client and of earlier proxies.
+    /// Header in which proxies report the addresses of the client and of earlier proxies.
     pub header: HeaderName,
     /// Prefix length of an IPv4 client network.
     pub ipv4_prefix: u8,
-    /// Prefix length of an IPv6 client network. An IPv6 subscriber usually has a /64 network.
+    /// Prefix length of an IPv6 client network. IPv6 subscribers usually have a /64 network.
     pub ipv6_prefix: u8,
 }
 
 impl ClientIpResolver {
-    /// Return whether a peer or hop is a trusted proxy.
+    /// Return whether the address is that of a trusted proxy.
     pub fn is_trusted(&self, address: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
-    /// Return the address of the client: from the right, the first hop that is not trusted. If an element is invalid,
-    /// the client is the hop to its right, which reported this element.
+    /// Return the client address: read the hops from right to left, and return the first address that is not a trusted
+    /// proxy. If an element is invalid, return the hop to its right, which is the proxy that added the element.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
         if !self.is_trusted(peer) {
@@ -596,8 +599,8 @@ impl ClientIpResolver {
         }
         let lines = headers.get_all(&self.header);
         for line in lines.iter().rev() {
-            // Split bytes instead of text: non-ASCII bytes of a client must not hide the elements that proxies appended
-            // to the same line.
+            // Split bytes instead of text. Otherwise, non-ASCII bytes from a client could hide the elements that
+            // proxies appended.
             for element in line.as_bytes().rsplit(|byte| *byte == b',') {
                 let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
                 let hop =
@@ -612,16 +615,16 @@ impl ClientIpResolver {
         client
     }
 
-    /// Return the client network of an address.
+    /// Return the client network that contains an address.
     pub fn network(&self, address: IpAddr) -> IpAddr {
-        // The prefix lengths are valid, because the configuration was validated.
+        // The configuration was validated, so the prefix lengths are valid.
         match address {
             IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
         }
     }
 
-    /// Format the client network of an address: as an address, or in CIDR notation if the prefix is shorter.
+    /// Format the client network of an address. If the prefix is shorter than the address, use CIDR notation.
     pub fn format_network(&self, address: IpAddr) -> String {
         let (prefix, whole) = match address {
             IpAddr::V4(_) => (self.ipv4_prefix, 32),
@@ -634,7 +637,8 @@ impl ClientIpResolver {
 
 /// Return the `for` parameter of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
-    // Reject an unbalanced quote: splitting at commas has cut a quoted value, such as a host that the client chose.
+    // Reject an unbalanced quote: the element is only a part of a quoted value that contains a comma. The client may
+    // have chosen this value, for example as its host.
     if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }
@@ -644,8 +648,8 @@ fn forwarded_for(element: &str) -> Option<&str> {
     })
 }
 
-/// Parse `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]` or `[2001:db8::1]:80`. IPv4-mapped addresses
-/// become IPv4.
+/// Parse `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]` or `[2001:db8::1]:80`. Convert IPv4-mapped
+/// addresses to IPv4.
 fn parse_address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
     let plain = || text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).parse().ok();

@@ -2,9 +2,9 @@
 //!
 //! # The limiter
 //!
-//! [`limiter`] decides whether a request is admitted. The module is independent of HTTP and of the other parts of the
-//! gateway. The limiter counts in the memory of the process or in Redis, with the same algorithms as the gateway.
-//! `examples/embed.rs` is a complete HTTP service, and `docs/how-to/embed.md` explains the options.
+//! [`limiter`] decides whether to admit a request. It is independent of HTTP and of the other modules of the gateway.
+//! Its state is in the memory of the process or in Redis, and its algorithms are the same as those of the gateway.
+//! `examples/embed.rs` is a complete HTTP service with limits, and `docs/how-to/embed.md` explains the options.
 //!
 //! ```
 //! use std::time::Duration;
@@ -16,7 +16,7 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // One login per minute and user. The store gets keyed hashes of user names.
+//! // Each user may log in once per minute. The store receives only keyed hashes of user names.
 //! let hasher = IdentityHasher::new("a secret");
 //! let limit = LimitSpec::token_bucket(&hasher, "login", "1/min".parse()?)?;
 //! let limiter = Limiter::in_memory(100_000);
@@ -38,9 +38,9 @@
 //!
 //! # The gateway
 //!
-//! A request passes through [`listener`], [`proxy::Gateway::handle`], [`routing`], [`identity`], [`limiter`] and
-//! [`upstream`]. [`config`] is the configuration file as it is written, and [`snapshot`] is the compiled configuration.
-//! `ARCHITECTURE.md` describes each step.
+//! The gateway passes a request through [`listener`], [`proxy::Gateway::handle`], [`routing`], [`identity`],
+//! [`limiter`] and [`upstream`]. [`config`] contains the types of the configuration files, and [`snapshot`] the
+//! compiled configuration. `ARCHITECTURE.md` describes each step.
 //!
 //! # Stability
 //!
@@ -48,10 +48,10 @@
 //! version. Only [`limiter`] and [`http::ratelimit_headers`] are intended for other programs. All other modules are
 //! public only for the binary, the tests and the benchmarks of this repository.
 
-// The futures of a connection are nested more deeply than the 128 types that rustc follows to check that they are
-// `Send`.
+// rustc checks that futures are `Send` to a nesting depth of 128 types by default. The futures of a connection are
+// nested more deeply.
 #![recursion_limit = "256"]
-// Tests and benches may print. The library returns errors and writes only to the outputs that it is given.
+// Tests and benchmarks may print. The library returns errors, and writes only to outputs that the caller passes.
 #![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
 
 pub mod admin;
@@ -71,7 +71,7 @@ pub mod tls;
 pub mod tools;
 pub mod upstream;
 
-/// A documentation test, which compiles and runs the Rust code of `docs/how-to/embed.md`.
+/// Compiles and runs the Rust code in `docs/how-to/embed.md` as a documentation test.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/how-to/embed.md")]
 pub struct EmbeddingPage;

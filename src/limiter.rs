@@ -69,19 +69,19 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Create a limiter that counts in the memory of this process, for at most about `max_states` states: one for each
-    /// limit and identity in use. Create one limiter per process and share it in an [`Arc`].
+    /// Create a limiter that counts in the memory of this process. It keeps at most about `max_states` states, one for
+    /// each pair of a limit and an identity. Create one limiter per process and share it in an [`Arc`].
     pub fn in_memory(max_states: usize) -> Self {
         Limiter::standalone(Store::Memory(Arc::new(MemoryStore::new(max_states, Clock::Store))), None)
     }
 
-    /// Create a limiter that counts in Redis, together with all limiters that use the same server, key prefix, limit
-    /// names and identity secret. Call this function on the tokio runtime that checks requests, because connections
+    /// Create a limiter that counts in Redis. Limiters with the same server, key prefix, limit names and identity
+    /// secret share their counts. Call this function on the tokio runtime that checks requests, because connections
     /// belong to this runtime. Create one limiter per process and share it in an [`Arc`].
     ///
     /// The function waits for the first connection for at most `settings.connect_timeout`. An unreachable Redis is not
     /// an error: each limit then follows its [`OnStoreError`] until Redis is available. In this process, the limiter
-    /// keeps at most about `max_states` denials and states of local shares.
+    /// keeps at most about `max_states` cached denials, and at most about `max_states` states of local shares.
     pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
         let (metrics, connect_timeout) = (Arc::<LimiterMetrics>::default(), settings.connect_timeout);
         let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), metrics.clone());
@@ -92,8 +92,8 @@ impl Limiter {
 
     /// Create a limiter that shares nothing with another limiter of this process.
     fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
-        // Use an empty secret: no limit can be looked up by name, so no override can exist and nothing is hashed with
-        // the secret.
+        // The secret can be empty: the lookup by name finds no limit, so there are no overrides, and nothing is hashed
+        // with the secret.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
         let shared = (Arc::default(), Arc::default());
         Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
@@ -101,7 +101,7 @@ impl Limiter {
 
     /// Create a limiter over a store. All limiters of the process share `denials`, `prefetch_pool`, `wait_queues`,
     /// `overrides` and `events`. Permit ids start at `first_permit_id`. Two limiters of one store must not use the same
-    /// ids.
+    /// permit ids.
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
@@ -120,16 +120,17 @@ impl Limiter {
         Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
     }
 
-    /// Decide all checks of a request at one instant: charge all of them or none. `checks` must be in ascending order
-    /// of `limit_index`. If all limits that deny the request have a queue policy, the request waits in the queue of the
-    /// first of these limits, and is checked again.
+    /// Perform all checks of a request at one instant: charge all limits of the request or none. `checks` must be in
+    /// ascending order of `limit_index`. A denied request is queued and checked again if every limit that denies it has
+    /// a queue policy and a retry time within its `max_wait`. It waits in the queue of the request's first limit with a
+    /// queue policy.
     ///
     /// # Errors
     /// Shadow limits cause no errors. An enforced limit causes an error in these cases:
     /// - The store is in an outage, and the limit fails closed (`on_store_error = "deny"`).
     /// - The check is late because of overload, or the stored state is corrupt. Neither case is an outage, so
     ///   `on_store_error` does not apply.
-    /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
+    /// - The memory store has no room for the identity, and the limit's `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
             // Box the future, because only the few requests that are queued need its memory.
@@ -148,7 +149,7 @@ impl Limiter {
         self.store_handle.tasks.wait().await;
     }
 
-    /// Decide a request that may wait in the queue of the state that `queued_check` checks.
+    /// Check a request that may wait in the queue of `queued_check`.
     async fn check_queued<'a>(
         &self,
         checks: &[LimitCheck<'a, '_>],
@@ -164,14 +165,14 @@ impl Limiter {
                 return Ok(decision);
             }
         }
-        // If the queue is full or the wait timed out, reject the request without another check. The available tokens
-        // belong to earlier requests.
+        // If the queue is full or the wait timed out, reject the request without another check. Available tokens are
+        // for requests that arrived earlier.
         let denial = || Ok(queue_denial(checks, queued_check, queue_policy));
         let Some(ticket) = self.wait_queues.enqueue(key, max_queue_length(queued_check, queue_policy)) else {
             return denial();
         };
         let max_wait = queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at));
-        // Hold the first place in the queue until the decision, so that later requests wait.
+        // Stay first in the queue until the decision, so that later requests wait.
         let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
             let decision = self.check_now(checks).await?;
@@ -182,8 +183,8 @@ impl Limiter {
         }
     }
 
-    /// Decide all checks without waiting in a queue: with prefetched tokens, by the denial cache, or by a call to the
-    /// store. If the store does not reply, decide by `on_store_error` of each limit.
+    /// Perform all checks without waiting in a queue: use prefetched tokens, a cached denial, or a call to the store.
+    /// If the store does not reply, each limit follows its `on_store_error`.
     async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
@@ -245,8 +246,8 @@ impl Limiter {
                 let Store::Redis { fallback, .. } = &self.store_handle.store else {
                     return Err(StoreUnavailable(error));
                 };
-                // Forget the permits if the call certainly did not run. After any other error, the store may have
-                // granted them, so dropping the value releases them.
+                // Discard the permits if the store certainly did not execute the call. After any other error, the store
+                // may have granted the permits, so dropping the value releases them.
                 if let Some(permits) = permits.take()
                     && error.is_not_executed()
                 {
@@ -256,7 +257,7 @@ impl Limiter {
                     return decide_overloaded(checks, error);
                 }
                 // Use new permit ids for the local share, so that releasing the permits of the failed call does not
-                // release them.
+                // release the local permits.
                 let first_local_id = self.allocate_permit_ids(checks);
                 let counters = (fallback.as_ref(), self.store_handle.events.as_ref());
                 let decision = decide_without_store(counters, checks, error, first_local_id)?;
@@ -276,7 +277,7 @@ impl Limiter {
         Ok(decision)
     }
 
-    /// Decide by the limits that have room in the memory store. The other limits cannot count, and follow
+    /// Check the limits for which the memory store has room. The other limits cannot be counted and follow their
     /// `on_store_error`.
     fn check_with_room<'a>(
         &self,
@@ -299,15 +300,15 @@ impl Limiter {
         Ok(decision)
     }
 
-    /// Acquire the permits of a request from this gateway's shares of its concurrency limits. Return a decision only if
-    /// the shares deny the request.
+    /// Acquire the permits of a request from this gateway's local shares of the concurrency limits. Return a decision
+    /// only if a local share denies the request.
     fn local_permit_denial<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
         let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
         let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
         let charges: Vec<_> =
             concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
-        // Ignore the local share if the memory store has no room for the permits: the store then decides alone.
+        // Ignore the local share if the memory store has no room for the permits: Redis then decides alone.
         (verdict.granted == 0 && verdict.full_limits == 0)
             .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
     }
@@ -348,7 +349,7 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        // Queue no events for a cached denial, because the first denial has already queued them.
+        // Queue no quota events for a cached denial: they were queued with the original denial.
         Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
@@ -381,9 +382,9 @@ impl Limiter {
         ConcurrencyPermits::requested(self.settlements.clone(), decided_by, charges)
     }
 
-    /// Attach the deferred charges of an admitted request to its decision. `charged_at` is the time of the charge in
-    /// µs, if the charge was made before the decision. If several servers decided, `decided_at_us` has one time for
-    /// each check. Otherwise it is empty.
+    /// Attach the deferred charges of an admitted request to its decision. `charged_at` is set only for prefetched
+    /// tokens: the time of their charge, in µs since the Unix epoch. If several servers decided, `decided_at_us`
+    /// contains the time of each check. Otherwise it is empty.
     fn attach_deferred_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
@@ -409,7 +410,7 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !decision.is_shadow_denied(check.limit)
-                // If the store did not decide, the usage of limits with usage totals is counted as well.
+                // In an outage, also include limits that do not fall back to a local share, if they have usage totals.
                 && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
@@ -433,15 +434,15 @@ pub fn random_permit_id() -> u64 {
 }
 
 /// Time after an outage during which the store may not know all concurrency permits of other gateways. The other
-/// gateways register their permits when they detect that the store is available: at most one probe (1.1 s) and one
-/// timeout later. Until all gateways have registered their permits, the local share of this gateway applies as well.
+/// gateways register their permits when a probe shows that the store is available: after at most one probe delay
+/// (1.1 s) and one timeout. During this time, the local share of this gateway applies in addition.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 /// The outcome of a limit that does not deny the request.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// Keep the permits of an admitted request that its `counted` checks were granted. A shadow limit that denied has
-/// granted no permit, and a renewal would add the permit beyond the limit.
+/// Keep the permits that the `counted` checks of an admitted request were granted. A shadow limit that denied granted
+/// no permit. A renewal would add this permit and exceed the limit.
 fn hold_permits<'c>(
     permits: ConcurrencyPermits,
     counted: &(impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone),
@@ -453,16 +454,16 @@ fn hold_permits<'c>(
     decision.permits = Some(Box::new(permits.hold(is_granted)));
 }
 
-/// Return the maximum number of waiting requests: `max_queue`, but not more than can be admitted within the maximum
-/// wait, because further requests could not be admitted in time. The result is at least 1: a request joins an empty
-/// queue only if its retry time is within the maximum wait.
+/// Return the maximum number of queued requests: `max_queue`, or the number of requests that can be admitted within
+/// `max_wait` if it is smaller. Further requests would time out. The result is at least 1: a request joins an empty
+/// queue only if its retry time is within `max_wait`.
 fn max_queue_length(queued_check: &LimitCheck<'_, '_>, queue_policy: QueuePolicy) -> usize {
     let max_admitted = queued_check.variant.max_admitted_in(queue_policy.max_wait) / queued_check.cost.max(1);
     queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1))
 }
 
-/// Return the denial of a request if the wait queue of `queued_check` is full, or if the request timed out in this
-/// queue. After `max_wait`, all requests that are queued now have left the queue.
+/// Return the denial of a request that found the wait queue of `queued_check` full, or timed out in it. The retry time
+/// is `max_wait`: by then, all requests in the queue have left it.
 fn queue_denial<'a>(
     checks: &[LimitCheck<'a, '_>],
     queued_check: &LimitCheck<'a, '_>,
@@ -474,12 +475,13 @@ fn queue_denial<'a>(
         if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
     };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // The denial counts as a decision of the store, not of the local share, because the store works.
+    // The denial counts as a decision of the store, not of the local share, because there is no outage.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
-/// Return the group for coalescing, if all checks of the request can be coalesced with other requests of the same
-/// limits and identities. A request prefetches from all of its limits or none, and the smallest `prefetch` applies.
+/// Return the group for coalescing, if all checks of the request can be coalesced. Requests with the same limits,
+/// variants and identities belong to the same group. A request prefetches from all of its limits or none, and the
+/// smallest `prefetch` applies.
 fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
     let state_hash = |check: &LimitCheck<'_, '_>| check.key().local_hash() ^ u128::from(check.variant.id) << 64;
     let id = || checks.iter().fold(0, |hash: u128, check| hash.rotate_left(1) ^ state_hash(check));
@@ -538,7 +540,7 @@ mod tests {
             ..LimitSpec::token_bucket(&hasher, name, "9/day".parse().unwrap()).unwrap()
         });
         let (identity, other_identity) = (hasher.hash(b"client"), hasher.hash(b"another"));
-        // A variant that shares the state of the limit, as variants of tiers and overrides do.
+        // This variant shares the state of the limit, as variants for tiers and overrides do.
         let other_quota = Arc::new(limit.override_variant(&hasher, "8/day".parse().unwrap(), None).unwrap());
         assert_eq!(other_quota.state_name, limit.default_variant.state_name);
         let check = || LimitCheck::new(&limit, identity);
@@ -563,7 +565,7 @@ mod tests {
                 assert_eq!(is_same, index == other_index, "{name}, {other_name}");
             }
         }
-        assert!(check_group(&[LimitCheck { cost: 2, ..check() }]).is_none(), "a larger cost");
+        assert!(check_group(&[LimitCheck { cost: 2, ..check() }]).is_none(), "a cost of 2 is not coalesced");
     }
 
     #[test]

@@ -45,7 +45,8 @@ use crate::upstream::connector::ProxiedConnection;
 /// Length of the accept queue (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;
 
-/// Delay after a failed accept. Usually no file descriptors are free, and an immediate retry would fail again.
+/// Delay after a failed accept. The usual cause is that no file descriptors are free, so an immediate retry would fail
+/// again.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Maximum time at shutdown to release permits, refund prefetched tokens and charge deferred costs.
@@ -87,7 +88,7 @@ impl Server {
     }
 
     /// Serve the connections of each socket until draining starts. The index of a socket is the index of its listener.
-    /// Then wait for open connections, at most `drain_timeout`, and close the rest.
+    /// Then wait until all connections are closed, at most `drain_timeout`, and close the remaining connections.
     pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
         let accept = |(listener_index, socket)| tokio::spawn(self.clone().accept(socket, listener_index));
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
@@ -136,7 +137,7 @@ impl Server {
             }
         }
         // The kernel resets connections in the accept queue when the socket closes, so the gateway accepts them first.
-        // At most `BACKLOG` connections, so that clients that keep connecting cannot delay the drain.
+        // It accepts at most `BACKLOG` connections, so that clients that keep connecting cannot delay the drain.
         let Ok(socket) = socket.into_std() else { return };
         let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
         drop(socket);
@@ -153,7 +154,7 @@ impl Server {
         let permit = tokio::select! {
             biased;
             permit = self.connection_limits.acquire(listener_index) => permit,
-            // During the drain, close the connection instead of waiting for a permit.
+            // While draining, close the connection instead of waiting for a permit.
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
@@ -193,7 +194,8 @@ impl Server {
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &config)).await??;
         peer.listener = listener_index;
         let connection_limits = self.connection_limits.clone();
-        // Trusted proxies are exempt, because they carry the connections of many clients.
+        // Exempt trusted proxies from `max_connections_per_ip`, because their connections carry the requests of many
+        // clients.
         let _permit = if connection_limits.has_per_ip_limit()
             && !peer.forwarded.trusted
             && !settings.is_exempt_from_per_ip(peer.address)
@@ -219,7 +221,7 @@ impl Server {
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
-        // Release the configuration snapshot, because the connection can live longer than the snapshot is active.
+        // Release the configuration snapshot, because the connection may outlive it.
         drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
@@ -232,7 +234,8 @@ impl Server {
                 let protocol = tokio::select! {
                     biased;
                     protocol = timeout_at(deadline, Protocol::from_preface(&mut stream)) => protocol??,
-                    // Close the connection at the drain, because the client has sent nothing and waits for no response.
+                    // Close the connection when draining, because the client has sent no request and waits for no
+                    // response.
                     () = self.wait_for_drain(drain_grace) => return Ok(()),
                 };
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
@@ -315,7 +318,7 @@ impl Server {
         Ok(())
     }
 
-    /// Return when draining has started and `grace` has passed since.
+    /// Wait until draining has started, and then for `grace`.
     async fn wait_for_drain(&self, grace: Duration) {
         self.drain.cancelled().await;
         sleep(grace).await;
@@ -323,7 +326,8 @@ impl Server {
 
     /// Identify the client by the address of the socket, or by the PROXY header on listeners that expect this header.
     ///
-    /// # Errors An error if the peer is not a trusted proxy, or if its PROXY header is missing or malformed.
+    /// # Errors
+    /// The listener expects a PROXY header, but the peer is not a trusted proxy, or its header is missing or malformed.
     async fn identify_peer(
         &self,
         stream: &mut TcpStream,
@@ -362,12 +366,13 @@ impl Server {
     }
 }
 
-// === Connection limits: for all connections, for each client network, and for connections in lingering close ===
+// === Connection limits: for all connections together, for each client network, and for connections in lingering close
+// ===
 
-/// Maximum number of connections in lingering close. Further connections are closed without a lingering close.
+/// Maximum number of connections in lingering close at the same time. Further connections are closed at once.
 const MAX_LINGERING: usize = 1024;
 
-/// The connections of all workers, and the limits for them.
+/// The numbers of open connections of all workers, and their limits.
 #[derive(Debug)]
 pub struct ConnectionLimits {
     permits: Arc<Semaphore>,
@@ -375,20 +380,20 @@ pub struct ConnectionLimits {
     /// Number of open connections of each listener.
     open_by_listener: Box<[AtomicUsize]>,
     lingering_permits: Arc<Semaphore>,
-    /// Networks with open connections, at most one network per connection. The hasher of std has a random key, because
-    /// clients choose the keys of this map.
+    /// Number of open connections of each client network. Only networks with open connections have an entry. The map
+    /// uses the hasher of std, whose random key prevents collision attacks by clients, which choose the keys.
     counts_by_network: Mutex<HashMap<IpAddr, usize>>,
     max_per_ip: AtomicUsize,
     /// Memory budget for the buffers of all connections.
     buffer_budget: Arc<BufferBudget>,
-    /// Number of connections so far, and number of connections that the limit per network rejected.
+    /// Number of accepted connections so far, and number of connections that `max_connections_per_ip` rejected.
     counter: Counter<2>,
 }
 
 #[derive(Debug)]
 struct Capacity {
     max: usize,
-    /// Number of open connections above `max` since `max` was lowered. This number of connections must end before a
+    /// Number of open connections above `max` after a reload has lowered `max`. As many connections must end before a
     /// permit becomes available.
     excess: usize,
 }
@@ -423,8 +428,8 @@ impl ConnectionLimits {
         }
     }
 
-    /// Wait for a permit for a connection to a listener. The result is always `Some`, because the semaphore is never
-    /// closed.
+    /// Wait for a permit for a new connection to a listener. The result is always `Some`, because the semaphore is
+    /// never closed.
     async fn acquire(self: &Arc<Self>, listener_index: usize) -> Option<ConnectionPermit> {
         let permit = self.permits.clone().acquire_owned().await.ok()?;
         self.counter.increment(0);
@@ -449,7 +454,7 @@ impl ConnectionLimits {
         }
     }
 
-    /// Return the number of open connections and the limit of this number.
+    /// Return the number of open connections and their maximum.
     pub fn open_and_max(&self) -> (usize, usize) {
         let Capacity { max, excess } = *self.lock_capacity();
         (max + excess - self.permits.available_permits(), max)
@@ -460,12 +465,12 @@ impl ConnectionLimits {
         self.open_by_listener.iter().map(|open| open.load(Ordering::Relaxed))
     }
 
-    /// Return the number of connections so far, and the number that the limit per network rejected.
+    /// Return the number of accepted connections so far, and the number that `max_connections_per_ip` rejected.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }
 
-    /// Return whether the next connection has to wait.
+    /// Return whether the next connection has to wait for a permit.
     fn is_full(&self) -> bool {
         self.permits.available_permits() == 0
     }

@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     match cli::execute(&Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            // Ignore the error of `writeln!`: if standard error is closed, the exit code still reports the failure.
+            // If standard error is closed, the error is only reported by the exit code.
             let _ = writeln!(stderr(), "sluicegate: {error}");
             ExitCode::FAILURE
         }

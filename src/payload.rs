@@ -1,4 +1,4 @@
-//! Parsers for the bodies of requests and responses, without IO.
+//! Parsers for the bodies of requests and responses. The parsers perform no I/O.
 
 /// JSON of request bodies: values at pointers and JSON-RPC messages, read in one pass.
 pub mod json {
@@ -6,7 +6,7 @@ pub mod json {
     pub mod rpc;
 }
 
-/// Token usage of LLM APIs: the maximum usage of a request, the usage of its response, and the cost of tokens.
+/// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {
     pub mod json_scanner;
     pub mod request;

@@ -61,10 +61,10 @@ const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";
 /// The gateway in one worker: its configuration snapshot, limiter and telemetry.
 #[derive(Debug)]
 pub struct Gateway {
-    /// Current configuration snapshot. Each request uses the same snapshot from its beginning to its end.
+    /// Current configuration snapshot. A request uses one snapshot from its beginning to its end.
     snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
-    /// Destinations of request records. Each worker has a separate value, because each request updates its reference
+    /// Destinations of request records. Each worker has its own `Arc`, because each request changes the reference
     /// count, and workers must not contend for it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
@@ -86,8 +86,8 @@ impl Gateway {
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
-    /// Apply another configuration from the next request on. Metrics and upstream connections are carried over if they
-    /// are the same in both configurations.
+    /// Apply another configuration from the next request on. Metrics and upstream connections of routes, limits and
+    /// upstreams that exist in both configurations are carried over.
     pub fn apply_config(&self, config: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
             ConfigSnapshot::carry_over(&self.snapshot.load(), config, clusters, &self.request_metrics, self.worker);
@@ -104,7 +104,7 @@ impl Gateway {
         self.snapshot.load().metrics.record_unparsed(status);
     }
 
-    /// Wait until background work of requests is done: releases of permits and late charges.
+    /// Wait until the background tasks of requests are done: releases of permits and deferred charges.
     pub async fn flush_pending(&self) {
         self.limiter.flush_pending().await;
     }
@@ -140,7 +140,7 @@ impl Gateway {
         let mut body = mem::replace(request.body_mut(), RequestBody::empty());
         let admission = self.admit(&mut context, &request, &mut body).await;
         *request.body_mut() = body;
-        // Render the values now, because the request is consumed below.
+        // Render the values of response headers before the request is consumed.
         context.render_response_headers(&request);
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
@@ -161,7 +161,7 @@ impl Gateway {
     /// of a rejected request.
     ///
     /// # Errors
-    /// The request is rejected or is a preflight. A [`Rejection`] is the response to any request that is not admitted.
+    /// The request is rejected, or it is a CORS preflight. In both cases, the [`Rejection`] determines the response.
     async fn admit<'a>(
         &self,
         context: &mut RequestContext<'a>,
@@ -177,7 +177,7 @@ impl Gateway {
             Ok(route) => Ok(route),
             Err(NoMatch::NeedsBody) => {
                 if config.checks_access {
-                    // Check access before the body of a denied client is read.
+                    // Check the access rules first, so that the body of a denied client is not read.
                     check_access(context, &target, None, request)?;
                 }
                 // Box the future, because only the few requests whose body is read need space for it.
@@ -226,8 +226,8 @@ impl Gateway {
             ))
             .await
         } else {
-            // Check the limits also if the authentication has failed: some limits need no credential. Without limits, the
-            // check only records the client for the access log.
+            // Check the limits even if the authentication has failed, because some limits need no credential. Without
+            // limits, the check only records the client for the access log.
             let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
                 authenticated.map(|()| Decision::unlimited())
             } else {
@@ -272,7 +272,7 @@ impl Gateway {
                 Ok(response?)
             }
             RouteAction::Forward(weighted_upstreams) => {
-                // Request the rewritten target if the route rewrites the path, otherwise the path to forward.
+                // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let index = weighted_upstreams.pick();
                 let upstream = &*context.snapshot.upstreams[index];
@@ -307,7 +307,8 @@ impl Gateway {
     }
 }
 
-/// Return the index of the provider that has to wait before it can verify the credentials.
+/// Return the index of the authentication provider that has to wait, for example for a server, before it can verify the
+/// credentials.
 fn pending_provider(authenticated: &Result<(), Rejection<'_>>) -> Option<usize> {
     match authenticated {
         Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), .. })) => Some(*index),
@@ -343,8 +344,8 @@ struct AdmittedRequest<'a> {
 
 // === Configuration snapshot ===
 
-/// A configuration with the upstream connections of the worker, and with metrics by the indices of its routes and
-/// upstreams. A reload replaces the whole snapshot.
+/// A configuration with the worker's upstream connections and metrics. The metrics have the same indices as the routes
+/// and upstreams of the configuration. A reload replaces the whole snapshot.
 #[derive(Debug)]
 struct ConfigSnapshot {
     config: Arc<CompiledConfig>,
@@ -393,7 +394,7 @@ impl ConfigSnapshot {
 /// Maximum length in bytes of a target that `http::Uri` supports.
 const MAX_URI_BYTES: usize = 65_534;
 
-/// Return the rejection of a request that no route matches, or that is not routed because of its body.
+/// Return the rejection of a request that no route matches, or whose body prevents routing.
 pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
     match error {
         NoMatch::NotFound => Rejection::NoRoute,
@@ -411,7 +412,7 @@ pub struct RequestTarget<'a> {
     pub host: Cow<'a, str>,
     /// Path of the request in canonical form.
     pub path: Cow<'a, str>,
-    /// Path to forward, if it differs from the canonical path: delimiters keep their received encoding.
+    /// Path to forward, if it differs from the canonical path: encoded delimiters stay encoded.
     pub forwarded_path: Option<Box<str>>,
 }
 
@@ -432,11 +433,11 @@ impl<'a> RequestTarget<'a> {
         if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
             return Err(Rejection::MethodNotImplemented);
         }
-        // Servers that ignore the case of methods treat `post` as POST, but routes and limits name POST.
+        // Some servers treat `post` as POST, but the routes and limits for POST would not match it.
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
-        // Check only HTTP/2, because hyper enforces the maximum for HTTP/1.1.
+        // Check the number of headers only for HTTP/2, because hyper enforces the maximum for HTTP/1.1.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
         if request.version() == Version::HTTP_2
             && headers.len() > max_headers
@@ -469,7 +470,7 @@ impl<'a> RequestTarget<'a> {
         self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
 
-    /// Return the canonical form of the path that the upstream gets: after the rewrite of the route.
+    /// Return the canonical form of the path that the upstream gets, which is the path after the route's rewrite.
     ///
     /// # Errors
     /// See [`RequestTarget::rewrite`].
@@ -538,8 +539,8 @@ impl<'a> RequestTarget<'a> {
     }
 }
 
-/// Return the origin form of the target with the path to forward, or `None` if the received target already has this
-/// form.
+/// Return the target in origin form (RFC 9112 §3.2.1) with `path`, the path to forward. Return `None` if the received
+/// target already has this form and path.
 pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
     if path.is_none() && uri.authority().is_none() {
         return None;

@@ -1,8 +1,9 @@
-//! Route lookup: finds the most specific route for a request, independent of the order in the file.
+//! Route lookup: finds the most specific route for a request, independent of the order in the configuration.
 //!
 //! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
-//! routes. Regular expressions are an exception. The expressions of a host are tried one by one in file order, but only
-//! if the tree has no better match than a catch-all path. This module does not depend on limits or upstreams.
+//! routes. Regular expressions are an exception: the expressions of a host are tried one by one, in the order of the
+//! configuration. They are tried only if the tree has no match, or only a catch-all match. This module does not depend
+//! on limits or upstreams.
 
 pub mod condition;
 pub mod explain;
@@ -16,36 +17,36 @@ use crate::payload::json::body::JsonPointer;
 use crate::routing::condition::{Condition, ConditionSource, Expression, Met, RouteBody};
 use crate::routing::pattern::{PathForm, PathPattern, Segment};
 
-/// Conditions that a request must meet.
+/// The requirements of a route that a request must meet.
 #[derive(Debug, Clone)]
 pub struct RouteMatch {
-    /// Hosts in lower case without port; `*.example.com` means all subdomains. An empty list means any host.
+    /// Host names in lower case without port. `*.example.com` matches all subdomains. An empty list means any host.
     pub hosts: Vec<String>,
-    /// Path pattern that the path must match.
+    /// Pattern that the path of the request must match.
     pub path: PathPattern,
-    /// Methods of which the request must have one. An empty list means all methods.
+    /// HTTP methods of the route. An empty list means all methods.
     pub methods: Vec<Method>,
-    /// Indices of the listeners. An empty list means all listeners.
+    /// Indices of the route's listeners. An empty list means all listeners.
     pub listeners: Vec<usize>,
-    /// Conditions on headers, query parameters and the body. All of them must be met.
+    /// Conditions on headers, query parameters and the body. The request must meet all of them.
     pub conditions: Vec<Condition>,
 }
 
 impl RouteMatch {
-    /// Create a match for all requests with a path.
+    /// Create a match for all requests whose path matches the pattern.
     pub fn new(path: PathPattern) -> Self {
         RouteMatch { hosts: Vec::new(), path, methods: Vec::new(), listeners: Vec::new(), conditions: Vec::new() }
     }
 }
 
-/// The parts of a request that routes match.
+/// The parts of a request that are used to find its route.
 #[derive(Debug, Clone, Copy)]
 pub struct RouteRequest<'a> {
-    /// Host in lower case without port.
+    /// Host of the request, in lower case and without port.
     pub host: &'a str,
     /// Path of the request in canonical form.
     pub path: &'a str,
-    /// The request target as it was received, of which only the query is used.
+    /// Request target as received. Only its query is used.
     pub uri: &'a Uri,
     /// The method of the request.
     pub method: &'a Method,
@@ -53,24 +54,24 @@ pub struct RouteRequest<'a> {
     pub headers: &'a HeaderMap,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
-    /// The body of the request, which conditions on the body test.
+    /// The body of the request, for conditions on it.
     pub body: RouteBody<'a>,
 }
 
-/// A new route is ambiguous with the existing route that has this target.
+/// The error for a new route that is ambiguous with an existing route. Contains the target of the existing route.
 #[derive(Debug)]
 pub struct AmbiguousRoutes<T>(pub T);
 
-/// Reason why no route matches.
+/// The reason why no route was found.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NoMatch {
-    /// No route matches the host, path, listener and conditions.
+    /// No route matches the host, path, listener and conditions of the request.
     NotFound,
-    /// A route would match, except for its methods. The value is the list of the allowed methods.
+    /// Routes match the request except for its method. Contains the methods that these routes allow.
     MethodNotAllowed(Vec<Method>),
-    /// The route depends on the body, which has not been read.
+    /// The result depends on the body, which has not been read yet.
     NeedsBody,
-    /// The route depends on a value of the body that is ambiguous or too long.
+    /// The result depends on a value in the body that is ambiguous or too long.
     Ambiguous(JsonPointer),
 }
 
@@ -78,12 +79,12 @@ pub enum NoMatch {
 #[derive(Debug)]
 pub struct RouteTable<T> {
     exact_hosts: HashMap<Box<str>, HostRoutes<T>>,
-    /// Trees of wildcard hosts. The key is the suffix after `*`, including the dot.
+    /// Routes of wildcard hosts. The key is the part after `*`, such as `.example.com`.
     wildcard_hosts: HashMap<Box<str>, HostRoutes<T>>,
     any_host: HostRoutes<T>,
-    /// Headers that routes match on, without duplicates.
+    /// Headers that conditions of routes test, without duplicates.
     matched_headers: Vec<HeaderName>,
-    /// Pointers into the body that routes match on, without duplicates.
+    /// JSON pointers that conditions of routes test, without duplicates.
     matched_pointers: Vec<JsonPointer>,
 }
 
@@ -91,7 +92,8 @@ pub struct RouteTable<T> {
 #[derive(Debug)]
 struct HostRoutes<T> {
     tree: Node<T>,
-    /// Routes by regular expression, in the order of the first route of each expression.
+    /// Regular expressions and their routes. Each expression is at the position of its first route in the
+    /// configuration.
     expressions: Vec<(Expression, Vec<RouteEntry<T>>)>,
 }
 
@@ -101,20 +103,20 @@ struct Node<T> {
     parameter: Option<Box<Node<T>>>,
     /// Routes whose path ends at this node.
     terminal: Vec<RouteEntry<T>>,
-    /// Routes with a catch-all parameter, which match any rest of the path.
+    /// Routes whose path ends with a catch-all parameter at this node.
     catch_all: Vec<RouteEntry<T>>,
 }
 
 #[derive(Debug)]
 struct RouteEntry<T> {
     methods: Vec<Method>,
-    /// `None` if the route has no listeners and no conditions. For such routes, one comparison is sufficient.
+    /// `None` if the route has no listeners and no conditions, so that lookups need only one comparison.
     requirements: Option<Box<Requirements>>,
     is_catch_all: bool,
     target: T,
 }
 
-/// The requirements of a route other than host, path and method.
+/// The requirements of a route apart from host, path and method.
 #[derive(Debug)]
 struct Requirements {
     /// Indices of the listeners. An empty list means all listeners.
@@ -150,8 +152,8 @@ impl<T: Clone> RouteTable<T> {
     /// Add a route.
     ///
     /// # Errors
-    /// A request could match this route and an earlier route equally well. The error contains the target of the earlier
-    /// route.
+    /// The new route is ambiguous with an earlier route: a request could match both, and no rule prefers one of them.
+    /// The error contains the target of the earlier route.
     pub fn insert(&mut self, pattern: &RouteMatch, target: &T) -> Result<(), AmbiguousRoutes<T>> {
         for Condition { source, .. } in &pattern.conditions {
             match source {
@@ -203,7 +205,7 @@ impl<T: Clone> HostRoutes<T> {
             }
         };
         let RouteMatch { methods, listeners, mut conditions, .. } = pattern.clone();
-        // Put conditions on the body last, so that the body is read only if all other conditions are met.
+        // Put conditions on the body last. The body is then read only if all other conditions are met.
         conditions.sort_by_key(Condition::reads_body);
         let requirements =
             (!listeners.is_empty() || !conditions.is_empty()).then(|| Box::new(Requirements { listeners, conditions }));
@@ -212,8 +214,8 @@ impl<T: Clone> HostRoutes<T> {
             return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
-        // Sort the routes with the best match first: routes with listeners, then routes with methods, then routes with
-        // more conditions.
+        // Put the most specific route first: routes with listeners, then routes with methods, then routes with more
+        // conditions.
         entries.sort_by_key(|entry| {
             (entry.listeners().is_empty(), entry.methods.is_empty(), usize::MAX - entry.conditions().len())
         });
@@ -222,32 +224,32 @@ impl<T: Clone> HostRoutes<T> {
 }
 
 impl<T> RouteTable<T> {
-    /// Return the headers that routes match on.
+    /// Return the headers that conditions of routes test.
     pub fn matched_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.matched_headers.iter()
     }
 
-    /// Return the pointers into the body that routes match on.
+    /// Return the JSON pointers that conditions of routes test.
     pub fn matched_pointers(&self) -> &[JsonPointer] {
         &self.matched_pointers
     }
 
-    /// Return whether a route names a host.
+    /// Return whether at least one route names a host.
     pub fn has_hosts(&self) -> bool {
         !self.exact_hosts.is_empty() || !self.wildcard_hosts.is_empty()
     }
 
-    /// Return whether a route names this host, directly or by a wildcard. `host` has the same form as for
-    /// [`find`](Self::find).
+    /// Return whether a route names this host, either exactly or by a wildcard. `host` is in lower case and without
+    /// port.
     pub fn names_host(&self, host: &str) -> bool {
         self.exact_hosts.contains_key(host)
             || host.match_indices('.').any(|(dot, _)| self.wildcard_hosts.contains_key(&host[dot..]))
     }
 
-    /// Return the target of the best match.
+    /// Return the target of the route that matches best.
     ///
     /// # Errors
-    /// No route matches.
+    /// No route matches, or the result depends on the body.
     pub fn find(&self, request: &RouteRequest<'_>) -> Result<&T, NoMatch> {
         let segments = request.path.strip_prefix('/');
         let mut search = Search { request, segments, allowed_methods: Vec::new(), undecided: None };
@@ -256,7 +258,7 @@ impl<T> RouteTable<T> {
             return search.undecided.map_or(Ok(found), Err);
         }
         if !self.wildcard_hosts.is_empty() {
-            // Try the longest suffix first, which is the most specific wildcard.
+            // Try the longest suffix first: it is the most specific wildcard.
             for (dot, _) in host.match_indices('.') {
                 if let Some(found) =
                     self.wildcard_hosts.get(&host[dot..]).and_then(|routes| search.best_of_host(routes))
@@ -282,10 +284,11 @@ impl<T> RouteTable<T> {
 
 struct Search<'a> {
     request: &'a RouteRequest<'a>,
-    /// The path without its first slash.
+    /// The path without its leading slash.
     segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
-    /// An undecided route: it would precede all later matches, but whether it matches depends on the body.
+    /// Set if an undecided route was found. It would precede all later matches, but whether it matches depends on the
+    /// body.
     undecided: Option<NoMatch>,
 }
 
@@ -297,8 +300,8 @@ impl Search<'_> {
         found.map(|entry| &entry.target)
     }
 
-    /// Return the best match by regular expression, which ranks above a catch-all path and below all other paths.
-    /// `found` is the best match by path segments.
+    /// Return the best match, including regular expressions. They rank below all paths except catch-all paths. `found`
+    /// is the best match in the tree.
     #[cold]
     fn match_expressions<'t, T>(
         &mut self,
@@ -318,8 +321,8 @@ impl Search<'_> {
         matched.or(found)
     }
 
-    /// Return the best match below a node: literal segments come before parameters, and parameters before catch-all
-    /// patterns. The search visits each node at most once, regardless of the path.
+    /// Return the best match below a node. Literal segments precede parameters, and parameters precede catch-all
+    /// parameters. The search visits each node at most once, whatever the path is.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
@@ -369,7 +372,7 @@ impl Requirements {
         self.listeners.is_empty() || self.listeners.contains(&listener)
     }
 
-    /// Return the first requirement that the request does not meet.
+    /// Return the first requirement that the request does not meet, or that cannot be decided.
     #[inline(never)]
     fn unmet(&self, request: &RouteRequest<'_>) -> Option<Unmet<'_>> {
         if !self.includes_listener(request.listener) {
@@ -389,12 +392,12 @@ impl Requirements {
     }
 }
 
-/// A requirement that a request does not meet.
+/// A requirement that a request does not meet, or that cannot be decided.
 #[derive(Debug)]
 enum Unmet<'r> {
     Listener,
     Condition(&'r Condition),
-    /// The requirement is undecided, because the body has not been read or is ambiguous.
+    /// The result is unknown, because the body has not been read yet or is ambiguous.
     Undecided(NoMatch),
 }
 
@@ -412,9 +415,9 @@ impl<T> RouteEntry<T> {
         self.requirements.as_ref().map_or(&[], |requirements| &requirements.conditions)
     }
 
-    /// Return whether a request could match both routes, and no rule prefers one of them.
+    /// Return whether a request could match both routes, while no rule prefers one of them.
     fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
-        // Two routes are not ambiguous if only one of them has listeners or methods, because it takes precedence.
+        // If only one of the routes has listeners, or only one has methods, that route is preferred.
         let overlap = |is_empty: (bool, bool), shares: bool| match is_empty {
             (false, false) => shares,
             (one, other) => one == other,
@@ -441,7 +444,7 @@ mod tests {
     use crate::payload::json::body::{JsonBody, JsonValue};
     use crate::routing::condition::ValueTest;
 
-    /// In this table, a path that does not start with a slash is a regular expression.
+    /// Create the match of a test route. A `path` that does not start with a slash is a regular expression.
     fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> RouteMatch {
         let exact = |(name, value): &(&str, &str)| Condition {
             source: ConditionSource::Header(name.parse().unwrap()),
@@ -521,7 +524,7 @@ mod tests {
                 post,
                 [Err(NoMatch::NeedsBody), Ok(2), Err(NoMatch::NotFound), Err(NoMatch::NotFound), undecided()],
             ),
-            // The body is not needed if a better route matches, or if the header or method differs.
+            // The body is not needed if a more specific route matches, or if the header or method does not match.
             ("/files/7", post, [Ok(4), Ok(4), Ok(4), Ok(4), Ok(4)]),
             ("/header", post, [Ok(6), Ok(6), Ok(6), Ok(6), Ok(6)]),
             (
@@ -655,20 +658,20 @@ mod tests {
         ]);
         for (host, path, expected) in [
             ("h", "/v1/7", 2),
-            // Expected: the first expression in the file wins, and its route with methods precedes its route without
+            // The first expression in the configuration wins. Its route with methods precedes its route without
             // methods.
             ("h", "/v1/7/x", 6),
             ("h", "/V1/7", 6),
             ("h", "/v1/7/items", 6),
             ("h", "/v1/x/y", 1),
             ("h", "/x", 0),
-            // Expected: a more specific host takes precedence, regardless of the path.
+            // A more specific host wins, regardless of the path.
             ("a.test", "/v1/7/x", 7),
             ("a.test", "/V1/7", 6),
         ] {
             assert_eq!(find(&table, host, path), Some(expected), "{host}{path}");
         }
-        // Expected: a regular expression does not change the choice between the other routes.
+        // A regular expression does not affect the choice between the other routes.
         assert_eq!(find(&table, "h", "/posts"), Some(0), "another method");
         let allowed = table.find(&request("a.test", "/posts", &Method::POST, &HeaderMap::new()));
         assert_eq!(allowed, Ok(&8));

@@ -1,5 +1,5 @@
-//! The compiled configuration: all references are resolved, all values are validated, and all errors have been
-//! reported. Code that uses the compiled configuration reports no further configuration errors.
+//! The compiled configuration. All references are resolved and all values are validated, so code that uses it needs no
+//! further validation.
 
 pub mod auth;
 pub mod cost;
@@ -56,63 +56,63 @@ use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::UpstreamSettings;
 
-/// The compiled configuration that requests use.
+/// The compiled configuration, which the gateway uses to handle requests.
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// The configuration file and the files that it includes, as they were read.
+    /// The configuration file and the files that it includes, with the contents that were read.
     pub files: ConfigFiles,
     /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
-    /// Listening sockets.
+    /// Sockets on which the gateway accepts client connections.
     pub listeners: Vec<Listener>,
-    /// Certificates by ACME, if `[acme]` is configured.
+    /// The certificates that the gateway obtains by ACME. `None` without `[acme]`.
     pub acme: Option<Acme>,
-    /// The admin listener, if it is configured.
+    /// The admin listener. `None` if it is not configured.
     pub admin: Option<AdminSettings>,
     /// The admin socket.
     pub admin_socket: AdminSocket,
-    /// Store for rate limit state.
+    /// Store for the rate limit state.
     pub store: StoreSettings,
     /// The process log and the access log.
     pub log: LogSettings,
-    /// Trusted proxies and client network prefixes.
+    /// Trusted proxies, and the prefix lengths of client networks.
     pub client_ip: Arc<ClientIpResolver>,
-    /// Whether hosts or client addresses are checked, because a listener or a route has access rules, or unknown hosts
+    /// Whether the gateway must check client addresses or hosts: a listener or route has access rules, or unknown hosts
     /// are blocked.
     pub checks_access: bool,
-    /// Files of networks that access rules name.
+    /// Network files that access rules refer to.
     pub network_files: Vec<Arc<NetworkFile>>,
-    /// Providers of authentication, and the files that they read.
+    /// Authentication providers, and the files that they use.
     pub auth: Authentication,
-    /// Hash function for identities.
+    /// Keyed hash function for identities.
     pub hasher: IdentityHasher,
-    /// The values that are read from request bodies for routes and limits.
+    /// The values to read from request bodies, for routes and limits.
     pub body_inspection: BodyInspection,
-    /// Headers that need protection: headers that only trusted proxies may set, in addition to the X-Forwarded headers,
-    /// and headers that identities and routes use.
+    /// Headers that must be protected. These are headers that only trusted proxies may set, in addition to the
+    /// `X-Forwarded-*` headers, and headers that identities and routes use.
     pub protected_headers: ProtectedHeaders,
-    /// Upstreams, by the index that routes use.
+    /// Upstreams. Routes refer to them by index.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
-    /// Whether an upstream gets PROXY headers.
+    /// Whether the gateway sends PROXY protocol headers to an upstream.
     pub sends_proxy_headers: bool,
-    /// TLS of the upstreams that have servers at `https://`.
+    /// TLS settings of the upstreams that have servers with `https://` URLs.
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
-    /// All limits by name, including unused ones.
+    /// All limits by name, including limits that no route uses.
     pub limits: BTreeMap<String, CompiledLimit>,
     /// Destinations of quota events by name.
     pub event_destinations: BTreeMap<String, EventDestination>,
-    /// All routes, in the order of the file.
+    /// All routes, in the order of the configuration.
     pub routes: Vec<Arc<Route>>,
     /// The routes, indexed for lookup.
     pub table: RouteTable<Arc<Route>>,
-    /// Values of the keys whose change requires a restart.
+    /// Values of the keys that require a restart when they change.
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
 
-/// The values that are read from request bodies for routes and limits, in one pass.
+/// The values to read from request bodies, for routes and limits. One pass over the body reads all of them.
 #[derive(Debug, Default)]
 pub struct BodyInspection {
-    /// Pointers to the JSON values that are read.
+    /// Pointers to the JSON values to read.
     pub pointers: Arc<[JsonPointer]>,
     /// Whether a limit reads JSON-RPC messages.
     pub reads_messages: bool,
@@ -123,7 +123,7 @@ pub struct BodyInspection {
 /// `[[listener]]`
 #[derive(Debug)]
 pub struct Listener {
-    /// Name, if the listener has one.
+    /// Name of the listener. `None` if it has no name.
     pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
@@ -131,7 +131,7 @@ pub struct Listener {
     pub proxy_protocol: bool,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<ListenerTls>,
-    /// Clients that may use the listener. `None` = all.
+    /// Client networks that may use the listener. `None` = all.
     pub access: Option<AccessRules>,
 }
 
@@ -140,10 +140,10 @@ pub struct Listener {
 pub struct ListenerTls {
     /// TLS configuration for new connections.
     pub tls: DownstreamTls,
-    /// The files of each certificate and its key, as the loader has read them.
+    /// The files of each certificate and its private key, as they were when the configuration was loaded.
     pub certificates: Vec<[FileSnapshot; 2]>,
-    /// The file with the CA certificates for client certificates, as the loader has read it, and whether clients need a
-    /// certificate.
+    /// The file with the CA certificates that verify client certificates, as it was when the configuration was loaded.
+    /// [`ClientAuth`] tells whether clients must send a certificate.
     pub client_ca: Option<(FileSnapshot, ClientAuth)>,
 }
 
@@ -152,24 +152,24 @@ pub struct ListenerTls {
 pub struct StoreSettings {
     /// Redis deployment and settings. `None` selects the memory of this process.
     pub redis: Option<(RedisDeployment, RedisSettings)>,
-    /// Name of the store in logs, without credentials.
+    /// Name of the store for logs. It contains no credentials.
     pub name: String,
     /// Maximum time for a rate limit check.
     pub timeout: Duration,
     /// Maximum number of cached denials. 0 disables the cache.
     pub denial_cache: usize,
-    /// Maximum number of states in the memory of this process.
+    /// Maximum number of rate limit states in the memory of this process.
     pub max_memory_states: usize,
 }
 
-/// A limit, with the identity and cost of its requests.
+/// A limit, with the identity and the cost of requests.
 #[derive(Debug, Clone)]
 pub struct CompiledLimit {
     /// The limit with its compiled rules.
     pub limit: Arc<LimitSpec>,
-    /// Identity that the limit counts.
+    /// Identity that the limit uses.
     pub identity_spec: IdentitySpec,
-    /// Cost of a request. `None` selects the cost of the route.
+    /// Cost of a request. If `None`, the cost of the route applies.
     pub cost: Option<Cost>,
     /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
@@ -179,17 +179,16 @@ impl CompiledConfig {
     /// Read, validate and compile a configuration.
     ///
     /// # Errors
-    /// All errors of the files.
+    /// The files have errors. The error contains all of them.
     pub fn load(path: &Path, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
         CompiledConfig::load_with_source(path, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
-    /// Load a configuration as [`CompiledConfig::load`] does, and return the parsed file as well, with all its
-    /// warnings. With [`UnsetVariables::WarnExcept`], parts of the configuration that have unset variables may be
-    /// missing.
+    /// Load a configuration as [`CompiledConfig::load`] does. Also return the parsed file with all warnings. With
+    /// [`UnsetVariables::WarnExcept`], parts of the configuration that refer to unset variables may be missing.
     ///
     /// # Errors
-    /// The errors of [`CompiledConfig::load`].
+    /// See [`CompiledConfig::load`].
     pub fn load_with_source(
         path: &Path,
         environment: EnvLookup<'_>,
@@ -198,11 +197,11 @@ impl CompiledConfig {
         Self::compile_file(file::read_gateway(path, environment)?, environment, policy)
     }
 
-    /// Load a configuration as [`CompiledConfig::load`] does, but with `text` as the content of the file at `path`,
-    /// which need not exist.
+    /// Load a configuration as [`CompiledConfig::load`] does, but use `text` as the content of the file at `path`. This
+    /// file need not exist.
     ///
     /// # Errors
-    /// The errors of [`CompiledConfig::load`].
+    /// See [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
         let file = file::parse_gateway(path, text, environment)?;
         Self::compile_file(file, environment, UnsetVariables::Error).map(|(config, _)| config)
@@ -216,35 +215,36 @@ impl CompiledConfig {
         let mut reader = Validator::new(&mut file, environment);
         let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
-        // No part of the configuration is missing if there are no errors.
+        // There are no errors, so no part of the configuration is missing.
         Ok((config, file))
     }
 
-    /// Return the configuration as it is written, with the tables of included files, as JSON with masked secrets.
+    /// Return the configuration as written, including the tables of included files. The result is JSON with masked
+    /// secrets.
     pub fn redacted(&self) -> Value {
         let ConfigFiles { main, included, .. } = &self.files;
-        // Parsing cannot fail, because the configuration was compiled from the same texts.
+        // The configuration was compiled from the same texts, so parsing cannot fail.
         let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
         redacted_config(texts).unwrap_or_default()
     }
 
-    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway cannot
-    /// open both sockets, and does not start.
+    /// Return the listeners whose address conflicts with that of an earlier listener, as pairs of indices (earlier,
+    /// later). A gateway with conflicting listeners does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
         listeners::address_conflicts(&self.listeners)
     }
 
-    /// Return keyed digests of the values that a reload cannot change, by key. Gateways and `check` compare digests,
+    /// Return keyed digests of the values that a reload cannot change, by key. Digests are compared instead of values,
     /// because some values are secret.
     pub fn restart_only_digests(&self, salt: &str) -> BTreeMap<String, String> {
         self.restart_only_keys.digests(salt)
     }
 
-    /// Replace the consumers of a file with the consumers in `content`. The usage of the consumers is kept. `index` is
-    /// the index of the file in [`Authentication::consumers_files`].
+    /// Replace the consumers of a consumers file with those in `content`. The rate limit state of the consumers does
+    /// not change. `index` is the index of the file in [`Authentication::consumers_files`].
     ///
     /// # Errors
-    /// All errors of the file. After an error, the active consumers do not change.
+    /// The file has errors. The error contains all of them. After an error, the active consumers do not change.
     pub fn reload_consumers(
         &self,
         index: usize,
@@ -273,7 +273,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
-    // Count invalid networks as well, so that a file with only invalid networks is not also reported as empty.
+    // Invalid networks count as well. Otherwise, a list with only invalid networks would also be reported as empty.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
@@ -341,7 +341,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     }
 }
 
-/// Return the values that are read from request bodies for these routes and their limits.
+/// Return the values to read from request bodies, for these routes and their limits.
 fn body_inspection(
     routes: &[Arc<Route>],
     table: &RouteTable<Arc<Route>>,
@@ -367,13 +367,13 @@ fn body_inspection(
     BodyInspection { pointers: pointers.into(), ..inspection }
 }
 
-// === Keys that cannot change while the process runs, because a change requires a restart ===
+// === Keys that require a restart when they change ===
 
-/// The values of the restart-only keys, by key.
+/// The values of the keys that require a restart when they change.
 #[derive(Default, PartialEq, Eq)]
 pub(crate) struct RestartOnlyKeys(BTreeMap<String, String>);
 
-/// Omits the values, because some of them are secret.
+/// Prints only the keys, because some of the values are secret.
 impl fmt::Debug for RestartOnlyKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
@@ -381,7 +381,7 @@ impl fmt::Debug for RestartOnlyKeys {
 }
 
 impl RestartOnlyKeys {
-    /// Collect the values from a configuration.
+    /// Collect the values of a configuration.
     pub(crate) fn from_config(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.address.to_string()).collect();
         let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());
@@ -392,7 +392,7 @@ impl RestartOnlyKeys {
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
         let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
-        // Omit an absent key, as `add_table` does.
+        // Omit the key if it is absent, as `add_table` does.
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
@@ -400,7 +400,7 @@ impl RestartOnlyKeys {
         RestartOnlyKeys(fixed)
     }
 
-    /// Return the HMAC-SHA-256 of each value with the salt as the key, in hex.
+    /// Return the HMAC-SHA-256 of each value in hexadecimal, with the salt as the HMAC key.
     pub(crate) fn digests(&self, salt: &str) -> BTreeMap<String, String> {
         let key = Key::new(HMAC_SHA256, salt.as_bytes());
         let digest =
@@ -415,11 +415,11 @@ impl RestartOnlyKeys {
     }
 }
 
-/// Add all keys of a table, as they are written.
+/// Add all keys of a table, with their values as written.
 fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
-    // Serialization cannot fail, because the structs have only strings and numbers.
+    // The structs contain only strings and numbers, so serialization cannot fail.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        // Omit absent keys, so that a version of the gateway that does not have these keys computes the same digests.
+        // Omit absent keys, so that gateway versions without these keys compute the same digests.
         let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
         fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }

@@ -1,5 +1,6 @@
-//! TLS with clients: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
-//! trust roots. Certificates and the verifier of client certificates can be replaced while connections are open.
+//! TLS between clients and the gateway: selection of certificates by server name (SNI, RFC 6066 §3), verification of
+//! client certificates, and trust roots. Certificates and the verifier of client certificates can be replaced while
+//! connections are open.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -96,9 +97,10 @@ pub struct DownstreamTls {
 /// The source of the certificates of a listener.
 #[derive(Debug)]
 pub enum CertificateSource {
-    /// Certificates from files, in the configured order.
+    /// Certificates from files, in the order of the configuration.
     Files(Vec<Certificate>),
-    /// Managed certificates, which the gateway obtains while it runs: one certificate for each of these names.
+    /// Managed certificates, which the gateway obtains by ACME while it runs. There is one certificate for each of
+    /// these names.
     Managed(Vec<Box<str>>, Arc<ManagedCertificates>),
 }
 
@@ -108,7 +110,7 @@ enum SniResolver {
     /// Select the first certificate that is valid for the server name. If no certificate matches, or if the client
     /// sends no server name, use the first certificate.
     Files(Vec<ArcSwap<Certificate>>),
-    /// Select the certificate of the server name, if the server name is one of these names.
+    /// Select the managed certificate for the server name, if it is one of these names.
     Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
 }
 
@@ -128,9 +130,10 @@ impl ResolvesServerCert for SniResolver {
 }
 
 impl ClientVerifier {
-    /// Verify client certificates with these CA certificates, which are in PEM.
+    /// Create a verifier that accepts client certificates issued by these CA certificates (PEM).
     ///
-    /// # Errors An error if the PEM contains no certificate, or a certificate that cannot be used.
+    /// # Errors
+    /// The PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
@@ -145,7 +148,8 @@ impl ClientVerifier {
 impl DownstreamTls {
     /// Create a TLS configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
     ///
-    /// # Errors An error if rustls rejects the TLS configuration.
+    /// # Errors
+    /// Rustls rejects the TLS configuration.
     pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
         let certificates = Arc::new(match source {
             CertificateSource::Files(certificates) => {
@@ -158,12 +162,12 @@ impl DownstreamTls {
         Ok(DownstreamTls { certificates, config, client_trust_changed: AtomicBool::new(false) })
     }
 
-    /// Return an acceptor for the next connection.
+    /// Return a TLS acceptor with the current settings, for the next connection.
     pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(self.config.load_full())
     }
 
-    /// Return the certificates from files, in the configured order.
+    /// Return the certificates from files, in the order of the configuration.
     pub fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
         let files = match &*self.certificates {
             SniResolver::Files(certificates) => certificates.as_slice(),
@@ -172,7 +176,8 @@ impl DownstreamTls {
         files.iter().map(ArcSwap::load_full)
     }
 
-    /// Return the names whose certificates are obtained while the gateway runs, and the certificates of these names.
+    /// Return the names of managed certificates, and the state of the certificates. Return `None` if this listener has
+    /// certificate files.
     pub fn managed(&self) -> Option<(&[Box<str>], Arc<ManagedCertificates>)> {
         match &*self.certificates {
             SniResolver::Files(_) => None,
@@ -180,7 +185,7 @@ impl DownstreamTls {
         }
     }
 
-    /// Return the certificates with their challenges while a TLS-ALPN-01 challenge (RFC 8737) is pending.
+    /// Return the managed certificates if a TLS-ALPN-01 challenge (RFC 8737) is pending.
     pub fn pending_challenges(&self) -> Option<Arc<ManagedCertificates>> {
         match &*self.certificates {
             SniResolver::Managed(_, managed) => Some(managed.load_full()).filter(|managed| managed.has_tls_challenge()),
@@ -188,24 +193,26 @@ impl DownstreamTls {
         }
     }
 
-    /// Use the certificates of the previous configuration, unless this listener has certificate files.
+    /// Use these managed certificates, which come from the previous configuration. If this listener has certificate
+    /// files, change nothing.
     pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
         if let SniResolver::Managed(_, managed) = &*self.certificates {
             managed.store(certificates.clone());
         }
     }
 
-    /// Replace the certificate at `index`. Clients can still resume their sessions.
+    /// Replace the certificate at `index`. Clients can still resume their TLS sessions.
     pub fn replace_certificate(&self, index: usize, certificate: Certificate) {
         if let SniResolver::Files(certificates) = &*self.certificates {
             certificates[index].store(Arc::new(certificate));
         }
     }
 
-    /// Replace the verifier of client certificates. Clients cannot resume older sessions, because resumption would skip
-    /// the verification.
+    /// Replace the verifier of client certificates. Afterwards, clients cannot resume older TLS sessions, because
+    /// resumption would skip the verification.
     ///
-    /// # Errors An error if rustls rejects the TLS configuration.
+    /// # Errors
+    /// Rustls rejects the TLS configuration.
     pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
         self.config.store(Arc::new(server_config(self.certificates.clone(), client_verifier)?));
         self.client_trust_changed.store(true, Ordering::Relaxed);
@@ -217,8 +224,8 @@ impl DownstreamTls {
         self.client_trust_changed.load(Ordering::Relaxed)
     }
 
-    /// Accept the session tickets of `other`. The caller must ensure that both configurations verify clients in the
-    /// same way.
+    /// Accept the TLS session tickets that `other` has issued. The caller must ensure that both configurations verify
+    /// clients in the same way.
     pub fn use_ticketer_of(&self, other: &DownstreamTls) {
         let mut config = (*self.config.load_full()).clone();
         config.ticketer = other.config.load().ticketer.clone();
@@ -231,22 +238,24 @@ fn server_config(certificates: Arc<SniResolver>, client_verifier: ClientVerifier
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let mut config = builder.with_client_cert_verifier(client_verifier.0).with_cert_resolver(certificates);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    // Sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has separate ticket keys, so that
-    // a session from a listener without client certificates is not resumed where client certificates are required.
+    // TLS sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has its own ticket keys.
+    // Otherwise, a client could resume a session of a listener without client certificates on a listener that requires
+    // them.
     config.ticketer = Ticketer::new().map_err(TlsError::Setup)?;
     Ok(config)
 }
 
 // Trust roots.
 
-/// CA certificates that verify the certificates of peers.
+/// CA certificates, with which the certificates of peers are verified.
 #[derive(Debug, Clone)]
 pub struct TrustRoots(pub Arc<RootCertStore>);
 
 impl TrustRoots {
     /// Read CA certificates from PEM.
     ///
-    /// # Errors An error if the PEM contains no certificate, or a certificate that cannot be used.
+    /// # Errors
+    /// The PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -260,7 +269,8 @@ impl TrustRoots {
 
     /// Return the CA certificates of the system. Certificates that cannot be read are skipped.
     ///
-    /// # Errors An error if the system has no CA certificate.
+    /// # Errors
+    /// The system has no CA certificate.
     pub fn from_system() -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -284,8 +294,8 @@ pub struct Certificate {
 impl Certificate {
     /// Read a chain and its private key from PEM.
     ///
-    /// # Errors An error if the chain or the key is missing or cannot be read, or if the key does not belong to the
-    /// certificate.
+    /// # Errors
+    /// The chain or the key is missing or cannot be read, or the key does not belong to the certificate.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
@@ -305,15 +315,17 @@ impl Certificate {
         self.names().into_iter().next().unwrap_or_default()
     }
 
-    /// Return when the certificate expires, in seconds since the Unix epoch.
+    /// Return the expiry time of the certificate, in seconds since the Unix epoch.
     pub fn not_after_s(&self) -> u64 {
         self.validity.not_after.timestamp().max(0) as u64
     }
 
-    /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the certificate. The rest of the
-    /// chain is not checked, because clients check it, and an expired cross-signature may be intentional.
+    /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the leaf certificate. The other
+    /// certificates of the chain are not checked: clients check them, and an expired cross-signed certificate in the
+    /// chain may be intentional.
     ///
-    /// # Errors An error if the certificate has expired or is not yet valid.
+    /// # Errors
+    /// The certificate has expired or is not yet valid.
     pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
         match &self.validity {
             validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
@@ -322,7 +334,7 @@ impl Certificate {
         }
     }
 
-    /// Return the start and the end of the validity, in seconds since the Unix epoch.
+    /// Return the start and the end of the validity period, in seconds since the Unix epoch.
     pub fn validity_s(&self) -> (i64, i64) {
         (self.validity.not_before.timestamp(), self.validity.not_after.timestamp())
     }
@@ -368,23 +380,22 @@ impl Certificate {
 /// ALPN protocol ID of TLS-ALPN-01 (RFC 8737 §6.2).
 pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";
 
-/// Common name of the certificate that is served until the CA has issued the first certificate.
+/// Common name of the self-signed certificate that is served until the CA has issued the first certificate.
 const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 
-/// The certificates of all names, and the pending challenges. The certificates are kept when the configuration is
-/// reloaded.
+/// The managed certificates of all names, and the pending ACME challenges. A reload of the configuration keeps them.
 #[derive(Debug)]
 pub struct ManagedCertificates {
     /// The state of each name. The keys are server names in lower case.
     entries: ArcSwap<BTreeMap<Box<str>, ManagedCertificate>>,
     challenges: ArcSwap<Vec<Challenge>>,
-    /// The certificate that is served while there is no other certificate.
+    /// The certificate that is served until a certificate is obtained.
     self_signed: Arc<CertifiedKey>,
     /// Names whose renewal an administrator has requested.
     renewal_requests: Mutex<BTreeSet<Box<str>>>,
     /// Notified when an administrator requests a renewal.
     wake: Notify,
-    /// Number of certificates obtained, and number of attempts that failed.
+    /// Number of obtained certificates, and number of failed attempts.
     results: [AtomicU64; 2],
 }
 
@@ -395,31 +406,31 @@ pub struct ManagedCertificate {
     pub certificate: Option<Arc<Certificate>>,
     /// Time of the next planned order, in seconds since the Unix epoch. `None` until the first order is planned.
     pub next_order_s: Option<u64>,
-    /// Number of failed attempts since the last success.
+    /// Number of failed attempts to obtain the certificate since the last success.
     pub failures: u32,
-    /// The reason why the last attempt failed. `None` after a success.
+    /// The reason why the last attempt to obtain the certificate failed. `None` if it succeeded.
     pub last_error: Option<Box<str>>,
 }
 
-/// Kinds of challenges that the gateway answers.
+/// Kinds of ACME challenges that the gateway supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChallengeKind {
-    /// HTTP-01 (RFC 8555 §8.3): a response on port 80.
+    /// HTTP-01 (RFC 8555 §8.3): the CA sends an HTTP request to port 80.
     Http01,
-    /// TLS-ALPN-01 (RFC 8737): a certificate on port 443.
+    /// TLS-ALPN-01 (RFC 8737): the CA opens a TLS connection to port 443 and checks the certificate.
     TlsAlpn01,
 }
 
-/// A challenge of the CA that the gateway must answer.
+/// An ACME challenge that the gateway must complete.
 #[derive(Debug, Clone)]
 pub struct Challenge {
-    /// The name to validate, in lower case.
+    /// The DNS name that the CA validates, in lower case.
     pub name: Box<str>,
-    /// The token of the CA.
+    /// The token of the challenge, which the CA has chosen.
     pub token: Box<str>,
     /// The token and the thumbprint of the account key (RFC 8555 §8.1).
     pub key_authorization: Box<str>,
-    /// TLS configuration that answers a TLS-ALPN-01 challenge. `None` if the challenge is HTTP-01.
+    /// TLS configuration with the certificate for a TLS-ALPN-01 challenge. `None` if the challenge is HTTP-01.
     tls: Option<Arc<ServerConfig>>,
 }
 
@@ -436,7 +447,8 @@ impl ChallengeKind {
 impl Challenge {
     /// Create a challenge. For TLS-ALPN-01, also create its certificate (RFC 8737 §3).
     ///
-    /// # Errors An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
+    /// # Errors
+    /// The name is not a DNS name, or rustls rejects the TLS configuration.
     pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
         let tls = match kind {
             ChallengeKind::Http01 => None,
@@ -446,8 +458,8 @@ impl Challenge {
     }
 }
 
-/// Return the TLS configuration for the validation of `name` by the CA. This TLS configuration requests no client
-/// certificate and resumes no session.
+/// Return the TLS configuration for connections with which the CA validates `name`. It requests no client certificate
+/// and resumes no session.
 fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig, TlsError> {
     let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
     let authorization = digest(&SHA256, key_authorization.as_bytes());
@@ -467,15 +479,16 @@ fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> 
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
     let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
-    // Do not use `from_der`, which would reject the critical extension of a TLS-ALPN-01 certificate.
+    // Use `new` instead of `from_der`, because `from_der` rejects the critical extension of a TLS-ALPN-01 certificate.
     Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
 }
 
 impl ManagedCertificates {
-    /// Create the state without certificates. A self-signed certificate is served until the first certificate is
-    /// obtained.
+    /// Create the state without obtained certificates. Until the first certificate is obtained, a self-signed
+    /// certificate is served.
     ///
-    /// # Errors An error if the self-signed certificate cannot be generated.
+    /// # Errors
+    /// The self-signed certificate cannot be generated.
     pub fn new() -> Result<Self, TlsError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -491,8 +504,8 @@ impl ManagedCertificates {
     }
 
     /// Return the certificate for a server name. If the server name is one of `names` and has a certificate, return
-    /// this certificate. Otherwise return the certificate of the first of `names` that has one, or else the self-signed
-    /// certificate.
+    /// this certificate. Otherwise, return the certificate of the first of `names` that has one. If none has one,
+    /// return the self-signed certificate.
     fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());
@@ -508,7 +521,7 @@ impl ManagedCertificates {
         self.entries.load().get(name).cloned().unwrap_or_default()
     }
 
-    /// Change the certificate of a name or the state of its renewal.
+    /// Change the certificate of a name or the state of its renewal with `change`.
     pub fn update(&self, name: &str, change: impl Fn(&mut ManagedCertificate)) {
         self.entries.rcu(|entries| {
             let mut entries = BTreeMap::clone(entries);
@@ -522,7 +535,7 @@ impl ManagedCertificates {
         self.challenges.store(Arc::new(challenges));
     }
 
-    /// Return the key authorization that belongs to the token of a pending HTTP-01 challenge.
+    /// Return the key authorization for the token of a pending HTTP-01 challenge.
     pub fn http_response(&self, token: &str) -> Option<Box<str>> {
         let challenges = self.challenges.load();
         let found = challenges.iter().find(|challenge| challenge.tls.is_none() && *challenge.token == *token);
@@ -534,19 +547,19 @@ impl ManagedCertificates {
         self.challenges.load().iter().any(|challenge| challenge.tls.is_some())
     }
 
-    /// Return the TLS configuration for the validation of a name by TLS-ALPN-01.
+    /// Return the TLS configuration for the pending TLS-ALPN-01 challenge of a server name.
     pub fn tls_challenge(&self, server_name: &str) -> Option<Arc<ServerConfig>> {
         let challenges = self.challenges.load();
         challenges.iter().find(|challenge| challenge.name.eq_ignore_ascii_case(server_name))?.tls.clone()
     }
 
-    /// Request the renewal of a name.
+    /// Request the renewal of the certificate of a name.
     pub fn request_renewal(&self, name: &str) {
         self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into());
         self.wake.notify_one();
     }
 
-    /// Take all requests for renewals.
+    /// Remove and return the names whose renewal was requested.
     pub fn take_renewal_requests(&self) -> BTreeSet<Box<str>> {
         std::mem::take(&mut *self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -561,7 +574,7 @@ impl ManagedCertificates {
         self.results[usize::from(!succeeded)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of certificates obtained and the number of attempts that failed.
+    /// Return the number of obtained certificates and the number of failed attempts.
     pub fn results(&self) -> [u64; 2] {
         [&self.results[0], &self.results[1]].map(|count| count.load(Ordering::Relaxed))
     }

@@ -1,4 +1,5 @@
-//! The implementation of the commands `check`, `doctor`, `explain` and `replay`, which never serve a request.
+//! The implementation of the commands `check`, `doctor`, `explain` and `replay`. The code that serves requests does not
+//! use these modules.
 
 pub mod check;
 pub mod doctor;

@@ -104,7 +104,7 @@ pub enum UpstreamError {
         /// Name of the upstream.
         upstream: Box<str>,
     },
-    /// The client sent too little of the request body for too long.
+    /// The client sent the request body too slowly, or stopped sending it.
     #[error("the client stopped sending the request body")]
     ClientTimeout,
     /// The request body exceeds the maximum of the route.
@@ -116,7 +116,7 @@ pub enum UpstreamError {
 }
 
 impl From<BodyError> for UpstreamError {
-    /// Convert an error of the request body that occurred before the request was sent to an upstream.
+    /// Convert an error that occurred while the request body was read before the request was sent to an upstream.
     fn from(error: BodyError) -> Self {
         match error {
             BodyError::TooLarge => UpstreamError::BodyTooLarge,
@@ -165,15 +165,14 @@ impl Display for RootCause<'_> {
             write!(f, ": {root}")?;
         }
         if error.is_parse() {
-            // Detect a TLS alert, which a TLS server sends in response to a plaintext request and which hyper cannot
-            // parse.
+            // A TLS server responds to a plaintext request with a TLS alert, which hyper cannot parse.
             write!(f, "; if the server speaks TLS, use https://")?;
         }
         Ok(())
     }
 }
 
-/// An upstream in the form in which one worker uses it: the shared cluster, and the connection pools of the worker.
+/// An upstream as one worker uses it: the cluster, which all workers share, and the connection pools of the worker.
 #[derive(Debug)]
 pub struct Upstream {
     cluster: Arc<UpstreamCluster>,
@@ -208,7 +207,7 @@ impl Upstream {
         Upstream::with_pools(cluster, &[])
     }
 
-    /// Create an upstream that takes over these pools for the endpoints that still exist.
+    /// Create an upstream. For endpoints that have a pool in `known`, take over this pool.
     fn with_pools(cluster: Arc<UpstreamCluster>, known: &[Arc<EndpointPool>]) -> Self {
         let pools = ArcSwap::from_pointee(EndpointPools::new(&cluster, cluster.version(), known));
         Upstream { cluster, pools, rng: Rng::from_random_seed() }
@@ -244,7 +243,7 @@ impl Upstream {
         self.cluster.settings.client_cert_header
     }
 
-    /// Return host and port of the first server, for requests without a host.
+    /// Return host and port of the first server, as the `Host` of requests without a host.
     pub fn authority(&self) -> &str {
         &self.cluster.settings.servers[0].authority
     }
@@ -261,8 +260,8 @@ impl Upstream {
         self.pools.load()
     }
 
-    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all have `max_requests`
-    /// in flight.
+    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable, or if all usable
+    /// endpoints have `max_requests` in flight.
     fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         let pools = self.pools();
         let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
@@ -283,8 +282,8 @@ impl Upstream {
         }
         let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
         if waiting.is_first {
-            // A permit may have been released before the queue was seen as not empty, so that it was not passed to a
-            // waiter. Pick an endpoint and drop its permit: `Endpoint::release` passes the permit to the first waiter.
+            // A permit may have been released just before this request joined the empty queue, so that no waiter got
+            // it. Acquire a permit and drop it: `Endpoint::release` passes it to the first waiter.
             self.pick(key, &[]);
         }
         let permit = timeout(settings.connect_timeout, waiting.ready()).await.ok().flatten().ok_or_else(busy)?;
@@ -294,7 +293,7 @@ impl Upstream {
 }
 
 impl EndpointPools {
-    /// Create the pools for `version` of the cluster or a later version. Reuse the pools in `known`.
+    /// Create the pools for `version` of the cluster, or for a later version. Reuse the pools in `known`.
     fn new(cluster: &UpstreamCluster, version: u64, known: &[Arc<EndpointPool>]) -> Self {
         let table = Guard::into_inner(cluster.load_balancer());
         let pool = |endpoint: &Arc<Endpoint>| {
@@ -316,22 +315,22 @@ pub struct UpstreamSettings {
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,
-    /// Maximum time to connect to any endpoint, including the TLS handshake and further endpoints. This is also the
-    /// maximum time in the queue.
+    /// Maximum time until a connection to any endpoint is established, including the TLS handshake and attempts to
+    /// connect to other endpoints. This is also the maximum time in the wait queue.
     pub connect_timeout: Duration,
     /// Maximum time to wait for the response headers after the request was sent.
     pub response_timeout: Duration,
-    /// Idle connections that are older than this time are not reused.
+    /// Connections that have been idle for longer than this time are not reused.
     pub pool_idle_timeout: Duration,
     /// Load balancing policy.
     pub balance: LoadBalancingPolicy,
     /// Maximum number of requests in flight per endpoint, from all workers. 0 disables the limit.
     pub max_requests: usize,
-    /// Maximum number of requests that wait for a request permit.
+    /// Maximum number of requests that wait for a request permit of any endpoint.
     pub max_queue: usize,
     /// Health checks. `None` disables them.
     pub health: Option<HealthSettings>,
-    /// Ejection after consecutive errors. `None` disables the check.
+    /// Ejection after consecutive errors. `None` disables ejections.
     pub ejection: Option<EjectionSettings>,
     /// Time until a recovered or new endpoint has its full weight. Zero disables slow start.
     pub slow_start: Duration,
@@ -371,7 +370,7 @@ impl UpstreamServerSettings {
         self.host.parse::<IpAddr>().is_err()
     }
 
-    /// Return whether both have the same host and port, and either both use TLS or none does.
+    /// Return whether both have the same host and port, and both or neither use TLS.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
         (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }

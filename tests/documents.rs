@@ -1,4 +1,5 @@
-//! README.md and docs/: configurations are accepted, pictures and tables match the code, links and tests exist.
+//! Checks of README.md and docs/: configurations are accepted, pictures and tables match the code, and the targets of
+//! links and the named tests exist.
 
 mod support;
 
@@ -32,7 +33,8 @@ fn documents() -> Vec<PathBuf> {
     files
 }
 
-/// Complete an example: a listener, the upstream `api`, and routes if the example has only limits or an upstream.
+/// Complete an example configuration. Add a listener, the upstream `api`, and routes if the example has only limits or
+/// an upstream.
 fn complete(block: &str) -> String {
     let mut file = block.to_owned();
     if !block.contains("[[listener]]") {
@@ -84,9 +86,9 @@ fn minimal_config(consumers: &str, name: &str) -> String {
     text
 }
 
-/// A block that begins with `# NAME.toml` is that file, next to the others of its document. A document that names
-/// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it. PEM files that a block names
-/// are the development certificate and its key, files of networks have a network.
+/// Run `sluicegate check` on each TOML block. A block that begins with `# NAME.toml` is also written to this file, so
+/// that other blocks of the document can refer to it. If a document does not show `consumers.toml`, this file contains
+/// one consumer. PEM files are the development certificate and its key, and files of networks contain one network.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -137,11 +139,12 @@ fn committed_pictures_match_the_model() {
     for (name, svg) in pictures::all() {
         assert!(text.contains(&format!("](../pictures/{name})")), "docs/reference/limits.md does not show {name}");
         let committed = std::fs::read_to_string(root().join("docs/pictures").join(&name)).unwrap_or_default();
-        assert!(committed == svg, "docs/pictures/{name} differs from the model; `make pictures` draws it again");
+        assert!(committed == svg, "docs/pictures/{name} differs from the model; `make pictures` regenerates it");
     }
 }
 
-/// The tables and charts of the page are written again, from benches/field/results.csv, into a copy of the manual.
+/// Generate the tables and charts of the page from benches/field/results.csv into a copy of the manual. They must equal
+/// the committed ones.
 #[test]
 fn benchmark_tables_and_charts_match_their_data() {
     let directory = tempfile::tempdir().unwrap();
@@ -154,7 +157,7 @@ fn benchmark_tables_and_charts_match_their_data() {
     let script = root().join("benches/field/field.py");
     let output = Command::new("python3").arg("-B").arg(script).arg("--write").arg(directory.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let remedy = "`python3 -B benches/field/field.py --write docs` writes it again";
+    let remedy = "`python3 -B benches/field/field.py --write docs` regenerates it";
     assert!(std::fs::read_to_string(&copy).unwrap() == page, "performance.md differs from results.csv; {remedy}");
     let charts: Vec<_> = std::fs::read_dir(directory.path().join("pictures")).unwrap().map(Result::unwrap).collect();
     assert!(charts.len() == 3, "{charts:?}");
@@ -176,12 +179,13 @@ fn reference_rows(page: &str, columns: usize) -> Vec<Vec<&str>> {
     rows.filter(|cells| cells.len() == columns).collect()
 }
 
-/// Return the texts in backticks.
+/// Return the texts in backticks in a table cell.
 fn code(cell: &str) -> BTreeSet<&str> {
     cell.split('`').skip(1).step_by(2).collect()
 }
 
-/// Labels whose values are names of the configuration or of servers. The values of all others are documented.
+/// Labels whose values are names from the configuration or of servers. The values of all other labels must be
+/// documented.
 const NAME_LABELS: [&str; 10] =
     ["route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc"];
 
@@ -192,7 +196,7 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
     labels.map(|label| label.split_once("=\"").unwrap()).collect()
 }
 
-/// A table row has the name, the type, the labels, the unit and the meaning of a metric.
+/// Each row of the table has the name, the type, the labels, the unit and the meaning of a metric.
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n\
@@ -200,14 +204,14 @@ fn manual_lists_exactly_the_exported_metrics() {
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\", \"tokens\"]\nmirror = { upstream = \"api\" }\n";
     let providers = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\n\
                      [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1/\"\n";
-    // The metrics of certificates need one.
+    // Metrics of certificates exist only if a certificate is configured.
     let certificate = format!("{}/tests/certs/one", env!("CARGO_MANIFEST_DIR"));
     let listeners = format!(
         "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.2:0\"\n\
          tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n"
     );
     let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}{listeners}")));
-    // A worker that has served a request has created its metrics.
+    // A worker creates its metrics when it serves a request.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");
     let exposition = exposition.text();
@@ -226,7 +230,7 @@ fn manual_lists_exactly_the_exported_metrics() {
         };
         let samples: Vec<_> = exposition.lines().filter(is_sample).flat_map(labels).collect();
         let names: BTreeSet<_> = samples.iter().map(|(label, _)| *label).filter(|label| *label != "le").collect();
-        // A metric without samples, such as those of ACME here, has no labels to compare.
+        // A metric without samples has no labels to compare. In this test, these are the metrics of ACME.
         assert!(samples.is_empty() || code(row[2]) == names, "labels of {name}: {names:?}");
         for (label, value) in samples.iter().filter(|(label, _)| !NAME_LABELS.contains(label)) {
             let is_documented = page.contains(&format!("| `{value}` |")) || code(row[4]).contains(value);
@@ -262,7 +266,8 @@ fn keys(object: &Value) -> BTreeSet<&str> {
     object.as_object().unwrap().keys().map(String::as_str).collect()
 }
 
-/// Check the names of a table, and that a field is always present if and only if its `absent` column says never.
+/// Check that a table lists all fields, and that a field is always present if and only if its `absent` column says
+/// `never`.
 fn assert_fields(rows: &[Vec<&str>], absent_column: usize, all: &Value, minimal: &Value) {
     let names: BTreeSet<_> = rows.iter().map(|row| row[0].trim_matches('`')).collect();
     assert_eq!(names, keys(all));
@@ -369,13 +374,14 @@ fn manual_lists_exactly_the_access_log_fields() {
             named.extend(code(row[1]));
         }
     }
-    // The fields of limits begin with the name of the limit.
+    // The names of fields of limits begin with the name of the limit.
     let words = words.iter().filter(|word| !word.starts_with("hour."));
     let shown = words.filter_map(|word| word.find('=').map(|at| &word[..=at]));
     assert_eq!(named.into_iter().filter(|name| name.ends_with('=')).collect::<BTreeSet<_>>(), shown.collect());
 }
 
-/// Every path in the code of the admin listener is on the page, and the listener serves exactly the listed methods.
+/// The page must contain every path in the code of the admin listener, and the listener must serve exactly the listed
+/// methods.
 #[test]
 fn manual_lists_exactly_the_admin_endpoints() {
     let page = pages::read("docs/reference/admin-api.md");
@@ -436,8 +442,8 @@ fn plain_text(heading: &str) -> String {
     plain.replace(['`', '*'], "")
 }
 
-/// Return the anchors of the headings, as GitHub and mdBook generate them: letters in lower case, digits, `-` and `_`, with
-/// `-` for each space. A repeated anchor gets a number.
+/// Return the anchors of the headings, as GitHub and mdBook generate them. An anchor consists of letters in lower case,
+/// digits, `-` and `_`, with `-` for each space. A repeated anchor gets a number.
 fn anchors(text: &str) -> BTreeSet<String> {
     let (mut anchors, mut is_code) = (BTreeSet::new(), false);
     for line in text.lines() {
@@ -607,7 +613,7 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
     files.filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
 }
 
-/// Return the string literal at the start of a text.
+/// Return the content of the string literal at the start of a text.
 fn literal(text: &str) -> Option<&str> {
     text.strip_prefix('"')?.split('"').next()
 }
@@ -638,7 +644,7 @@ fn manual_lists_every_environment_variable() {
             .to_owned()
     };
     let mut named: BTreeSet<_> = accesses.map(variable).collect();
-    // Options of the command line.
+    // Environment variables of command-line options.
     named.extend(source.split(", env = ").skip(1).map(|rest| literal(rest).unwrap().to_owned()));
     assert!(named.len() >= 6, "{named:?}");
     let missing: Vec<_> = named.iter().filter(|name| !documented.contains(&***name)).collect();
@@ -664,7 +670,7 @@ fn runbook_has_a_section_for_every_alert() {
     let sections =
         page.lines().filter_map(|line| line.strip_prefix("## ")).filter(|name| name.starts_with("Sluicegate"));
     assert_eq!(sections.collect::<BTreeSet<_>>(), named);
-    // Quoted messages of the process log.
+    // The page quotes messages of the process log. They must exist in the source code.
     let text = page.split_whitespace().collect::<Vec<_>>().join(" ");
     let texts = sources(&root().join("src")).into_iter().map(|file| std::fs::read_to_string(file).unwrap());
     let source = texts.collect::<String>();
@@ -735,7 +741,7 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");
-        // `make test` skips the tests that Cargo.toml excludes.
+        // `make test` skips these files, because Cargo.toml excludes them. So their tests count as long runs.
         let is_long = ["`long_edges::", "`long_streams::", "`soak::"].iter().any(|file| row.contains(file));
         assert_eq!(run == "L", is_long, "{row}");
         assert_tests_exist(row);

@@ -1,6 +1,8 @@
-//! The fuzz targets of `fuzz/` on mutations of examples: 2 s each, or `FUZZ_SECONDS`. Fault 39 in docs/testing.md.
+//! Runs each fuzz target of `fuzz/` on mutated examples for 2 s, or for `FUZZ_SECONDS` seconds. This is fault 39 in
+//! docs/testing.md.
 //!
-//! A failure prints its seed and the smallest case found. `SEED=… cargo test --test fuzz_smoke` repeats the run.
+//! A failed run prints its seed and the smallest failing input that it found. `SEED=… cargo test --test fuzz_smoke`
+//! repeats the run.
 
 mod support;
 
@@ -89,7 +91,7 @@ fn mutated(example: &[u8], tokens: &[&str], changes: &[Change]) -> Vec<u8> {
     bytes
 }
 
-/// Run a target on mutations of examples until its time is over.
+/// Run a target on mutated examples until its time is over. Mutations insert `tokens` and change bytes.
 fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
     let seconds = std::env::var("FUZZ_SECONDS").map_or(2, |text| text.parse().expect("FUZZ_SECONDS is a number"));
     let config = Config {
@@ -104,7 +106,7 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
     let (started, runs) = (monotonic(), std::cell::Cell::new(0_u64));
     let over = || started.elapsed() >= Duration::from_secs(seconds);
     let result = runner.run(&input, |(example, changes)| {
-        // A rejected case ends the run.
+        // Reject a case to end the run: proptest aborts after the first rejection, because `max_global_rejects` is 0.
         if over() {
             return Err(TestCaseError::reject("the time is over"));
         }
@@ -116,12 +118,12 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
         Err(TestError::Abort(_)) if over() => {}
         Err(TestError::Fail(reason, (example, changes))) => {
             let bytes = mutated(example.get::<&[u8]>(examples), tokens, &changes);
-            panic!("{name}: {reason}\nthe smallest case found: {}", bytes.escape_ascii());
+            panic!("{name}: {reason}\nthe smallest failing input found: {}", bytes.escape_ascii());
         }
         other => panic!("{name}: {other:?}"),
     }
     println!("fault 39: {name}, {} runs, 0 findings", runs.get());
-    assert!(runs.get() >= 50, "{name}: {} runs only", runs.get());
+    assert!(runs.get() >= 50, "{name}: only {} runs", runs.get());
 }
 
 #[test]
@@ -135,7 +137,7 @@ fn canonical_paths() {
     fuzz("canonical path", &examples, &tokens, canonical_path::run);
 }
 
-/// A byte that selects the format, then lines.
+/// An example is a byte that selects the log format, followed by log lines.
 #[test]
 fn access_logs() {
     let names = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate", "nginx"];
@@ -352,7 +354,7 @@ fn heads_to_identities() {
     fuzz("head, route, identity", &examples, &tokens, head::run);
 }
 
-/// Every key about who may come in, where requests go and what their headers are.
+/// A configuration with the keys for access control, authentication, routing and headers.
 const ACCESS: &str = r#"[server]
 block_unknown_hosts = true
 [tiers]
@@ -420,7 +422,7 @@ path = "/"
 redirect = { scheme = "https", port = 443, status = 308 }
 "#;
 
-/// A byte that selects the route, then header lines.
+/// An example is a byte that selects the route, followed by header lines.
 #[test]
 fn credentials_of_requests() {
     const WRITER: &str = "eyJhbGciOiJFZERTQSIsImtpZCI6ImsifQ.eyJzdWIiOiJhbGljZSIsInNjb3BlIjoicmVhZCB3cml0ZSIsImV4cCI6OTAwMDAwMDAwMH0.Gt6U5PqDz-4qSyxdV1gNO9jtykN0fWT-NrgdO2MpA6sJAfuUnZMli0QN-ihcOkvJu1uqClUXnQX8iMYcMIfECg";
@@ -460,7 +462,8 @@ fn credentials_of_requests() {
     fuzz("credentials", &examples, &tokens, credentials::run);
 }
 
-/// A byte that selects two requirements, their texts, and values.
+/// An example is a byte that selects the kinds of two conditions, followed by lines: a text for each condition, then
+/// values.
 #[test]
 fn route_conditions() {
     let examples: [&[u8]; 8] = [
@@ -481,7 +484,7 @@ fn route_conditions() {
     fuzz("route conditions", &examples, &tokens, conditions::run);
 }
 
-/// Files that Apache's htpasswd wrote, with its default and with bcrypt.
+/// The examples contain hashes that Apache's htpasswd wrote: with its default algorithm and with bcrypt.
 #[test]
 fn htpasswd_files() {
     const APR1: &str = "$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/";
@@ -501,7 +504,7 @@ fn htpasswd_files() {
     fuzz("htpasswd file", &examples, &tokens, htpasswd::run);
 }
 
-/// JSON Web Key Sets, as issuers publish them.
+/// The examples are JSON Web Key Sets, as issuers publish them.
 #[test]
 fn key_sets() {
     let examples: [&[u8]; 5] = [
@@ -722,7 +725,7 @@ fn proxy_headers() {
     let examples: [&[u8]; 13] = [
         b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n",
         b"PROXY TCP4 198.51.100.1 192.0.2.1 0 65535\r\nGET / HTTP/1.1\r\n\r\n",
-        // A sign is not a digit.
+        // The next header is invalid, because a port has a sign.
         b"PROXY TCP4 198.51.100.1 192.0.2.1 +1 2\r\n",
         b"PROXY TCP6 2001:db8::1 2001:db8::ffff 1 2\r\n",
         b"PROXY TCP6 ::ffff:198.51.100.2 ::1 65535 1\r\n",

@@ -1,9 +1,9 @@
-//! The layer rule: imports point down, and the limiter depends on nothing else.
+//! The layer rule: modules import only from lower layers, and the limiter imports no other module.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The layers from top to bottom. Modules in one row do not import each other, except where listed below.
+/// The layers from top to bottom. Modules in the same row must not import each other.
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
@@ -32,7 +32,7 @@ const LIMITER_ROWS: &[&[&str]] = &[
     &["clock", "key", "metrics", "pacing", "quota"],
 ];
 
-/// The clock and the cells of metrics are part of the limiter and may be imported everywhere.
+/// Modules of the limiter that all modules may import: the clock and the cells of metrics.
 const ANYONE: &[&str] = &["limiter::clock", "limiter::metrics"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -59,7 +59,7 @@ fn imports(path: &Path) -> Vec<String> {
     let code = text.split("#[cfg(test)]").next().unwrap();
     let crate_name = if path.ends_with("main.rs") { "sluicegate::" } else { "crate::" };
     let mut found = Vec::new();
-    // `super::` in `a::b::c` is `crate::a::b::`. Names at the root are imports as well.
+    // Paths with `super::` are imports, too: in `a::b::c`, `super::` is `crate::a::b::`.
     let own = module(path);
     for (at, _) in code.match_indices("super::").filter(|(at, _)| !code[..*at].ends_with("super::")) {
         let chain = code[at..].split("super::").take_while(|part| part.is_empty()).count();
@@ -95,7 +95,7 @@ fn row(rows: &[&[&str]], name: &str) -> Option<usize> {
 fn imports_point_downward() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
-    assert!(files.len() > 30, "the sources were found");
+    assert!(files.len() > 30, "too few source files were found");
     let mut wrong = Vec::new();
     let mut arrows: BTreeMap<(String, String), usize> = BTreeMap::new();
     for file in &files {
@@ -103,7 +103,7 @@ fn imports_point_downward() {
         if own == ["lib"] {
             continue;
         }
-        let own_row = row(ROWS, &own[0]).unwrap_or_else(|| panic!("{} stands in no row", own[0]));
+        let own_row = row(ROWS, &own[0]).unwrap_or_else(|| panic!("{} is in no row", own[0]));
         for import in imports(file) {
             let mut parts = import.split("::");
             let other = parts.next().unwrap();
@@ -128,7 +128,7 @@ fn imports_point_downward() {
             }
         }
     }
-    assert!(arrows.len() > 10, "imports were found: {arrows:?}");
+    assert!(arrows.len() > 10, "too few imports were found: {arrows:?}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 

@@ -1,5 +1,5 @@
-//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md, in full size
-//! with `LONG=1`.
+//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md. `LONG=1`
+//! runs the tests in full size.
 
 #![allow(clippy::disallowed_methods)] // the tests measure times
 
@@ -26,7 +26,7 @@ use support::{MAX_WAIT, eventually};
 
 const MIB: u64 = 1 << 20;
 
-/// Return the size of a test: the full one with `LONG=1`, else one that takes seconds.
+/// Return the size of a test: the full size with `LONG=1`, or a size that takes seconds.
 fn size(long: usize, short: usize) -> usize {
     if std::env::var_os("LONG").is_some() { long } else { short }
 }
@@ -39,12 +39,12 @@ fn config(server: &str, upstream: SocketAddr) -> String {
     )
 }
 
-/// Return the maximum memory growth until `done` returns true.
+/// Return the maximum memory growth in bytes until `done` returns true.
 fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> bool) -> u64 {
     let mut most = 0;
     eventually(what, || {
         most = most.max(gateway.memory().saturating_sub(before));
-        // Sample often without using a core of the measurement.
+        // Sample often, but leave the cores to the measured processes.
         std::thread::park_timeout(Duration::from_millis(5));
         done()
     });
@@ -56,7 +56,7 @@ fn slow_clients_are_closed_and_hold_little_memory() {
     let count = size(200, 100);
     let ended = Arc::<AtomicUsize>::default();
     let record = ended.clone();
-    // GET: an endless response. POST: read everything.
+    // The upstream sends an endless response to GET. For POST, it reads the body and does not respond.
     let upstream = serve(move |mut stream| {
         let Some(head) = read_head(&mut stream) else { return };
         if head.starts_with("POST") {
@@ -123,18 +123,18 @@ fn p99(gateway: &Gateway, time: Duration) -> f64 {
     times[times.len() * 99 / 100].as_secs_f64() * 1000.0
 }
 
-/// Name, first bytes, and the n-th repeated piece of a flood.
+/// A flood: its name, its first bytes, and the function that returns the n-th piece after them.
 type Flood = (&'static str, fn() -> Vec<u8>, fn(u32) -> Vec<u8>);
 
 fn open_stream() -> Vec<u8> {
     frame(HEADERS, END_HEADERS, 1, &block("POST", "/up", &[]))
 }
 
-/// A literal of 4,000 bytes that enters the dynamic table with index 62.
+/// Return a request with a header of 4,000 bytes, which HPACK stores in the dynamic table with index 62.
 fn bomb() -> Vec<u8> {
     let mut fields = block("GET", "/", &[]);
     fields.extend(b"\x40\x03x-a\x7f");
-    // 4000 − 127 in groups of 7 bits, the lowest first.
+    // The length 4000 − 127 in groups of 7 bits, the lowest group first.
     fields.extend([(3873 & 0x7f) as u8 | 0x80, (3873 >> 7) as u8]);
     fields.extend([b'x'; 4000]);
     frame(HEADERS, END_STREAM | END_HEADERS, 1, &fields)
@@ -163,7 +163,7 @@ const FLOODS: [Flood; 8] = [
     }),
 ];
 
-/// Repeat a flood and discard the responses until the test stops it.
+/// Repeat a flood on new connections and discard the responses, until the test stops it.
 fn attack(address: SocketAddr, flood: Flood, stop: &AtomicBool) {
     let (_, start, piece) = flood;
     while !stop.load(Ordering::Relaxed) {
@@ -209,7 +209,8 @@ fn http2_floods_take_little_memory_and_delay_others_little() {
         });
         println!("fault 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
         if flood.0.starts_with("requests") {
-            // Two busy clients on two cores: other clients get the rest, whatever these send.
+            // Two busy clients slow down other clients on two cores, whatever they send. So compare the floods with
+            // this figure.
             comparison = p99.max(quiet);
         }
         assert!(grown <= 32 * MIB, "{}: {grown} bytes more", flood.0);
@@ -241,7 +242,7 @@ fn idle_connections_take_little_memory() {
     let server = "max_connections = 11000\nidle_timeout = \"1h\"";
     let client = tls_client();
     let mut wrong = Vec::new();
-    // KiB: the measured figure and an eighth more for other growth of the process.
+    // Maximum KiB per connection: the measured value, plus an eighth for other growth of the process.
     let bounds: [(&str, u64); 3] = [("HTTP/1.1", 16), ("TLS", 24), ("HTTP/2", 30)];
     for (what, most) in bounds {
         for count in if size(1, 0) == 1 { vec![1000, 10_000] } else { vec![500] } {
@@ -252,7 +253,7 @@ fn idle_connections_take_little_memory() {
                     "HTTP/1.1" => {
                         let mut client = gateway.client();
                         assert_eq!(client.get("/").status, 200);
-                        // The client's buffer belongs to the test, so drop it.
+                        // Drop the client's buffer, because it uses memory of the test.
                         Box::new(client.stream.into_inner())
                     }
                     "TLS" => {
@@ -291,7 +292,7 @@ fn idle_connections_take_little_memory() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Pseudo-random bytes, different in each block.
+/// Return a block of pseudo-random bytes, which are different for each number.
 fn block_of(number: u64) -> Vec<u8> {
     let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(MIB as usize);
@@ -304,7 +305,7 @@ fn block_of(number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Write `mib` MiB. Return their SHA-256.
+/// Write `mib` MiB. Return the SHA-256 hash of the bytes.
 fn write_all(stream: &mut impl Write, mib: u64) -> Vec<u8> {
     let mut hash = Context::new(&SHA256);
     let blocks: Vec<_> = (0..16).map(block_of).collect();
@@ -316,7 +317,7 @@ fn write_all(stream: &mut impl Write, mib: u64) -> Vec<u8> {
     hash.finish().as_ref().to_vec()
 }
 
-/// Read `mib` MiB with pauses. Return their SHA-256.
+/// Read `mib` MiB with pauses. Return the SHA-256 hash of the bytes.
 fn read_slowly(stream: &mut impl Read, mib: u64) -> Vec<u8> {
     let mut hash = Context::new(&SHA256);
     let mut bytes = vec![0; MIB as usize];

@@ -1,5 +1,5 @@
-//! The delay of events on many concurrent streams, server-sent events and WebSockets: fault 34 in docs/testing.md, in
-//! full size with `LONG=1`.
+//! The delay of events on many concurrent streams, both server-sent events and WebSockets: fault 34 in docs/testing.md.
+//! `LONG=1` runs the test in full size.
 
 #![allow(clippy::disallowed_methods)] // the test measures times
 
@@ -23,7 +23,7 @@ const EVERY: Duration = Duration::from_secs(1);
 
 const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 
-/// The prefix of an event. Its time follows in twelve digits, µs since the start.
+/// The prefix of an event. The time of the event follows in twelve digits, in µs since the start of the test.
 const EVENT: &[u8] = b"data: ";
 
 /// The two kinds of streams.
@@ -59,7 +59,7 @@ async fn serve_events(mut stream: TcpStream, began: Instant) -> io::Result<()> {
     };
     stream.write_all(format!("HTTP/1.1 {head}\r\n\r\n").as_bytes()).await?;
     let mut ticks = interval(EVERY);
-    // Late ticks would come in a burst otherwise.
+    // By default, late ticks would come in a burst.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
@@ -86,7 +86,7 @@ async fn listen(address: SocketAddr, kind: Kind, began: Instant, open: &Barrier)
     let head = read_head(&mut stream).await.unwrap();
     let status = if kind == Kind::Sse { "http/1.1 200" } else { "http/1.1 101" };
     assert!(head.starts_with(status), "{kind:?}: {head}");
-    // The test measures open streams, not how they are opened.
+    // Wait until all streams are open, because the test does not measure how they are opened.
     open.wait().await;
     let (opened, end) = (began.elapsed().as_micros() as u64, Instant::now() + size().1);
     let (mut unread, mut ages, mut last) = (Vec::new(), Vec::new(), 0);

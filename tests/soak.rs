@@ -1,5 +1,6 @@
-//! The soak test: 15 minutes of load with a fault every 30 s (fault 38 in docs/testing.md). Memory and descriptors stay
-//! level, and every response is one that the documents allow. `SOAK_SECONDS` shortens the test and its rounds.
+//! The soak test: 15 minutes of load with a fault every 30 s (fault 38 in docs/testing.md). Memory and open descriptors
+//! must not grow, and every response must be one that the documentation allows. `SOAK_SECONDS` shortens the test and
+//! its rounds.
 
 #![allow(clippy::disallowed_methods)] // the test measures times
 
@@ -23,7 +24,7 @@ use support::{SetOnDrop, eventually, signal};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// The faults of the rounds, in turn.
+/// The faults. Each round causes the next one of `FAULTS`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Crowd,
@@ -50,15 +51,15 @@ const FAULTS: [Fault; 8] = [
 /// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
-/// The pause between two requests of a client: some hundred requests per second in total.
+/// The pause between two requests of a client. All clients together send some hundred requests per second.
 const PACE: Duration = Duration::from_millis(10);
 
-/// An upstream behind a relay. It echoes requests, and does not respond on `/slow`.
+/// An upstream behind a relay. It responds with the request target, and does not respond to `/slow`.
 struct Api {
     relay: Relay,
     port: u16,
     waiting: Arc<AtomicUsize>,
-    /// Bodies of POST requests, and how many came twice.
+    /// Bodies of POST requests, and the number of repeated ones.
     posted: Arc<Mutex<(HashSet<Vec<u8>>, usize)>>,
 }
 
@@ -113,14 +114,14 @@ fn config(api: &Api, redis: &Redis, round: usize) -> String {
 struct Run {
     over: AtomicBool,
     round: AtomicUsize,
-    /// Odd while the upstream is disturbed.
+    /// A counter that is odd while a fault disturbs the upstream.
     upstream: AtomicUsize,
     answered: AtomicUsize,
     slowest_ms: AtomicUsize,
 }
 
 impl Run {
-    /// Repeat until the end of the run.
+    /// Call `ask` with the numbers from 0 until the end of the run.
     fn repeat(&self, mut ask: impl FnMut(usize)) {
         for number in 0.. {
             if self.over.load(Ordering::SeqCst) {
@@ -134,7 +135,8 @@ impl Run {
         }
     }
 
-    /// A route that needs no upstream and, with `local`, no store: it never fails.
+    /// Send requests to a route that never fails. It needs no upstream, and its limit falls back to a local share if
+    /// the store fails.
     fn hello(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -143,7 +145,7 @@ impl Run {
         });
     }
 
-    /// The same over HTTP/2, a hundred requests per connection.
+    /// Send requests to the same route over HTTP/2, a hundred requests per connection.
     fn hello_by_http2(&self, address: SocketAddr) {
         let mut client = Http2::connect(address, &[]);
         self.repeat(|number| {
@@ -157,7 +159,7 @@ impl Run {
         });
     }
 
-    /// GET succeeds while the upstream is up, with the response to this request.
+    /// Send GET requests to the upstream. While the upstream is up, each one must get its own response.
     fn get(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -172,21 +174,22 @@ impl Run {
         });
     }
 
-    /// POST is sent once, whatever its outcome. The upstream counts.
+    /// Send POST requests to the upstream. The gateway must forward each one at most once, and the upstream counts
+    /// repeated bodies.
     fn post(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
             let reply = client.request("POST", "/post", &[], number.to_string().as_bytes());
             assert!([200, 502, 503, 504].contains(&reply.status), "{} for POST: {}", reply.status, reply.text());
-            // A response that came before the body was read.
+            // The gateway responded before it read the body, so it closes the connection.
             if reply.header("connection") == Some("close") {
                 client = Client::connect(address);
             }
         });
     }
 
-    /// Return how often the identity of each round was admitted, denied, and rejected with 503 because the store
-    /// failed.
+    /// Send requests to `/exact`. Return how often the identity of each round was admitted, denied, and rejected with
+    /// 503 because the store failed.
     fn exact(&self, address: SocketAddr) -> Vec<(usize, usize, usize)> {
         let (mut client, mut counts) = (Client::connect(address), Vec::new());
         self.repeat(|_| {
@@ -205,7 +208,7 @@ impl Run {
     }
 }
 
-/// The parts that faults disturb.
+/// The processes that faults disturb, and the state of the run.
 struct Scene<'a> {
     gateway: &'a Gateway,
     api: &'a Api,
@@ -299,12 +302,12 @@ impl Scene<'_> {
     }
 }
 
-/// Return the number of open descriptors.
+/// Return the number of open file descriptors of the gateway.
 fn descriptors(gateway: &Gateway) -> f64 {
     std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count() as f64
 }
 
-/// Return the first and the last third.
+/// Return the first and the last third of the samples.
 fn thirds(samples: &[f64]) -> [&[f64]; 2] {
     let third = samples.len() / 3;
     [&samples[..third], &samples[samples.len() - third..]]
@@ -313,7 +316,7 @@ fn thirds(samples: &[f64]) -> [&[f64]; 2] {
 #[test]
 fn repeated_faults_leave_memory_and_descriptors_level() {
     let seconds = std::env::var("SOAK_SECONDS").map_or(900, |text| text.parse().expect("SOAK_SECONDS is a number"));
-    // Each third has every fault at least once.
+    // In each third of the rounds, every fault occurs at least once.
     let rounds = (seconds / 30).max(3 * FAULTS.len());
     let each = Duration::from_secs(seconds as u64) / rounds as u32;
     let (api, redis) = (Api::start(), Redis::start());
@@ -361,15 +364,15 @@ fn repeated_faults_leave_memory_and_descriptors_level() {
     );
     for (round, (allowed, denied, failed)) in counts.into_iter().enumerate() {
         let told = format!("round {round}: {allowed} allowed, {denied} denied, {failed} not decided");
-        // A restarted Redis without data starts a new quota.
+        // Redis restarts without data, so the identity gets a new quota.
         let killed = FAULTS[round % FAULTS.len()] == Fault::RedisKilled;
         assert!(allowed <= if killed { 2 * EXACT } else { EXACT }, "{told}");
         if failed == 0 && denied > 0 && !killed {
             assert_eq!(allowed, EXACT, "{told}");
         }
     }
-    assert_eq!(api.posted.lock().unwrap().1, 0, "POST sent twice");
+    assert_eq!(api.posted.lock().unwrap().1, 0, "a POST was sent twice");
     assert!(highest[1] <= highest[0] * 1.05 + 8.0 * MIB, "memory grows");
-    assert!((mean[1] - mean[0]).abs() <= 5.0, "descriptors");
+    assert!((mean[1] - mean[0]).abs() <= 5.0, "the number of descriptors changes");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }

@@ -1,8 +1,8 @@
-"""Bars of CPU per request as SVG: the gateway's part dark, that of Redis light."""
+"""Draw bars of the CPU time per request as SVG. The part of the gateway is dark, the part of Redis is light."""
 
 
 def bars(title, rows):
-    """`rows`: a label, and the two parts in µs."""
+    """Return a chart. Each of the `rows` has a label, the CPU time of the gateway and the CPU time of Redis, in µs."""
     most = max(gateway + redis for _, gateway, redis in rows)
     scale, height = 420 / most, 34 * len(rows) + 56
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="sans-serif" font-size="13">',

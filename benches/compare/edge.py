@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""HTTP/2, TLS, large bodies, a fixed rate and twice the capacity: ours beside nginx and HAProxy, each proxy on core 0.
+"""Compare Sluicegate with nginx and HAProxy: HTTP/2, TLS, large bodies, a fixed rate, and twice the capacity.
 
-CPU per request or handshake, bytes per second of CPU, and what clients wait. Load by wrk, h2load and openssl from core 1, where the
-upstream is, too. `make bench-edge` builds, installs the peers and runs this. Ports 7000 and 9000, and 9151 to 9159 must be free.
+The script prints the CPU time per request or TLS handshake, the bytes per second of CPU time, and the latency. Each
+proxy runs on core 0. The load generators (wrk, h2load, openssl) and the upstream run on core 1. `make bench-edge` builds
+the gateway, installs the peers and runs this script. Ports 7000, 9000 and 9151 to 9159 must be free.
 """
 import argparse, os, pathlib, re, shutil, statistics, subprocess, tempfile, time
 
@@ -64,7 +65,7 @@ path = "/small/limited"
 upstream = "up"
 limits = ["wide"]
 """
-# Ports for HTTP/1.1, HTTP/2 in clear text, and TLS.
+# The ports of each proxy for HTTP/1.1, for HTTP/2 without TLS, and for TLS.
 PROXIES = {"nginx": (9151, 9152, 9153), "haproxy": (9154, 9155, 9156), "sluicegate": (9157, 9157, 9159)}
 
 
@@ -100,7 +101,7 @@ class Edge:
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def run(self, proxy, *command):
-        """What a load says, and the CPU seconds that it took the proxy."""
+        """Run a load. Return its output, and the CPU time of the proxy in seconds."""
         pids = tree(self.procs[proxy].pid)
         before = cpu(pids)
         out = subprocess.run(["taskset", "-c", "1", *map(str, command)], capture_output=True, text=True)
@@ -112,7 +113,8 @@ class Edge:
         return int(re.search(r"(\d+) requests in", out)[1]), used
 
     def rate(self, proxy, path, rate, clients):
-        """Milliseconds of each answer, and how many were refused, at so many requests a second."""
+        """Send `rate` requests per second. Return the sorted latencies of the 200 responses in ms, and the number of other
+        responses."""
         log = f"{self.dir}/times"
         pathlib.Path(log).unlink(missing_ok=True)
         self.run(proxy, "h2load", "--h1", "-t1", "-c", clients, "-D", self.seconds * 2, "--rps", rate / clients,

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How the CPU of a request grows with routes, limits of a route, identities and connections; one chart each.
+"""Measure how the CPU time per request grows with four factors: routes, limits per route, identities and connections.
 
-Gateways on core 0, in front of the upstream of compare.py; load, Redis and upstream on core 1. The sizes of a factor take turns, so
-that a busy moment of the machine meets all of them, and of each the quietest round counts. How cost grows with gateways is what
-scale.py shows. Prints a table and, with --charts DIR, draws it. `make bench-growth` builds and runs this; ports 7000, 9000 and
-9140 to 9144 must be free.
+The gateways run on core 0. The load generator, Redis and the upstream of compare.py run on core 1. The sizes of a factor
+are measured in turn, so that other load of the machine affects all of them. Of each size, the round with the least CPU
+time counts. scale.py measures how the CPU time grows with the number of gateways. The script prints a table and, with
+--charts DIR, draws one chart per factor. `make bench-growth` builds the gateway and runs this script. Ports 7000, 9000
+and 9140 to 9144 must be free.
 """
 import argparse, pathlib, shutil, subprocess, tempfile, time, urllib.error, urllib.request
 
@@ -31,13 +32,14 @@ pool_idle_timeout = "60s"
 
 
 def limit(number):
-    """Token buckets and fixed windows in turn, which never deny."""
+    """Return the configuration of a limit that never denies: a token bucket or a fixed window, in turn."""
     kind = 'quota = "1000000/s"' if number % 2 == 0 else 'quota = "1000000000/hour"\nalgorithm = "fixed-window"'
     return f'[limit.l{number}]\nby = "api-key"\n{kind}\n'
 
 
 class Size:
-    """A gateway with so many routes, of which each names so many of so many limits, and what is asked of it."""
+    """The configuration of a gateway, and its load: `limits` is the total number of limits, `of_route` the number of limits
+    per route."""
 
     def __init__(self, label, routes=1, limits=1, of_route=1, connections=64, identities=1000):
         self.label, self.routes, self.limits, self.of_route = label, routes, limits, of_route
@@ -63,7 +65,8 @@ class Growth(Bench):
         self.start("upstream", ["nginx", "-c", self.config("upstream.nginx.conf")], 1)
 
     def measure(self, sizes):
-        """For each size the CPU of gateway and Redis in its quietest round, and the multiple of the first."""
+        """Measure the sizes. For each size, return the CPU time of the gateway and Redis in its round with the least CPU
+        time, and the ratio to the first size."""
         for port, size in enumerate(sizes, 9140):
             path = pathlib.Path(self.dir) / f"{port}.toml"
             path.write_text(size.config(port))
@@ -71,10 +74,10 @@ class Growth(Bench):
         for port, size in enumerate(sizes, 9140):
             self.wait(size.url(port))
             for first in range(0, size.identities, size.identities // 5) if size.identities > 10**5 else ():
-                # Until Redis knows them all.
+                # Create the states of all identities in Redis.
                 subprocess.run(["wrk", "-t1", "-c64", "-d15s", "-s", str(HERE / "identities.lua"), size.url(port),
                                 "--", str(size.identities), str(first), "1"], stdout=subprocess.DEVNULL)
-        # The first round warms up.
+        # The first round is a warm-up, whose result is discarded.
         for _ in range(self.repeat + 1):
             for port, size in enumerate(sizes, 9140):
                 script = ("identities.lua", str(size.identities), "0", "1")

@@ -1,4 +1,6 @@
--- wrk: so many API keys (the first argument) in turn, another stretch of them for each of so many processes (the second and third).
+-- A script for wrk: the requests use many API keys in turn. Arguments: the number of keys, the number after
+-- which to start, and the step to the next key. If several wrk processes run, each has another start, and the step is
+-- the number of processes.
 local n, last, step = 0, 0, 1
 init = function(arguments)
   last, step, n = tonumber(arguments[1]), tonumber(arguments[3]), tonumber(arguments[2])

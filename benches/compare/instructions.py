@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""How many user instructions the gateway spends on a request, by callgrind: the same on every machine and however busy it is.
+"""Count the instructions that the gateway executes in user mode per request, with callgrind.
 
-Sixteen connections ask in step, so that requests meet as they do under load; what a start costs is the same in a short run and in
-a long one, and the difference is counted. The upstream is a second gateway, and Redis one of its own. Chat requests of 2 KiB are
-counted on a route that counts their tokens and on one that does not. Prints a table and asserts nothing. `make bench-instructions` builds and runs this; valgrind and redis-server must be there.
+The result does not depend on the speed or the load of the machine. Sixteen connections send their requests at the same
+time, so that checks are batched as under load. A short and a long run are counted. Their difference does not include the
+instructions of the start. The upstream is a second gateway, and Redis is a separate server. LLM chat requests of 2 KiB
+are measured on a route that counts their LLM tokens and on a route that does not. The script prints a table and asserts
+nothing. `make bench-instructions` builds the gateway and runs this script. It needs valgrind and redis-server.
 """
 import argparse, json, pathlib, re, socket, subprocess, tempfile, time
 
@@ -87,7 +89,7 @@ def stream_response():
 
 
 def request(route, key):
-    """A request without a body, or a chat request of 2 KiB."""
+    """Return a request without a body or, for chat and stream routes, a chat request of 2 KiB."""
     if "/" not in route:
         return f"GET /{route} HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\n\r\n".encode()
     body = {"model": "m", "max_tokens": 500, "stream": route.startswith("stream"), "messages": [{"role": "user", "content": ""}]}
@@ -113,7 +115,7 @@ def connect(port, process):
 
 
 def answer(connection, pending):
-    """One response with a Content-Length."""
+    """Read one response, which has a Content-Length."""
     while b"\r\n\r\n" not in pending:
         pending += receive(connection)
     head, rest = pending.split(b"\r\n\r\n", 1)

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""LLM gateways side by side: Sluicegate, LiteLLM with Redis, and Portkey's gateway, which has no limits.
+"""Compare LLM gateways: Sluicegate, LiteLLM with Redis, and Portkey's gateway, which has no limits.
 
-What a limit of 100,000 tokens per minute lets through when 5 and 10 clients send at the same time, each request of 20,000 tokens. Then
-the load of GoModel's benchmark: three APIs, streamed or not, at concurrency 10: CPU and latency of the first byte for each request,
-memory at the end. Prints tables and asserts nothing. `make bench-llm` installs the peers and runs this.
+The first part measures how many LLM tokens a limit of 100,000 tokens per minute admits if 5 or 10 clients send requests
+of 20,000 tokens at the same time. The second part is the load of GoModel's benchmark: three APIs, with and without
+streaming, with 10 concurrent requests. It measures the CPU time per request, the latency of the first byte, and the
+memory at the end. The script prints tables and asserts nothing. `make bench-llm` installs the peers and runs it.
 """
 import argparse, asyncio, json, os, pathlib, secrets, socket, statistics, subprocess, tempfile, time, urllib.request
 
@@ -51,7 +52,8 @@ general_settings:
   master_key: sk-{master}
 """
 
-# Keys with limits of their own need a database; this is LiteLLM's interface for keys that are kept elsewhere.
+# LiteLLM stores keys with individual limits in a database. To avoid the database, use its interface for custom
+# authentication.
 LITELLM_AUTH = """from litellm.proxy._types import UserAPIKeyAuth
 async def authenticate(request, api_key):
     return UserAPIKeyAuth(api_key=api_key, tpm_limit={quota})
@@ -59,7 +61,7 @@ async def authenticate(request, api_key):
 
 
 class Provider:
-    """Issues tokens after a delay, and counts them."""
+    """A fake LLM provider that responds after a delay and counts the tokens that it has issued."""
 
     def __init__(self, output, delay):
         self.output, self.delay, self.issued, self.admitted = output, delay, 0, 0
@@ -88,7 +90,7 @@ class Provider:
 
 
 def response(api, stream, output):
-    """A response of ten words with the usage of `output` tokens, or its events."""
+    """Return the media type and the text of a response: ten words and a usage of `output` tokens, as JSON or events."""
     words = ["word "] * 10
     if api == "messages":
         message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "c", "stop_sequence": None}
@@ -157,7 +159,8 @@ def request(api, stream, bound, headers):
 
 
 async def send(port, message, count, concurrency, until=None):
-    """Send a message `count` times, or until an instant, over so many connections. Return statuses and times to the first byte."""
+    """Send a message `count` times, but at most until the time `until`, over `concurrency` connections. Return the number
+    of responses by status, and the times to the first byte in seconds."""
     statuses, firsts = {}, []
     left = iter(range(count))
 
@@ -182,7 +185,7 @@ async def send(port, message, count, concurrency, until=None):
                 writer.close()
                 writer = None
             if until and status != 200:
-                # Denied clients do not flood the gateway.
+                # Wait after a denial, so that the client does not flood the gateway.
                 await asyncio.sleep(0.1)
         if writer:
             writer.close()
@@ -198,7 +201,7 @@ def free_port():
 
 
 class Peer:
-    """A gateway in processes of its own."""
+    """A running gateway, which may have several processes."""
 
     def __init__(self, name, command, port, headers=None, env=None, cwd=None):
         self.name, self.port, self.headers = name, port, headers or {}
@@ -215,7 +218,7 @@ class Peer:
                 time.sleep(0.1)
 
     def processes(self):
-        """The process and its children."""
+        """Return the process ids of the gateway and all its descendants."""
         found = [self.process.pid]
         for pid in found:
             for task in pathlib.Path(f"/proc/{pid}/task").glob("*"):
@@ -227,7 +230,7 @@ class Peer:
         return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
     def memory_mib(self):
-        """Proportional set size, in which shared pages count once."""
+        """Return the proportional set size (PSS) of all processes in MiB, in which a shared page counts once."""
         sizes = (pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in self.processes())
         return sum(int(line.split()[1]) for text in sizes for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
@@ -267,11 +270,11 @@ def start(name, options, folder, provider, redis, quota):
 
 
 async def overrun(options, folder, redis, names):
-    """Tokens that a limit of 100,000 per minute lets through, each request with 20,000."""
+    """Print how many tokens a limit of 100,000 tokens per minute admits, if each request uses 20,000 tokens."""
     print(f"issued within {SECONDS} s by a limit of {LIMIT:,} tokens per minute; each request uses {COST:,}")
     for name in names:
         for concurrency in options.concurrency:
-            # The input estimate counts the bytes of the body.
+            # Set `max_tokens` 200 below the cost, because the gateway estimates the input from the bytes of the body.
             for stream, bound in [(False, COST - 200), (True, COST - 200), (False, None), (True, None)]:
                 subprocess.run(["redis-cli", "-p", str(redis), "flushall"], check=True, capture_output=True)
                 provider, port = Provider(COST - INPUT, 0.5), free_port()
@@ -336,7 +339,7 @@ async def main():
             while subprocess.run(["redis-cli", "-p", str(redis_port), "ping"], capture_output=True).stdout != b"PONG\n":
                 time.sleep(0.05)
             if options.part != "load":
-                # Portkey's gateway has no limits without its service.
+                # Without Portkey's hosted service, its gateway has no limits.
                 await overrun(options, folder, redis_port, [name for name in options.only if name != "portkey"])
             if options.part != "overrun":
                 await load(options, folder, redis_port, options.only)

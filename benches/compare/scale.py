@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Loads 1, 2 and 3 gateways on one Redis, and 2 gateways on clusters of 1, 2 and 3 masters; then a million identities.
+"""Measure the CPU time per check of 1 to 3 gateways with one Redis server, and of 2 gateways with a Redis Cluster.
 
-The gateways answer by themselves, so that what is measured is the limiter. Everything shares the cores of this machine: what
-counts is the CPU that a check costs each side, which says how much one core of each can do where they have cores of their
-own. Prints a table and, with --chart FILE, draws it. `make bench-scale` builds and runs this; ports 7000 to 7003, 17001 to
-17003 and 9130 to 9132 must be free.
+The clusters have 1, 2 and 3 masters. A last measurement uses a million identities. The gateways respond without an
+upstream, so that mainly the limiter is measured. All processes share the cores of this machine, so throughput is not
+meaningful. From the CPU time per check, one can compute how many checks one core of a gateway or of Redis can perform.
+The script prints a table and, with --chart FILE, draws it. `make bench-scale` builds the gateway and runs this script.
+Ports 7000 to 7003, 17001 to 17003 and 9130 to 9132 must be free.
 """
 import argparse, pathlib, re, shutil, subprocess, tempfile, time
 
@@ -60,7 +61,7 @@ def resident(pid):
 
 
 class Setting:
-    """So many gateways on so many masters (0: one server that is no cluster)."""
+    """A number of gateways, and a Redis Cluster with a number of masters. With 0 masters, Redis is a single server."""
 
     def __init__(self, gateways, masters):
         self.dir, self.procs, self.redis = tempfile.mkdtemp(prefix="scale-"), [], []
@@ -142,7 +143,7 @@ def main():
         for label, identities in [("1,000 identities", 1000), ("1,000,000 identities, new", 10**6), ("1,000,000 identities, known", 10**6)]:
             seconds = args.seconds
             if "new" in label:
-                # Until each has been there.
+                # Send requests until Redis has the states of all identities.
                 start, used, mine = time.time(), int(info(port, "memory", "used_memory")), resident(gateway)
                 while (known := keys(port)) < 10**6 and time.time() - start < 120:
                     setting.load(label, identities, 20, known)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Sluicegate beside nginx, HAProxy, Envoy, Traefik, Caddy and nginx with Lua and Redis: `make bench-field`.
+"""Compare Sluicegate with nginx, HAProxy, Envoy, Traefik, Caddy, and nginx with Lua and Redis: `make bench-field`.
 
-CPU per request at full load, latency at a fixed rate, memory, and how many requests a limit of 100 admits at two instances. The
-proxies are on core 0; load, Redis and the upstream on core 1. Rounds are interleaved: each case of a round goes through all
-contestants. The configurations are the files beside this one, with ports 9200 and above. Ports 7000, 9000 and 9491 to 9492 must
-be free as well. Writes a row for each round, contestant and case to results.csv.
+For each proxy (contestant), the benchmark measures the CPU time per request at full load, the latency at a fixed rate,
+the memory, and how many requests two instances admit together under a limit of 100. The proxies run on core 0; the load
+generators, Redis and the upstream run on core 1. In each round, every case is measured for all contestants in turn.
+The configurations are the files in this folder. Their ports are 9200 and above. Ports 7000, 9000, 9491 and 9492 must
+also be free. The results are written to results.csv, with one row per round, contestant and case.
 
     field.py [--rounds 5] [--seconds 2] [--only WORD,…] [--csv FILE]   measure
     field.py --table                                                   print the tables of results.csv
@@ -21,10 +22,11 @@ sys.path.insert(0, str(HERE.parent / "compare"))
 from chart import bars  # noqa: E402
 from compare import BINARY, WITH_PGO, Bench, tree  # noqa: E402
 
-# Requests per second at which latency is measured: below what the slowest contestant can do.
+# Requests per second at which latency is measured. The slowest contestant can serve more than this.
 RATE = 2000
 CONNECTIONS = 64
-# At a fixed rate. Connecting delays the first request of each, so few: p99 is of the others.
+# Number of connections at a fixed rate. Connecting delays the first request of each connection. There are so few
+# connections that these requests do not influence p99.
 CONNECTIONS_AT_RATE = 8
 PGO = "Sluicegate, PGO"
 MARKS = "<!-- field: begin, written by field.py --write -->\n", "<!-- field: end -->\n"
@@ -36,10 +38,10 @@ COLUMNS = ["round", "contestant", "version", "case", "proxy_us", "redis_us", "re
 class Case:
     name: str
     path: str
-    # The last digit of the port: 0 is plain HTTP, 1 has an access log, 2 is TLS.
+    # Last digit of the port: 0 is plain HTTP, 1 is plain HTTP with an access log, 2 is TLS.
     port: int = 0
     http2: bool = False
-    # Of a load at a fixed rate only.
+    # Requests per second, for a case that is measured only at a fixed rate. 0: the case is also measured at full load.
     rate: int = 0
 
 
@@ -53,22 +55,23 @@ CASES = [
     Case("20 KB", "/20k", rate=5000),
 ]
 PROXYING = [case.name for case in CASES if "limit" not in case.path and case.path not in ("/local", "/shared")]
-# The kinds of limits whose requests at two instances are counted.
+# The kinds of limits for which the admitted requests of two instances are counted.
 KINDS = ["local", "shared"]
 
 
 @dataclass
 class Contestant:
     name: str
-    # The word CONFIG is the path of the configuration.
+    # The command line. The word CONFIG is replaced by the path of the configuration.
     command: list
     file: str
     cases: list
-    # The arguments that print the version.
+    # The arguments with which the program prints its version.
     ask: list = field(default_factory=lambda: ["-v"])
-    # What replaces words of the configuration, by the case that has a process of its own for this; "" is that of the other cases.
+    # Replacements of words in the configuration, by case. Each of these cases gets a separate process. The process of
+    # the key "" serves all other cases.
     variants: dict = field(default_factory=lambda: {"": {}})
-    # The kinds of limits of which two instances are tried.
+    # The kinds of limits that are measured with two instances.
     two: list = field(default_factory=list)
     version: str = ""
 
@@ -98,13 +101,13 @@ def contestants():
 
 
 def version(contestant):
-    """The version that the program prints."""
+    """Return the version that the program prints."""
     done = subprocess.run([contestant.command[0], *contestant.ask], capture_output=True, text=True)
     return re.search(r"\d+\.\d+\.\d+(-rc\.\d+)?", done.stdout + done.stderr)[0]
 
 
 def resident(pid):
-    """MiB of the process and its children; a page that they share counts once."""
+    """Return the resident memory of the process and its descendants in MiB. A shared page counts once."""
     files = [f"/proc/{pid}/smaps_rollup" for pid in tree(pid)]
     return sum(int(re.search(r"Pss:\s+(\d+)", pathlib.Path(file).read_text())[1]) for file in files) / 1024
 
@@ -113,7 +116,8 @@ class Field(Bench):
     def __init__(self, directory, seconds, minutes):
         super().__init__(directory, seconds)
         self.ports, self.prefixes = {}, itertools.count(920)
-        # For repeated rounds: when the run began, how long it may take, and which share of it is done after the current row.
+        # These values decide whether a load is repeated (see `quietest`): the start of the run, its planned duration in
+        # seconds, and the share of the run that is complete after the current row.
         self.begin, self.limit, self.share = 0, 60 * minutes, 0
         root = pathlib.Path(directory)
         (root / "20k").write_bytes(b"0123456789abcdef" * 1280)
@@ -125,7 +129,8 @@ class Field(Bench):
         await_(lambda: (root / "syslog.sock").exists(), "the syslog socket")
 
     def file(self, name, prefix, values):
-        """A configuration with the ports of its process: 9200 becomes 9210, 9220, …"""
+        """Write the configuration of a process, and return its path. Each process has other ports: 9200 becomes 9210,
+        9220, …"""
         text = (HERE / name).read_text()
         for word, value in {"PEERS": "", "SYNC": "", **values, "DIR": self.dir, "CERTS": str(ROOT / "certs")}.items():
             text = re.sub(rf"\b{word}\b", lambda _: value, text)
@@ -134,7 +139,7 @@ class Field(Bench):
         return str(path)
 
     def launch(self, contestant):
-        """The processes of a contestant: one for each variant, and a second instance of those whose limits are counted."""
+        """Start the processes of a contestant: one for each variant, and a second instance if its limits are counted."""
         contestant.version = version(contestant)
         print(f"{contestant.name} {contestant.version}", flush=True)
         for case, values in contestant.variants.items():
@@ -151,7 +156,7 @@ class Field(Bench):
         return f"{'https' if case.port == 2 else 'http'}://127.0.0.1:{self.ports[name]}{case.port}{case.path}"
 
     def await_all(self, contestant):
-        """Until each case responds with 200."""
+        """Wait until each case of a contestant responds with 200."""
         context = ssl._create_unverified_context()
         for case in CASES:
             if case.name not in contestant.cases:
@@ -167,7 +172,7 @@ class Field(Bench):
             await_(responds, f"{contestant.name}, {case.name}")
 
     def full(self, case, url):
-        """As many requests as possible: wrk, and h2load for HTTP/2."""
+        """Send as many requests as possible, with wrk, or with h2load for HTTP/2."""
         if not case.http2:
             return self.wrk(url, CONNECTIONS, ("keys.lua",))
         out = on_core_1("h2load", "-t1", "-c", CONNECTIONS // 4, "-m", 4, "-D", self.seconds, url)
@@ -175,8 +180,9 @@ class Field(Bench):
         return dict(count=count, rps=count / self.seconds, not_2xx=1 - int(re.search(r"(\d+) 2xx", out)[1]) / max(count, 1))
 
     def fixed(self, case, url):
-        """Requests at a fixed rate of one client, by oha. Latency counts from when a request was due; with TLS from when it was
-        sent, because oha reads all CA certificates for each connection: the requests of that time would be late at every proxy."""
+        """Send requests of one client at a fixed rate, with oha. The latency of a request is measured from the time at
+        which it was due. With TLS, it is measured from the time at which it was sent: oha reads all CA certificates for
+        each connection, so the first requests are sent late with every proxy."""
         rate = case.rate or RATE
         streams = ["--http2", "-c", CONNECTIONS_AT_RATE // 4, "-p", 4] if case.http2 else ["-c", CONNECTIONS_AT_RATE]
         correction = [] if case.port == 2 else ["--latency-correction"]
@@ -185,13 +191,13 @@ class Field(Bench):
         said = json.loads(out)
         count = sum(said["statusCodeDistribution"].values())
         failed = sum(number for error, number in said["errorDistribution"].items() if "deadline" not in error)
-        # No percentiles without a response: `failed` is 1 then.
+        # If no request gets a response, there are no percentiles, and `failed` is 1.
         p50, p99 = ((said["latencyPercentiles"][name] or float("nan")) * 1000 for name in ("p50", "p99"))
         return dict(count=count, rps=count / said["summary"]["total"], rate=rate, p50=p50, p99=p99,
                     not_2xx=1 - said["statusCodeDistribution"].get("200", 0) / max(count + failed, 1))
 
     def quietest(self, measure, rounds=3):
-        """Rounds are repeated while the run is ahead of its time."""
+        """Repeat a load with stolen time only while the run takes less time than planned (`--minutes`)."""
         is_ahead = time.monotonic() - self.begin < self.share * self.limit
         return super().quietest(measure, rounds if is_ahead else 1)
 
@@ -208,10 +214,11 @@ class Field(Bench):
                     stolen=f"{max(full['stolen'], at_rate['stolen']):.4f}")
 
     def admitted(self, contestant, kind, client, requests=1000):
-        """Requests of one client with 16 connections to each of two instances, alternately: how many got 200."""
+        """Send requests of one client alternately to two instances, with 16 connections to each. Return how many of them
+        got 200."""
         name = contestant.process(f"{kind} limit")
         ports, numbers = [self.ports[name], self.ports[name + " 2"]], itertools.count()
-        # HAProxy has one path for its limit: the peers make it a shared one.
+        # HAProxy has only one path with a limit. If two instances are peers, this limit is shared.
         path = "/local-100" if contestant.file == "haproxy.cfg" else f"/{kind}-100"
 
         def send(_):
@@ -231,7 +238,7 @@ class Field(Bench):
         return dict(requests_per_second=round(requests / (time.monotonic() - began)), failed=f"{others / requests:.4f}", admitted=statuses[200])
 
 
-# Writes what comes on a Unix socket to a file.
+# A program that writes all datagrams of a Unix socket to a file.
 SYSLOG = """import socket, sys
 inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 inbox.bind(sys.argv[1])
@@ -292,7 +299,7 @@ def run(arguments):
 
 
 class Results:
-    """The rows of results.csv, as tables and charts."""
+    """The rows of results.csv, which can be formatted as tables and charts."""
 
     def __init__(self, path):
         with open(path, newline="") as file:
@@ -301,7 +308,7 @@ class Results:
         self.versions = {contestant.name: versions[contestant.name] for contestant in contestants() if contestant.name in versions}
 
     def of(self, contestant, case, *columns):
-        """The sum of the columns in each round."""
+        """Return the sum of the columns of a contestant and case, for each round."""
         rows = [row for row in self.rows if row["contestant"] == contestant and row["case"] == case]
         return [sum(float(row[column]) for column in columns) for row in rows]
 
@@ -319,7 +326,7 @@ class Results:
         return f"{statistics.median(p50):.2f}, {statistics.median(p99):.2f}" if p50 else "–"
 
     def memory(self, contestant):
-        """The most that a process had at the end of a case of the last round."""
+        """Return the maximum memory in MiB that a process of a contestant had at the end of a case of the last round."""
         return max((float(row["resident_mib"]) for row in self.rows
                     if row["contestant"] == contestant and row["resident_mib"] and row["round"] == self.rows[-1]["round"]), default=None)
 
@@ -347,7 +354,7 @@ class Results:
             markdown(["", "version", "memory", *(f"{kind} limit of 100" for kind in KINDS)], others)])
 
     def charts(self):
-        """SVG files by name."""
+        """Return the charts as SVG, by file name."""
         charts = {}
         for case, name in [("no limit", "no-limit"), ("shared limit", "shared-limit"), ("TLS, HTTP/2", "http2")]:
             parts = [(contestant, *(self.of(contestant, case, column) for column in ("proxy_us", "redis_us"))) for contestant in self.versions]

@@ -1,4 +1,5 @@
-//! The canonical form of a path: one for all spellings, without what upstreams read in different ways.
+//! The canonical form of a path is the same for all spellings. It contains nothing that upstreams may interpret
+//! differently.
 
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Uri};
@@ -12,9 +13,9 @@ const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1
 pub(crate) fn run(data: &[u8]) {
     let Ok(path) = std::str::from_utf8(data) else { return };
     let Ok(once) = canonical_path(path) else { return };
-    assert_eq!(canonical_path(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is its own");
+    assert_eq!(canonical_path(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is already canonical");
     let segments: Vec<_> = once.strip_prefix('/').expect("a path starts with a slash").split('/').collect();
-    let (_, inner) = segments.split_last().expect("there is one at least");
+    let (_, inner) = segments.split_last().expect("`split` returns at least one segment");
     assert!(inner.iter().all(|segment| !segment.is_empty()), "{once:?} of {path:?} has `//`");
     assert!(segments.iter().all(|segment| !matches!(*segment, "." | "..")), "{once:?} of {path:?} has dot segments");
     assert!(once.bytes().all(|byte| byte.is_ascii_graphic() && !b"\\?#".contains(&byte)), "{once:?} of {path:?}");
@@ -23,23 +24,23 @@ pub(crate) fn run(data: &[u8]) {
         assert!(!upper.contains(dangerous), "{once:?} of {path:?} has {dangerous}");
     }
     for (at, _) in once.match_indices('%') {
-        let digits = once.as_bytes().get(at + 1..at + 3).expect("two digits");
+        let digits = once.as_bytes().get(at + 1..at + 3).expect("two digits follow a percent sign");
         assert!(digits.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'A'..=b'F')), "{once:?} of {path:?}");
     }
-    // What is forwarded is what was matched, but for the encoding of delimiters.
-    let sent = forwarded_path(path).expect("it has a canonical form");
-    assert_eq!(forwarded_path(&sent).as_deref(), Ok(&*sent), "the forwarded form of {path:?} is its own");
+    // The forwarded path equals the matched path, except that encoded delimiters stay encoded.
+    let sent = forwarded_path(path).expect("the path has a canonical form");
+    assert_eq!(forwarded_path(&sent).as_deref(), Ok(&*sent), "the forwarded form of {path:?} is stable");
     assert_eq!(canonical_path(&sent).as_deref(), Ok(&*once), "{sent:?} of {path:?}");
     assert_eq!(sent.split('/').count(), segments.len() + 1, "{sent:?} of {path:?}");
     for form in [&once, &sent].into_iter().filter(|form| form.len() <= 65_534) {
-        let target = PathAndQuery::try_from(&**form).expect("both forms are targets");
+        let target = PathAndQuery::try_from(&**form).expect("both forms are request targets");
         assert_eq!(target.path(), *form);
     }
-    // A canonical request and one that was spelled otherwise take the same route, with the same parameters.
+    // Canonicalizing a path again changes neither its route nor its parameters.
     let mut table = RouteTable::default();
     for (index, text) in PATTERNS.iter().enumerate() {
         let path: PathPattern = text.parse().expect("a pattern");
-        table.insert(&RouteMatch::new(path), &index).expect("no tie");
+        table.insert(&RouteMatch::new(path), &index).expect("the patterns are not ambiguous");
     }
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let route = |path: &str| {
@@ -54,7 +55,7 @@ pub(crate) fn run(data: &[u8]) {
         };
         table.find(&request).ok().copied()
     };
-    let again = canonical_path(&once).expect("it is canonical");
+    let again = canonical_path(&once).expect("a canonical path is accepted");
     assert_eq!(route(&once), route(&again));
     if let Some(index) = route(&once) {
         let pattern: PathPattern = PATTERNS[index].parse().expect("a pattern");

@@ -1,4 +1,4 @@
-//! Conditions of routes and expressions of paths: they accept what the manual says, whatever the values are.
+//! Conditions of routes and regular expressions of paths: for all values, they match as the documentation says.
 
 use std::sync::Arc;
 
@@ -20,7 +20,8 @@ use sluicegate::routing::{NoMatch, RouteMatch, RouteRequest, RouteTable};
 
 const NAME: HeaderName = HeaderName::from_static("x-plan");
 
-/// The first byte chooses two requirements, the next two lines are their texts, and all others are values.
+/// The first byte selects the kinds of two conditions. The first two lines are their texts, and up to four lines after
+/// them are values.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, lines)) = data.split_first() else { return };
     let mut lines = lines.split(|byte| *byte == b'\n').take(6);
@@ -52,7 +53,7 @@ fn test(kind: u8, text: &[u8]) -> Option<ValueTest> {
     })
 }
 
-/// What the manual says about these values.
+/// Return whether these values meet a test, according to the documentation.
 fn is_met(test: &ValueTest, values: &[&[u8]]) -> bool {
     match (test, values) {
         (ValueTest::Present, values) => !values.is_empty(),
@@ -64,7 +65,8 @@ fn is_met(test: &ValueTest, values: &[&[u8]]) -> bool {
     }
 }
 
-/// A request that has the values where the conditions look for them.
+/// Test two conditions on a request that has the values in the header, parameter or body member that the conditions
+/// read.
 fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
     let (mut headers, mut query, mut json) = (HeaderMap::new(), "a=1".to_owned(), json!({}));
     match &conditions[0].source {
@@ -80,7 +82,7 @@ fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
                 query.push_str(&format!("&{name}={}", percent_encode(value, NON_ALPHANUMERIC)));
             }
         }
-        // A value of a body is there once, and has at most 1024 bytes.
+        // A JSON body contains the member at most once. Skip values that are too long for conditions.
         ConditionSource::Json(_) => match values {
             [] => {}
             [value] if value.len() <= body::MAX_VALUE => {
@@ -104,7 +106,7 @@ fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
     assert_eq!(one.excludes(other), other.excludes(one), "{one}; {other}");
     assert!(!(one.excludes(other) && met == [true, true]), "{one}; {other}: {values:?}");
     assert!(!(one.is_implied_by(other) && met == [false, true]), "{one}; {other}: {values:?}");
-    // Routes that are not ambiguous are the routes of the conditions that are met.
+    // If the two routes are not ambiguous, the table returns the route whose condition is met.
     let mut table = RouteTable::default();
     for (index, condition) in conditions.iter().enumerate() {
         let path = "/x".parse().expect("a path");
@@ -116,7 +118,7 @@ fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
     }
     let uri = Uri::from(PathAndQuery::try_from(format!("/x?{query}")).expect("a target"));
     let expected = match met {
-        [true, true] => panic!("{one} and {other} are met: {values:?}"),
+        [true, true] => panic!("{one} and {other} exclude each other, but both are met: {values:?}"),
         [true, false] => Ok(&0),
         [false, true] => Ok(&1),
         [false, false] => Err(NoMatch::NotFound),
@@ -126,9 +128,9 @@ fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
     assert_eq!(table.find(&request), expected, "{one}; {other}: {values:?}");
 }
 
-/// An expression matches whole texts, as a value and as a path. An escaped text matches itself alone.
+/// Test a regular expression on values and on paths: it must match whole texts. An escaped text must match only itself.
 fn expression(text: &[u8], values: &[&[u8]]) {
-    // Nothing that is not valid is decoded.
+    // A query has at most as many values as parameters.
     let lossy = String::from_utf8_lossy(text);
     assert!(query_values(&lossy, "").count() <= lossy.split('&').count());
     let Ok(text) = std::str::from_utf8(text) else { return };
@@ -139,10 +141,12 @@ fn expression(text: &[u8], values: &[&[u8]]) {
         assert!(!["x", "\n"].iter().any(|more| literal.is_match(format!("{text}{more}").as_bytes())), "{text:?}");
     }
     let Ok(expression) = Expression::new(text) else { return };
-    // The PikeVM has no optimizations: without anchors and Unicode, regex 1.13.1 finds `(?:a|ab)c.*cd` in `abcd`.
+    // Compare with the PikeVM, which has no optimizations. The optimized engine has defects: without anchors and
+    // Unicode, regex 1.13.1 wrongly finds `(?:a|ab)c.*cd` in `abcd`.
     let syntax = syntax::Config::new().unicode(false).utf8(false);
     let program = thompson::Config::new().utf8(false);
-    let alone = PikeVM::builder().syntax(syntax).thompson(program).build(text).expect("it was compiled");
+    let alone =
+        PikeVM::builder().syntax(syntax).thompson(program).build(text).expect("the PikeVM accepts the expression");
     let mut cache = alone.create_cache();
     for value in values {
         let found = alone.find(&mut cache, *value).map(|found| found.range());

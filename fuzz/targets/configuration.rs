@@ -1,11 +1,11 @@
-//! A configuration is taken or refused with a report; it never panics, whatever the file says.
+//! Loading a configuration never panics. Each file is accepted, or rejected with a report.
 
 use sluicegate::snapshot::CompiledConfig;
 
 thread_local! {
     static DIRECTORY: tempfile::TempDir = {
         let directory = tempfile::tempdir().expect("a folder");
-        // What the examples name.
+        // Files that the example configurations refer to.
         for (name, text) in [
             ("consumers.toml", include_str!("../../consumers.toml")),
             ("jwks.json", include_str!("../../tests/certs/jwks.json")),

@@ -1,15 +1,16 @@
-//! Credentials in headers: who has none is not admitted, errors say nothing of them, and upstreams do not get them.
+//! Credentials in headers: requests without valid credentials are rejected, errors do not contain credentials, and
+//! credentials are removed before forwarding.
 
 use http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
 use sluicegate::identity::auth::{AuthError, AuthRequest};
 use sluicegate::snapshot::CompiledConfig;
 
-/// The key of the consumer, as the configuration has its hash.
+/// The API key of the consumer. `CONSUMERS` contains its hash.
 const KEY: &[u8] = b"sk-valid-0123456789";
-/// Header and claims of the token that has the required claim. The signature is for these bytes.
+/// The signed part of the token with the required claim: its header and its claims.
 const MESSAGE: &[u8] =
     b"eyJhbGciOiJFZERTQSIsImtpZCI6ImsifQ.eyJzdWIiOiJhbGljZSIsInNjb3BlIjoicmVhZCB3cml0ZSIsImV4cCI6OTAwMDAwMDAwMH0";
-/// Some time before the tokens expire, in µs since the Unix epoch.
+/// The current time of the test, in µs since the Unix epoch. The tokens expire later.
 const NOW_US: u64 = 1_800_000_000_000_000;
 
 const CONFIG: &str = r#"
@@ -68,7 +69,7 @@ thread_local! {
     static FIXTURE: CompiledConfig = fixture();
 }
 
-/// The first byte chooses the route, lines are header lines.
+/// The first byte selects the route. Each line is a header.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, lines)) = data.split_first() else { return };
     let mut headers = HeaderMap::new();
@@ -82,7 +83,7 @@ pub(crate) fn run(data: &[u8]) {
     }
     FIXTURE.with(|config| {
         let route = &config.routes[usize::from(*choice) % config.routes.len()];
-        let auth = route.auth.as_ref().expect("each route requires something");
+        let auth = route.auth.as_ref().expect("each route requires a credential");
         let request = AuthRequest { headers: &headers, has_client_cert: false, route: &route.name, now_us: NOW_US };
         let (credentials, result) = auth.authenticate(&config.auth.providers, &request);
         let (_, again) = auth.authenticate(&config.auth.providers, &request);

@@ -1,5 +1,5 @@
-//! The RateLimit fields are structured fields (RFC 9651) that say what they were told, whatever the numbers are; those of
-//! the older styles and of the styles by unit are single values.
+//! For all quotas and times, the RateLimit headers are valid structured fields (RFC 9651) with these numbers. In the
+//! older styles and in the styles with the unit in the header name, each header occurs once.
 
 use http::HeaderMap;
 use sfv::{BareItem, List, ListEntry, Parser};
@@ -7,16 +7,17 @@ use sluicegate::http::ratelimit_headers::{
     HeaderStyle, LimitStatus, QuotaPeriod, append_style_headers, ceil_seconds, ratelimit_policy, set_retry_after,
 };
 
-/// The characters that names of limits may have.
+/// The characters that limit names may contain.
 const NAMES: &[u8] = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
-/// Units as in the configuration.
+/// Examples of `unit`.
 const UNITS: [&str; 4] = ["requests", "tokens", "concurrent-requests", "a-1"];
-/// The largest Integer (RFC 9651 §3.3.1).
+/// The largest Integer of structured fields (RFC 9651 §3.3.1).
 const LARGEST: u64 = 999_999_999_999_999;
-/// Quotas and what remains of them are exact up to here; times are in µs.
+/// Upper bound of quotas, remaining quotas and times in µs. Doubles represent smaller integers exactly.
 const EXACT: u64 = 1 << 53;
 
-/// Limits of 41 bytes each: what they count, a name, four numbers.
+/// Each block of 41 bytes describes a limit: one byte for its unit and period, eight bytes for its name, and four
+/// numbers of eight bytes.
 pub(crate) fn run(data: &[u8]) {
     let names: Vec<String> = data
         .chunks_exact(41)
@@ -56,7 +57,7 @@ pub(crate) fn run(data: &[u8]) {
             let told = if quantity == 0 { standing.quota } else { standing.remaining };
             let number = item.params.get(first).and_then(BareItem::as_integer).map(i64::from);
             assert_eq!(number, i64::try_from(told.min(LARGEST)).ok(), "{value:?}");
-            // The default of the specification is not sent.
+            // The header omits the unit `requests`, which is the default of the specification.
             let unit = item.params.get("qu").and_then(BareItem::as_string).map(|unit| unit.as_str());
             let expected = Some(standing.unit).filter(|unit| quantity == 0 && *unit != "requests");
             assert_eq!(unit, expected, "{value:?}");

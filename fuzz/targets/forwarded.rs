@@ -1,4 +1,4 @@
-//! The client address of forwarded requests: only trusted hops, from the right, are skipped.
+//! The client address of forwarded requests: hops are read from right to left, and only trusted proxies are skipped.
 
 use std::net::IpAddr;
 
@@ -13,7 +13,7 @@ fn address(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-/// The first byte chooses the field, lines are its lines.
+/// The first byte selects the header, `X-Forwarded-For` or `Forwarded`. Each line is a value of this header.
 pub(crate) fn run(data: &[u8]) {
     let [choice, rest @ ..] = data else { return };
     let header = if choice % 2 == 0 { X_FORWARDED_FOR } else { FORWARDED };
@@ -32,12 +32,17 @@ pub(crate) fn run(data: &[u8]) {
         ipv6_prefix: 64,
     };
     let (stranger, proxy, other) = (address("192.0.2.1"), address("10.0.0.1"), address("fd00::2"));
-    assert_eq!(rules.client_address(stranger, &headers), stranger, "a stranger is believed: {headers:?}");
+    assert_eq!(
+        rules.client_address(stranger, &headers),
+        stranger,
+        "the headers of an untrusted peer must be ignored: {headers:?}"
+    );
     let found = rules.client_address(proxy, &headers);
     assert_eq!(found, found.to_canonical(), "an IPv4-mapped address is IPv4");
     let network = rules.network(found);
     assert_eq!(rules.network(network), network);
-    // The walk by its own rule: what the last hop says counts for as long as the hops behind it are trusted.
+    // Append a hop. An untrusted hop becomes the client, an invalid one leaves the proxy as the client, and a trusted
+    // one is skipped.
     let with = |hop: &str, joined: bool| {
         let mut headers = headers.clone();
         let lines: Vec<_> = headers.get_all(&header).iter().map(|value| value.as_bytes().to_vec()).collect();
@@ -48,7 +53,7 @@ pub(crate) fn run(data: &[u8]) {
         };
         headers.remove(&header);
         for line in lines {
-            headers.append(&header, HeaderValue::from_bytes(&line).expect("made of values"));
+            headers.append(&header, HeaderValue::from_bytes(&line).expect("joined values are a valid value"));
         }
         headers
     };
@@ -66,7 +71,7 @@ pub(crate) fn run(data: &[u8]) {
         let walked = rules.client_address(proxy, &with(&element("fd00::2"), joined));
         assert_eq!(walked, rules.client_address(other, &headers), "{headers:?} behind a trusted hop");
     }
-    // A gateway behind this one comes to the same client.
+    // A second gateway behind this one determines the same client.
     let mut told = headers.clone();
     let origin = ForwardedInfo::new(proxy, "http", true);
     strip_hop_by_hop(&mut told, &ProtectedHeaders::default());
@@ -75,7 +80,7 @@ pub(crate) fn run(data: &[u8]) {
     if header == X_FORWARDED_FOR || headers.contains_key(FORWARDED) {
         assert_eq!(rules.client_address(address("10.0.0.2"), &told), found, "{headers:?} became {told:?}");
     }
-    // Of a stranger's word nothing is left.
+    // The gateway discards the headers of an untrusted peer.
     let mut told = headers.clone();
     strip_untrusted(&mut told, &ProtectedHeaders::default(), false);
     set_forwarded(&mut told, &ForwardedInfo::new(stranger, "http", false), None, Version::HTTP_11);

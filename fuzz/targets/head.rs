@@ -1,5 +1,5 @@
-//! Bytes of a connection through hyper into the gateway: route, identities, limits, answer. Nothing panics, and whatever
-//! comes out is HTTP.
+//! Arbitrary bytes on an HTTP/1 connection, handled by hyper and by the gateway (routes, identities, limits,
+//! responses). Nothing panics, and the output is HTTP.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ trailing_slash = "redirect"
 redirect = { scheme = "https" }
 "#;
 
-/// Bytes that wait on either side.
+/// Size of the connection's buffer in bytes, in each direction.
 const BUFFER: usize = 1 << 20;
 
 struct Fixture {
@@ -99,7 +99,7 @@ thread_local! {
 pub(crate) fn run(data: &[u8]) {
     let said = FIXTURE.with(|Fixture { executor, gateway, peer }| executor.block_on(converse(gateway, peer, data)));
     assert!(said.is_empty() || said.starts_with(b"HTTP/1."), "{}", said.escape_ascii());
-    // One answer for each request: no second head stands where a body of ours must be.
+    // Each `HTTP/1.1 ` in the output starts a response: a status follows, and it is not 500.
     for (at, _) in said.windows(9).enumerate().filter(|(_, bytes)| bytes.starts_with(b"HTTP/1.1 ")) {
         let status = said.get(at + 9..at + 12).expect("a status");
         assert!(status.iter().all(u8::is_ascii_digit), "{}", said.escape_ascii());
@@ -109,8 +109,8 @@ pub(crate) fn run(data: &[u8]) {
 
 async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     let (mut client, server) = tokio::io::duplex(BUFFER);
-    client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
-    client.shutdown().await.expect("it is open");
+    client.write_all(&data[..data.len().min(BUFFER)]).await.expect("the data fits into the buffer");
+    client.shutdown().await.expect("the connection is open");
     let activity = ConnectionActivity::new();
     let flow = StreamFlow::for_connection(Arc::new(BufferBudget::new(usize::MAX)));
     let service = service_fn(|request: Request<Incoming>| {
@@ -125,6 +125,6 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
         .serve_connection(TokioIo::new(server), service)
         .await;
     let mut said = Vec::new();
-    client.read_to_end(&mut said).await.expect("it is closed");
+    client.read_to_end(&mut said).await.expect("the server has closed the connection");
     said
 }

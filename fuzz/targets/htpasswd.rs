@@ -1,4 +1,5 @@
-//! A file of htpasswd is accepted if each of its lines is, and if no user has two. Errors name the line, and no hash.
+//! An htpasswd file is accepted if each line is valid and each user occurs once. Errors contain the number of the line,
+//! but no hash.
 
 use std::collections::HashSet;
 
@@ -23,7 +24,7 @@ pub(crate) fn run(data: &[u8]) {
             }
             let verifier = BasicVerifier::new(file);
             assert_eq!(verifier.user_count(), users.len(), "{}", data.escape_ascii());
-            // Nothing is verified without computing a hash.
+            // No credential is verified without computing a hash.
             assert!(!matches!(verifier.lookup(data), Ok(BasicLookup::Verified(_))));
         }
         (Err(error), Some((number, line))) => {
@@ -38,7 +39,7 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// Return the user of an accepted line, whose hash has one of the documented forms.
+/// Return the user of an accepted line. The hash must have one of the documented forms.
 fn accepted_user(line: &[u8]) -> &str {
     let line = std::str::from_utf8(line).expect("an accepted line is text").trim_end();
     let (user, rest) = line.split_once(':').expect("an accepted line has a colon");

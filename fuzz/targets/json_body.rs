@@ -1,4 +1,4 @@
-//! Request bodies in JSON: any bytes are read, and a value that is found has one meaning for every reader of JSON.
+//! JSON request bodies: no bytes cause a panic, and each value that the gateway finds is the one that serde_json finds.
 
 use std::sync::Arc;
 
@@ -10,7 +10,8 @@ use sluicegate::payload::llm::request;
 
 const POINTERS: [&str; 4] = ["/model", "/a/b", "/0/a", "/params/name"];
 
-/// The first line has the headers `Mcp-Method` and `Mcp-Name` and a pointer, separated by tabs. The rest is a body.
+/// The first line contains the values of `Mcp-Method` and `Mcp-Name` and a JSON pointer, separated by tabs. The rest is
+/// the body.
 pub(crate) fn run(data: &[u8]) {
     let split = data.iter().position(|byte| *byte == b'\n').unwrap_or(data.len());
     let (line, rest) = data.split_at(split);
@@ -28,7 +29,7 @@ pub(crate) fn run(data: &[u8]) {
     for pointer in &*pointers {
         let expected = value.pointer(pointer.as_str());
         match found.value(pointer) {
-            // serde_json keeps the last member that is there twice.
+            // If a member occurs more than once, serde_json keeps the last one.
             Some(JsonValue::Ambiguous(_)) => {}
             Some(JsonValue::TooLong) => assert!(expected.and_then(Value::as_str).is_some_and(|text| text.len() > 1024)),
             Some(JsonValue::Text(text)) => assert_eq!(expected.and_then(Value::as_str), Some(&**text)),
@@ -40,7 +41,7 @@ pub(crate) fn run(data: &[u8]) {
             None => assert_eq!(expected, None, "{pointer}"),
         }
     }
-    // The reader of tokens collects the same.
+    // The parser of LLM requests finds the same values and messages.
     if let Ok((_, same)) = request::inspect_with(body, Collector::new(&pointers, true)) {
         assert!(pointers.iter().all(|pointer| same.value(pointer) == found.value(pointer)));
         assert_eq!(same.messages, found.messages);

@@ -1,19 +1,21 @@
-//! Requests to LLM APIs and their responses: any bytes are read, and cuts do not change what is measured.
+//! Requests to LLM APIs and their responses: no bytes cause a panic, and the measured usage does not depend on how a
+//! response is split.
 
 use sluicegate::payload::llm::request;
 use sluicegate::payload::llm::response::{ResponseMeter, UsageFormat, is_usage_event};
 
-/// The first byte chooses the media type and where the response is cut. The rest is a request and a response.
+/// The first byte selects the media type and the size of the response's parts. The rest is parsed as a request and as a
+/// response.
 pub(crate) fn run(data: &[u8]) {
     let [choice, rest @ ..] = data else { return };
     if let Ok(info) = request::inspect(rest) {
         assert!(info.choices > 0 && info.text_bytes <= rest.len() as u64, "{info:?}");
-        // A body that is accepted has one meaning for every reader of JSON.
+        // serde_json must accept each body that the gateway accepts.
         let value: serde_json::Value = serde_json::from_slice(rest).expect("JSON");
         if let Some(bound) = value["max_tokens"].as_u64().filter(|bound| *bound > 0) {
             assert!(info.bounds.root.is_some_and(|found| found >= bound), "{info:?} has less than {bound}");
         }
-        let changed = request::inspect(&request::with_usage_option(rest)).expect("still a request");
+        let changed = request::inspect(&request::with_usage_option(rest)).expect("the request stays valid");
         assert_eq!((changed.includes_usage, changed.bounds), (true, info.bounds));
     }
     is_usage_event(rest);
@@ -25,5 +27,5 @@ pub(crate) fn run(data: &[u8]) {
     };
     let whole = measure(&mut std::iter::once(rest));
     let length = usize::from(*choice / 2) % 16 + 1;
-    assert_eq!(measure(&mut rest.chunks(length)), whole, "cut into parts of {length}");
+    assert_eq!(measure(&mut rest.chunks(length)), whole, "the response is split into parts of {length} bytes");
 }

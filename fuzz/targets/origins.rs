@@ -1,11 +1,12 @@
-//! Origins of CORS policies and of requests, and files of networks: what other sites and lines must not become.
+//! CORS origins and files of networks: only configured origins are allowed, and errors in a file point to the invalid
+//! text.
 
 use http::header::{ACCESS_CONTROL_ALLOW_ORIGIN, HeaderMap, HeaderValue, ORIGIN};
 use http::uri::Uri;
 use sluicegate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginPattern};
 use sluicegate::identity::access::parse_networks;
 
-/// The first line is the configured origin, the others are the lines of `Origin`.
+/// The first line is the configured origin. Up to three lines after it are values of `Origin`.
 pub(crate) fn run(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match parse_networks(text) {
@@ -37,7 +38,8 @@ pub(crate) fn run(data: &[u8]) {
     match &pattern {
         OriginPattern::Any => assert_eq!(allowed, "*"),
         OriginPattern::Exact(origin) => assert_eq!(allowed.as_bytes(), origin.as_bytes()),
-        // By another parser: the origin is that of a subdomain, and nothing else is in it.
+        // Check with another parser (`http::Uri`) that the origin is a subdomain of the configured one and contains
+        // nothing else.
         OriginPattern::Wildcard(_) => {
             let configured = text.lines().next().unwrap_or_default().to_ascii_lowercase().replace("*.", "x.");
             let [configured, origin]: [Uri; 2] =

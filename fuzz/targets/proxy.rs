@@ -1,5 +1,5 @@
-//! The PROXY header: whom a connection is believed to be from is what the header says by the rules of the protocol, whole
-//! and to the letter.
+//! The PROXY protocol: the parser accepts only headers that follow the specification, and returns the addresses in
+//! them.
 
 use std::net::IpAddr;
 
@@ -13,19 +13,19 @@ pub(crate) fn run(data: &[u8]) {
     let length = match data.strip_prefix(SIGNATURE) {
         Some([command, family, high, low, rest @ ..]) => {
             let length = usize::from(u16::from_be_bytes([*high, *low]));
-            let rest = rest.get(..length).expect("no more is taken than what is there");
+            let rest = rest.get(..length).expect("the header is not longer than the data");
             version_2(*command, *family, rest, &sender);
             SIGNATURE.len() + 4 + length
         }
-        Some(_) => panic!("half a header is taken: {}", data.escape_ascii()),
+        Some(_) => panic!("an incomplete header is accepted: {}", data.escape_ascii()),
         None => {
-            let end = data.windows(2).position(|pair| pair == b"\r\n").expect("a line that ends") + 2;
+            let end = data.windows(2).position(|pair| pair == b"\r\n").expect("a version 1 header ends with CR LF") + 2;
             let line = std::str::from_utf8(&data[..end]).expect("version 1 is text");
             version_1(line, &sender);
             end
         }
     };
-    // The header says it all: not what follows it, and nothing as long as some of it is missing.
+    // The result does not depend on the bytes after the header, and an incomplete header is an error.
     assert_eq!(parse_proxy_header(&data[..length]).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
     assert_eq!(
         parse_proxy_header(&[&data[..length], b"PROXY "].concat()).ok().as_ref(),
@@ -38,10 +38,11 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// §2.1, read once more: one space, two addresses of the family, two ports in plain digits.
+/// Check a version 1 header against §2.1 of the specification: single spaces, two addresses of the family, and two
+/// ports in decimal digits.
 fn version_1(line: &str, sender: &ProxySource) {
     assert!(line.len() <= 107, "{line:?}");
-    let fields: Vec<_> = line.strip_suffix("\r\n").expect("its end").split(' ').collect();
+    let fields: Vec<_> = line.strip_suffix("\r\n").expect("the line ends with CR LF").split(' ').collect();
     match (sender, &fields[..]) {
         (ProxySource::Proxied(connection), ["PROXY", family, source, destination, ports @ ..]) => {
             let [source, destination] = [source, destination].map(|text| text.parse::<IpAddr>().expect("an address"));
@@ -64,7 +65,7 @@ fn version_1(line: &str, sender: &ProxySource) {
     }
 }
 
-/// §2.2, read once more. Behind the addresses a proxy may add what it likes.
+/// Check a version 2 header against §2.2 of the specification. A proxy may add any data after the addresses.
 fn version_2(command: u8, family: u8, rest: &[u8], sender: &ProxySource) {
     let header = |rest: &[u8]| {
         let length = u16::try_from(rest.len()).expect("addresses are short").to_be_bytes();

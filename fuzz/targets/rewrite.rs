@@ -1,4 +1,5 @@
-//! Where a request goes instead: whatever its path and query are, they stay in the place that the template gives them.
+//! Rewrites and redirects: the path and the query of a request stay where the template puts them, whatever they
+//! contain.
 
 use http::header::{HOST, HeaderValue, LOCATION};
 use http::uri::PathAndQuery;
@@ -9,7 +10,8 @@ use sluicegate::snapshot::routes::{Redirect, RedirectTarget, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";
 
-/// Templates, with the segments that they have of their own, whether those of `rest` come to them, and the pairs of their query.
+/// Each template, the number of its own segments, whether the segments of `rest` are added to its path, and the number
+/// of its query parameters.
 const TEMPLATES: [(&str, usize, bool, usize); 6] = [
     ("/fixed", 1, false, 0),
     ("/{rest}", 0, true, 0),
@@ -19,14 +21,14 @@ const TEMPLATES: [(&str, usize, bool, usize); 6] = [
     ("/{id}{id}/?q={rest}", 1, false, 1),
 ];
 
-/// Expressions with the groups that the templates name.
+/// Regular expressions with the groups that the templates use.
 const EXPRESSIONS: [&str; 3] = ["/v1(?<id>.)(?<rest>.*)", "/(?<id>[^.]*)(?<rest>.*)", "(?<rest>.*?)(?<id>[^/]?)"];
 
-/// The first byte chooses a template, the rest is a target.
+/// The first byte selects a template. The rest is the target after `/v1/`.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, target)) = data.split_first() else { return };
     let (text, segments, with_rest, pairs) = TEMPLATES[usize::from(*choice) % TEMPLATES.len()];
-    // As a request comes: hyper has read the target, and the route matches.
+    // Treat the target like that of a real request: hyper parses it, and the pattern of the route matches.
     let Ok(target) = std::str::from_utf8(target) else { return };
     let Ok(uri) = format!("/v1/{target}").parse::<Uri>() else { return };
     let Ok(path) = canonical_path(uri.path()) else { return };
@@ -37,7 +39,7 @@ pub(crate) fn run(data: &[u8]) {
         return;
     }
     let rewrite = Rewrite::Template(text.parse().expect("a template"));
-    let rewritten = rewrite.apply(&pattern, &path, uri.query()).expect("whole segments");
+    let rewritten = rewrite.apply(&pattern, &path, uri.query()).expect("whole segments give a canonical path");
     let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
     assert_eq!(at.as_str(), rewritten);
     assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
@@ -52,10 +54,13 @@ pub(crate) fn run(data: &[u8]) {
         "{rewritten}"
     );
     if let Some(query) = uri.query() {
-        assert!(at.query().is_some_and(|all| all.ends_with(query)), "{rewritten}: the query passes as it is");
+        assert!(
+            at.query().is_some_and(|all| all.ends_with(query)),
+            "{rewritten}: the query of the request must not change"
+        );
     }
 
-    // Named groups need no whole segments: their path is canonical, or the request is rejected.
+    // Named groups may match parts of segments. The rewritten path is canonical, or the request is rejected.
     for expression in EXPRESSIONS {
         let pattern = PathPattern::from_regex(expression).expect("an expression");
         if let Ok(rewritten) = rewrite.apply(&pattern, &path, uri.query()) {
@@ -66,7 +71,7 @@ pub(crate) fn run(data: &[u8]) {
 
     let mut request = http::Request::new(());
     request.headers_mut().insert(HOST, HeaderValue::from_static("A.test:8080"));
-    *request.uri_mut() = uri.path_and_query().cloned().map(Uri::from).expect("it has a path");
+    *request.uri_mut() = uri.path_and_query().cloned().map(Uri::from).expect("the target has a path");
     let origins = ["", "https://www.example.com", "https://a.test:8443", "https://a.test"];
     for (origin, to) in origins.into_iter().zip([0, 1, 2, 3]) {
         let to = match to {
@@ -75,14 +80,19 @@ pub(crate) fn run(data: &[u8]) {
             _ => RedirectTarget::Template { origin: origin.into(), template: text.parse().expect("a template") },
         };
         let redirect = Redirect { to, status: StatusCode::PERMANENT_REDIRECT };
-        let response = redirect.response(&request, &pattern, &path).expect("it has a host");
+        let response = redirect.response(&request, &pattern, &path).expect("the request has a host");
         let location = response.headers()[LOCATION].to_str().expect("visible characters");
-        let target = location.strip_prefix(origin).expect("it begins with its origin");
-        assert!(target.starts_with('/') && !target.starts_with("//"), "{location}: the same site");
+        let target = location.strip_prefix(origin).expect("the location starts with the origin");
+        assert!(
+            target.starts_with('/') && !target.starts_with("//"),
+            "{location}: the redirect must stay on the same host"
+        );
         assert!(target.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'\\'), "{location}");
     }
 
-    let stripped = Rewrite::StripPrefix("/v1".into()).apply(&pattern, &path, uri.query()).expect("segments");
+    let stripped = Rewrite::StripPrefix("/v1".into())
+        .apply(&pattern, &path, uri.query())
+        .expect("whole segments give a canonical path");
     assert_eq!(format!("/v1{stripped}"), uri.query().map_or(path.to_string(), |query| format!("{path}?{query}")));
     assert!(stripped.starts_with('/') && !stripped.starts_with("//"), "{stripped}");
 }

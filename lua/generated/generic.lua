@@ -1,88 +1,111 @@
 -- Composed from lua/generic.lua and all algorithms that it supports. Do not edit:
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
--- Generic driver: decides requests with any operation and any limits. It charges all limits of a request or none.
+-- Generic driver: performs requests with any operation and any limits. It charges all limits of a request or none.
 -- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
--- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
--- ARGV[1]  A binary string, in the formats of struct.pack: d is a little-endian double of 8 bytes, c1 is a letter.
---          d   current time in microseconds; 0 = use the clock of Redis
---          Then the requests, in the order of their keys. Requests that differ only in their keys are a group. For each
---          group:
---          d   number of requests
---          c1  operation: C check and charge | P peek: check without a charge | A charge unconditionally | R refund
---              | T take up to the cost: charge as many tokens as remain, but at most the cost
---              | N renew a concurrency permit, or add it if it is missing
---          d   R: time of the refunded charge in microseconds; other operations: 0
---          d   number of limits of each request
---          And for each limit:
---          c1  kind: see the algorithm files
---          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
---          d   cost
---          d a, d b, d c, c8 d: parameters of the kind
--- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
---          d start and d end of that day in microseconds.
---          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
---          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
---          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
--- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
---          d reset_us, d retry_us.
---          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
---          | 3 no permit is free, retry_us is an upper bound
+-- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster, all keys are in the same slot.
+-- ARGV[1]  A binary string with values in the formats of struct.pack: `d` is a little-endian double of 8 bytes, `c1` is
+--          one letter, and `c8` is 8 bytes. All times are in microseconds.
+--          `d`   Current time, or 0 to use the clock of Redis.
+--          The groups follow, in the order of their keys. A group is a list of requests that differ only in their keys.
+--          For each group:
+--          `d`   Number of requests.
+--          `c1`  Operation, one of these letters:
+--                `C`  Check and charge.
+--                `P`  Peek: check without a charge.
+--                `A`  Charge unconditionally.
+--                `R`  Refund a charge.
+--                `T`  Take up to the cost: charge as many tokens as remain, but at most the cost.
+--                `N`  Renew a concurrency permit, or add it if it is missing.
+--          `d`   For the operation R, the time of the refunded charge. Otherwise 0.
+--          `d`   Number of limits of each request.
+--          For each limit of the group:
+--          `c1`  Kind of the limit: B, C, F, K, L, S, W or X (see the algorithm files).
+--          `c1`  Flag, one of these characters:
+--                `-`  None.
+--                `s`  Shadow: the limit never denies a request.
+--                `p`  Deferred: the cost is charged after the response.
+--                `b`  Both shadow and deferred.
+--          `d`   Cost.
+--          `d`, `d`, `d`, `c8`  Parameters a, b, c and d of the kind (see the algorithm files).
+-- ARGV[2]  Only in scripts that count usage: a binary string with three values for each limit of each group.
+--          `d`   Day of the month, or 0 if the usage of the limit is not counted.
+--          `d`   Start of the day.
+--          `d`   End of the day.
+--          In KEYS, the keys of usage totals follow the keys of all states. For each limit of each request whose usage
+--          is counted, there is one key, in the same slot as the state. The key contains a hash for one month. The
+--          fields of the hash are the days of the month. The value of a field is the cost charged on this day, less
+--          refunds.
+--          If the current time is not between the start and the end, the request fails with RLSTALE and writes nothing.
+-- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
+--          status, remaining, reset_us and retry_us.
+--          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
+--          tokens that were taken.
+--          Status has one of these values:
+--          `0`  The charge fits.
+--          `1`  The limit is exceeded. The charge fits after exactly retry_us.
+--          `2`  The cost exceeds the limit, so the charge can never fit. Retry_us is -1.
+--          `3`  No permit is free. Enough permits expire after retry_us, but requests may release them earlier.
 --          If the request is denied, remaining and reset_us are the values without its charge.
---          If requests fail, the reply is an array. It begins with the binary string, in which granted is -1 for the
---          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
---          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
--- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
--- The blocks marked `usage` are only in the scripts for calls with limits that count usage totals. Arguments as text
--- instead of bytes would cost Redis a tenth more CPU, and the parser of the gateway 3,000 instructions per limit.
+--          If at least one request fails, the reply is an array. Its first element is the binary string, in which
+--          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
+--          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
+--          error of Redis.
+-- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
+-- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals.
+-- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
+-- instructions per limit to parse the reply.
 --
--- Each algorithm is a branch of one `if` statement. A function for each algorithm would be slower, because the call of
--- a function costs more than the algorithm itself.
--- Input    key, kind, cost, a, b, c, d, now, charged_at
---          op: C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
---          key_expires_at, field1, field2, field3: the state, or nil if there is none
--- Output   status, remaining, reset_us, retry_us: the values after the charge; without it if the status is not 0
---          free, free_reset_us: the values of remaining and reset_us without the charge
---          ttl_us: time after which the new state has no effect and can be deleted; false = the new state is empty;
---          nil = the state does not change
---          new_field1, new_field2, new_field3: the new state
---          new_state: the new state as text, from algorithms that read their state themselves
---          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
--- Only the function `commit` of an algorithm may write to Redis. If the status is not 0, the new state repairs the
--- stored state. A repair is needed if the time of the stored state was in the future because the clock was set back, or
--- if the rate of a token bucket was lowered.
+-- Each algorithm is a branch of one `if` statement. A function for each algorithm would be slower, because a function
+-- call takes more time than the algorithm itself. Variables of an algorithm:
+-- Input    `key, kind, cost, a, b, c, d, now, charged_at`  Arguments of the request.
+--          `op`  C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
+--          `key_expires_at, field1, field2, field3`  The state, or nil if the key does not exist.
+-- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
+--          values after the charge. Otherwise they are the values without the charge.
+--          `free, free_reset_us`  Remaining and reset_us without the charge.
+--          `ttl_us`  Time after which the new state has no effect and can be deleted. The value false means that the
+--          new state is empty, and nil means that the state does not change.
+--          `new_field1, new_field2, new_field3`  The new state.
+--          `new_state`  The new state as text, if the algorithm reads its state itself.
+--          `commit`  A function that writes the new state, if the algorithm does not set ttl_us. The function may
+--          return new values of remaining and reset_us.
+-- An algorithm writes to Redis only in its function `commit`. If the status is not 0, the new state repairs the stored
+-- state. A repair is necessary in two cases: the clock was set back, so that a stored time is in the future, or the
+-- rate of a token bucket was lowered.
 --
--- Most states have three fields. The value of the key of such a state has 32 bytes: four little-endian 64-bit integers,
--- which are the time at which the key expires and the three fields. If this value were text, a check would cost a fifth
--- more CPU.
--- A key expires at least half a second after its state has no effect any more, so that no decision depends on when
--- Redis expires the key. SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires
--- later than the new state by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL. SETRANGE costs half
--- as much CPU as SET.
--- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), unless the script has
--- already written something. Therefore the first command of a charge may need memory, and the gateway puts groups that
--- may delete (R, N) at the end of a call.
+-- The states of the kinds B, F, K, W and X have three fields. The value of their key has 32 bytes: four little-endian
+-- 64-bit integers, which are the time at which the key expires and the three fields. If this value were text, a check
+-- would need 20 % more CPU time.
+-- A state ends at the time from which it has the same effect as no state. The slack of a key is the time between the
+-- end of its state and the expiry of the key. The slack is at least half a second, so that no decision depends on the
+-- moment at which Redis deletes the key. SET writes a TTL with a slack of one second (KEY_SLACK_MS). If the current TTL
+-- already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, SETRANGE writes only the fields and keeps this
+-- TTL. SETRANGE needs half as much CPU time as SET.
+-- Beyond `maxmemory`, Redis rejects commands that may need memory (for example SET, SETRANGE, ZADD, RPUSH and HINCRBY),
+-- unless the script has already written something. Therefore the first write of a charge is such a command. Groups that
+-- may begin with a delete (R, N) are at the end of a call, because Redis would accept all writes after a delete.
 -- All numbers are integers below 2^53, which doubles represent exactly. The gateway rejects a configuration whose
--- numbers could exceed 2^53. Unconditional charges (A) increase a state at most to MAX_STATE. Numbers are formatted
--- with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow and writes -0.
+-- numbers could exceed 2^53. Unconditional charges (A) increase a number in a state at most to MAX_STATE.
+-- The scripts format numbers with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as
+-- slow and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
+-- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
+-- STATE_BYTES is the size of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
--- (2^53) exactly.
+-- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
+-- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- Time between the end of a state and the expiry of its key. SET sets a TTL that is one second (KEY_SLACK_MS) longer
--- than the state needs. SETRANGE keeps the TTL if the key expires later than the new state by MIN_KEY_SLACK_US to
--- MAX_KEY_SLACK_US.
+-- The header describes the slack of a key.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Check that all groups are well-formed before the first request is decided.
+-- Validate all groups of arguments before the script performs the first request.
 local now, position = unpack('<d', args)
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
@@ -106,8 +129,8 @@ while position <= #args do
       kind = kind, cost = cost, a = a, b = b, c = c, d = d,
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- Results of the current request. Table sizes in Lua are powers of two, so a 17th field would double the memory
-      -- of this table.
+      -- The following fields are results of the current request. Table sizes in Lua are powers of two, and this table
+      -- has 16 fields: one more field would double its memory.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
@@ -124,10 +147,10 @@ end
 
 local replies, failures = {pack('<d', now)}, nil
 local operation, charged_at, checks
--- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Return an error reply, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
-  -- The operation T runs the algorithm twice: the first run reads how many tokens remain, and the second run charges
+  -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
   -- them.
   if operation == 'T' then op, requested = 'P', 0 end
   repeat
@@ -143,36 +166,38 @@ local function decide(key_offset)
         if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
         key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       end
-      -- A cost with the flag p is charged after the response. The check before the request only needs one remaining
-      -- token.
+      -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
+      -- one token remains.
       if check.is_deferred then cost = 1 end
       if operation == 'N' and kind ~= 'C' then
         return redis.error_reply('RLARG only concurrency permits can be renewed')
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
+        -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
+        -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
         if key_expires_at then
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
-            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
-            -- one part. One part is added, so that the converted debt is never too small.
+            -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
+            -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
+            -- divide first. The rounding error is then less than one part, and the code adds one part, so that the converted
+            -- debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
-          -- earlier.
+          -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
+          -- this time or up to about half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
-            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
-            -- conversion above.
+            -- The rate of the limit was lowered since the last write. The part of the debt that the old rate has repaid until
+            -- the current time counts as repaid. The rest, debt * left / repay_time, is rounded up as in the conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
@@ -187,12 +212,12 @@ local function decide(key_offset)
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
+        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
-          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
+          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
+          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -202,7 +227,7 @@ local function decide(key_offset)
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
+          -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -235,7 +260,7 @@ local function decide(key_offset)
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -275,8 +300,8 @@ local function decide(key_offset)
         end
         free, free_reset_us = limit - active, newest and newest + window - now or 0
         local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
-        -- The first command of a repair or charge is RPUSH, so that Redis can reject RPUSH beyond `maxmemory`. After a command
-        -- that deletes, Redis would accept RPUSH.
+        -- The first write of a repair or charge is RPUSH, so that Redis can reject it beyond `maxmemory`. After another write,
+        -- such as LTRIM, Redis would accept RPUSH.
         local function repair()
           local times = call('LRANGE', key, '0', '-1')
           for i = 1, #times do
@@ -288,7 +313,7 @@ local function decide(key_offset)
 
         remaining, reset_us = free, free_reset_us
         if op == 'R' then
-          -- Skip a count of 0, with which LREM would remove all entries of that time.
+          -- Do not call LREM for a cost of 0: with the count 0, it would remove all entries with the time `charged_at`.
           if cost > 0 then
             commit = function()
               local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))
@@ -357,7 +382,7 @@ local function decide(key_offset)
             counts[age], total, age = count, total + count, age + 1
           end
         end
-        -- Return the time until the window no longer covers any part of the bucket of this age.
+        -- Return the time in microseconds until a bucket is completely outside the window. The newest bucket has age 0.
         local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
         local function until_empty()
           for age = 0, buckets do
@@ -377,8 +402,8 @@ local function decide(key_offset)
           remaining, reset_us = free, free_reset_us
           if cost > limit then status, retry_us = 2, -1
           else
-            -- Drop the oldest buckets until the cost fits into the limit. The loop ends, because the cost alone is at most the
-            -- limit.
+            -- Find the newest bucket that must leave the window so that the cost fits. The loop ends, because the cost alone
+            -- does not exceed the limit.
             local excess, age = total + cost - limit, buckets
             while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
             status, retry_us = 1, dropped_after_us(age)
@@ -414,9 +439,9 @@ local function decide(key_offset)
         if op == 'R' then
           commit = function() call('ZREM', key, permit_id) end
         elseif op == 'N' then
-          -- If a script begins with a command that deletes, Redis accepts its ZADD even beyond `maxmemory`. If Redis rejected
-          -- ZADD, the permit would expire before its request ends. A permit that Redis has lost is added again even if the
-          -- number of permits then exceeds the limit, because the request of the permit is in flight.
+          -- Remove expired permits first: after the first write command of a script, Redis accepts ZADD even beyond
+          -- `maxmemory`. If Redis rejected ZADD, the permit would expire while its request is still in flight. ZADD also adds a
+          -- permit that Redis has lost, even if the limit is then exceeded, because its request is in flight.
           reset_us = ttl
           commit = function()
             remove_expired()
@@ -431,8 +456,7 @@ local function decide(key_offset)
           if clock_went_back then commit = repair_and_expire end
         elseif cost > 0 then
           remaining, reset_us = free - 1, ttl
-          -- ZADD is the first command, so that Redis can reject ZADD beyond `maxmemory`. After a command that deletes, Redis
-          -- would accept ZADD.
+          -- ZADD is the first write, so that Redis rejects it beyond `maxmemory`. After another write, Redis would accept it.
           commit = function()
             call('ZADD', key, expires_at, permit_id)
             remove_expired()
@@ -449,8 +473,8 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is the new state, a function that writes it, false = delete the state, or nil = no change. With a new
-      -- state, `ttl_ms` is the TTL of the key; 0 = keep the TTL.
+      -- `change` is the new state or a function that writes the new state; false = the new state is empty; nil = no
+      -- change. If `change` is a state, `ttl_ms` is the new TTL of the key, or 0 to keep the TTL.
       local change, ttl_ms = commit, nil
       if ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
@@ -473,7 +497,7 @@ local function decide(key_offset)
         local check = checks[i]
         if check.free < granted and not check.is_shadow then granted = check.free end
       end
-      -- If no token remains, the second run requests one token, so that the algorithm returns retry_us.
+      -- If no token remains, the second run requests one token. The algorithm denies it and returns retry_us.
       op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until is_last_pass
@@ -488,8 +512,8 @@ local function decide(key_offset)
       elseif change then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete only for refunds. If an operation other than a refund results in an empty state, the stored state had no
-      -- effect either.
+      -- Delete the key only for refunds. If another operation results in an empty state, the stored state had no effect
+      -- either.
       elseif operation == 'R' then call('DEL', key) end
     end
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
@@ -502,10 +526,10 @@ for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
   for _ = 1, group.requests do
-    -- With pcall, the other requests succeed even if one request has an error.
+    -- With pcall, the other requests of the call still succeed if one request fails.
     local _, failure = pcall(decide, key_offset)
     if failure then
-      -- Errors of Lua are strings. Before Redis 7, errors of Redis are strings too.
+      -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
       if type(failure) ~= 'table' then
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end

@@ -2,35 +2,37 @@
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
 -- The driver (script without algorithms) for requests with few limits. Each request has the operation C and one to four
--- limits of the kinds B, F, X or W, without flags. The header of generic.lua describes the arguments and replies. This
--- driver creates no Lua tables or functions for its groups, so a check costs a quarter less CPU than with generic.lua.
--- Redis commands are called with redis.pcall, so that the other requests succeed even if one request has an error. This
--- source file is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
--- replaces the suffix _1 by the number of the limit. If a request has fewer limits than the script, the kinds of the
--- missing limits are nil.
+-- limits of the kinds B, F, X or W, without flags. The header of generic.lua describes the arguments and replies.
+-- This driver creates no Lua tables or functions for its groups, so a check needs 25 % less CPU time than with
+-- generic.lua.
+-- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
+-- This source file contains the code for one limit. When the gateway composes the script, it repeats each block between
+-- the markers `each limit` and `end` for each limit, and replaces the suffix _1 with the number of the limit. If a
+-- request has fewer limits than the script, the kinds of the missing limits are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Sizes in bytes: of a group without its limits, of a limit (generic.lua describes the format of both at ARGV[1]), and
--- of a state with three fields.
+-- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1] (see
+-- generic.lua for the format). STATE_BYTES is the size of a state.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- MAX_STATE is the maximum value of a number in a state: 2^52. Doubles represent all integers below EXACT_INTEGER_LIMIT
--- (2^53) exactly.
+-- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
+-- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
--- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
+-- The slack of a key is the time between the end of its state and the expiry of the key. SET writes a TTL with a slack
+-- of one second (KEY_SLACK_MS). If the current TTL already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US,
+-- SETRANGE writes only the fields and keeps this TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
--- Number of bytes of the usage arguments of a limit. Time for which the totals of a month are kept after the first
--- charge of its last day: 400 days.
+-- USAGE_BYTES is the number of bytes in ARGV[2] for each limit. USAGE_TTL_MS (400 days) is the TTL of a hash of usage
+-- totals. The first charge of each day renews the TTL.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
 local usage_args, usage_position, usage_key_count, type = ARGV[2], 1, 0, type
 argument_count = 2
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Check that all groups are well-formed before the first request is decided. If there is a single group, the code below
--- does not unpack its values again.
+-- Validate all groups of arguments before the script performs the first check. If there is only one group, its values
+-- stay in the variables, and the second loop does not unpack them again.
 local now, position = unpack('<d', args)
 local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
@@ -157,7 +159,7 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- Passing more values is harmless, because `pack` ignores values for which the format has no letter.
+  -- The code below passes the values of all limits to `pack`, which ignores the values after the end of the format.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -184,32 +186,34 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- Continue: the code at the end of the loop adds the error to the reply.
+        -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
+        -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
+        -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
         if key_expires_at then
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
-            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
-            -- one part. One part is added, so that the converted debt is never too small.
+            -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
+            -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
+            -- divide first. The rounding error is then less than one part, and the code adds one part, so that the converted
+            -- debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
-          -- earlier.
+          -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
+          -- this time or up to about half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
-            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
-            -- conversion above.
+            -- The rate of the limit was lowered since the last write. The part of the debt that the old rate has repaid until
+            -- the current time counts as repaid. The rest, debt * left / repay_time, is rounded up as in the conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
@@ -224,12 +228,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
+        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
-          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
+          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
+          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -239,7 +243,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
+          -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -272,7 +276,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -361,32 +365,34 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- Continue: the code at the end of the loop adds the error to the reply.
+        -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
+        -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
+        -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
         if key_expires_at then
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
-            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
-            -- one part. One part is added, so that the converted debt is never too small.
+            -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
+            -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
+            -- divide first. The rounding error is then less than one part, and the code adds one part, so that the converted
+            -- debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
-          -- earlier.
+          -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
+          -- this time or up to about half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
-            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
-            -- conversion above.
+            -- The rate of the limit was lowered since the last write. The part of the debt that the old rate has repaid until
+            -- the current time counts as repaid. The rest, debt * left / repay_time, is rounded up as in the conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
@@ -401,12 +407,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
+        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
-          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
+          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
+          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -416,7 +422,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
+          -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -449,7 +455,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -538,32 +544,34 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- Continue: the code at the end of the loop adds the error to the reply.
+        -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
+        -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
+        -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
         if key_expires_at then
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
-            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
-            -- one part. One part is added, so that the converted debt is never too small.
+            -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
+            -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
+            -- divide first. The rounding error is then less than one part, and the code adds one part, so that the converted
+            -- debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
-          -- earlier.
+          -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
+          -- this time or up to about half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
-            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
-            -- conversion above.
+            -- The rate of the limit was lowered since the last write. The part of the debt that the old rate has repaid until
+            -- the current time counts as repaid. The rest, debt * left / repay_time, is rounded up as in the conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
@@ -578,12 +586,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
+        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
-          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
+          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
+          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -593,7 +601,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
+          -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -626,7 +634,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -715,32 +723,34 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- Continue: the code at the end of the loop adds the error to the reply.
+        -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
+        -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
+        -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
         if key_expires_at then
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
-            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
-            -- one part. One part is added, so that the converted debt is never too small.
+            -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
+            -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
+            -- divide first. The rounding error is then less than one part, and the code adds one part, so that the converted
+            -- debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
-          -- earlier.
+          -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
+          -- this time or up to about half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
-            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
-            -- conversion above.
+            -- The rate of the limit was lowered since the last write. The part of the debt that the old rate has repaid until
+            -- the current time counts as repaid. The rest, debt * left / repay_time, is rounded up as in the conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
@@ -755,12 +765,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
+        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
-          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
+          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
+          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -770,7 +780,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
+          -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -803,7 +813,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
+          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -870,7 +880,7 @@ for _ = 1, groups do
       status_4, remaining_4, reset_us_4, retry_us_4 = status, remaining, reset_us, retry_us
       free_4, free_reset_us_4 = free, free_reset_us
     end
-    -- The totals are written before the states. If Redis rejects the write of the totals, nothing has changed.
+    -- Write the totals before the states. If Redis rejects the first write, the request has changed nothing.
     if usage_key_1 and admitted and cost_1 > 0 and not failure then
       local total = call('HINCRBY', usage_key_1, format('%d', day_1), format('%d', cost_1))
       if type(total) == 'table' then failure = total

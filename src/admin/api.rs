@@ -1,4 +1,4 @@
-//! `/api`: rate limit usage, resets and quota overrides of identities, as JSON.
+//! `/api`: the JSON API of the admin listener, for example for the usage, resets and quota overrides of identities.
 
 mod identities;
 
@@ -41,7 +41,7 @@ const MAX_BODY_BYTES: usize = 16 * 1024;
 /// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Error text of a 404, for paths that the API does not have.
+/// Error text of the 404 response for paths that the API does not have.
 const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
                          /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
 
@@ -56,7 +56,7 @@ struct ApiContext<'a> {
     event_stream: &'a EventStream,
 }
 
-/// Handle a request that is already authorized to read. Changes are authorized in this function.
+/// Handle a request that is already authorized to read data. This function authorizes changes.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
         "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" | "/api/status" => {
@@ -138,15 +138,18 @@ impl QueryParams {
     }
 }
 
-/// CSRF protection: require `application/json` or DELETE. A browser sends a CORS preflight before such a cross-origin
-/// request, and the admin listener rejects the preflight.
+/// CSRF protection: require the content type `application/json` or the method DELETE. Before such a cross-origin
+/// request, a browser sends a CORS preflight, which the admin listener rejects.
 fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
     match media_type {
         Some(media_type) if media_type.eq_ignore_ascii_case("application/json") => Ok(()),
         None if method == Method::DELETE => Ok(()),
-        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes need the content type application/json")),
+        _ => Err(ApiError::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "requests that change something need the content type application/json",
+        )),
     }
 }
 
@@ -164,7 +167,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
         }
         Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
     };
-    // Error messages of serde can quote values, which may be secrets. Return only messages about field names.
+    // Return only serde's messages about field names. Other messages can quote values, which may be secrets.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
             ApiError::bad_request(error.to_string())
@@ -209,7 +212,7 @@ fn admin_error(error: &AdminError) -> ApiError {
     }
 }
 
-/// Convert µs to seconds, rounded up to the ms, so that a client that waits this long is not too early.
+/// Convert µs to seconds, rounded up to the next ms. A client that waits this long is therefore not too early.
 fn seconds_rounded_up(us: u64) -> f64 {
     us.div_ceil(1000) as f64 / 1000.0
 }
@@ -247,8 +250,9 @@ struct Differences {
     restart: Vec<String>,
 }
 
-/// Compare the digests in the query, named by configuration key, with those of the active configuration. The caller
-/// chooses the salt and learns only the names of keys, because values may be secret.
+/// Compare digests of configuration values with the digests of the active values. In the query, the name of a parameter
+/// is a configuration key, and its value is the digest. The response contains only the names of keys, because values
+/// may be secret. The caller chooses the salt of the digests.
 fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
     let mut active_digests = context.config.restart_only_digests(&salt);
@@ -402,12 +406,11 @@ struct ListenerStatus<'a> {
 struct StoreStatus<'a> {
     /// The store, without credentials.
     name: &'a str,
-    /// `closed`, or `open` if one of several circuit breakers is open. `None` for the store in the memory of this
-    /// process.
+    /// `open` if at least one circuit breaker of the store is open, otherwise `closed`. `None` for the memory store.
     circuit_breaker: Option<&'static str>,
     /// The store, or the cluster nodes, whose circuit breaker is open.
     failing: Vec<String>,
-    /// How often a circuit breaker has opened since the start.
+    /// How often circuit breakers have opened since the start of the process.
     circuit_breaker_openings: u64,
 }
 
@@ -455,7 +458,7 @@ struct CertificatesResponse {
 /// One certificate. Times are RFC 3339.
 #[derive(Serialize)]
 struct CertificateView {
-    /// DNS names and addresses of the certificate.
+    /// DNS names and IP addresses of the certificate.
     names: Vec<String>,
     /// `file` or `acme`.
     source: &'static str,
@@ -465,7 +468,7 @@ struct CertificateView {
     not_after: Option<String>,
     /// Time at which the next order is planned. `None` for certificates from files.
     next_renewal: Option<String>,
-    /// Failed attempts since the last success.
+    /// Number of failed attempts to obtain the certificate since the last success.
     failures: u32,
     /// The reason why the last attempt failed.
     error: Option<Box<str>>,
@@ -552,7 +555,7 @@ fn renew_certificate(context: &ApiContext<'_>, request: &RenewRequest) -> Result
 
 // === `/api/usage`: usage totals of limits by day, month, identity or model ===
 
-/// Maximum number of totals in a response. Each total needs about 130 bytes.
+/// Maximum number of totals in a response. Each total takes about 130 bytes.
 const MAX_ROWS: usize = 50_000;
 
 async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {

@@ -1,4 +1,4 @@
-//! `/api/config` and `/api/reload`: the active configuration, and a reload on request.
+//! `/api/config` shows the active configuration. `/api/reload` reloads it.
 
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, StatusCode};
@@ -21,13 +21,13 @@ struct ConfigView {
     addresses: Vec<String>,
     /// Time at which the configuration became active, in RFC 3339.
     loaded_at: String,
-    /// Hash of `configuration`.
+    /// Hash of `configuration`, in hexadecimal digits.
     revision: String,
     /// Number of reloads since the start of the process.
     reloads: ReloadCounts,
-    /// The error of the last reload, if the reload failed.
+    /// The error of the last reload. `None` if the last reload succeeded.
     last_error: Option<LastError>,
-    /// The configuration as JSON, with the tables of included files, and with secrets redacted.
+    /// The configuration as JSON. It contains the tables of included files. Secrets are redacted.
     configuration: Value,
 }
 
@@ -51,11 +51,11 @@ struct ReloadResponse {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The changes of the last reload that changed a key, as sentences. Usually this is the requested reload, unless
-    /// the file watcher has reloaded the file before.
+    /// The changes of the most recent reload that changed a key, as text. Usually it is the reload that this request
+    /// caused, but the file watcher may have reloaded the file earlier.
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<String>>,
-    /// Time since the last reload that changed a key. `None` if no reload has changed a key.
+    /// Seconds since the most recent reload that changed a key. `None` if no reload has changed a key.
     #[serde(skip_serializing_if = "Option::is_none")]
     changed_seconds_ago: Option<f64>,
 }
@@ -115,10 +115,11 @@ impl AdminServer {
     }
 }
 
-/// Number of bytes of a revision, which is sufficient to distinguish the configurations of many gateways.
+/// Number of bytes of a revision. Six bytes are sufficient to distinguish the configurations of many gateways.
 const REVISION_BYTES: usize = 6;
 
-/// Return the hash of a configuration without its secrets. Gateways with the same files have the same hash.
+/// Return the hash of a configuration whose secrets are redacted. Gateways with the same configuration files have the
+/// same hash.
 fn revision(redacted: &Value) -> String {
     let hash = digest(&SHA256, redacted.to_string().as_bytes());
     hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
@@ -129,7 +130,7 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
     typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
 }
 
-/// Format µs since the Unix epoch in RFC 3339. A time that is out of range becomes the epoch.
+/// Format µs since the Unix epoch as an RFC 3339 time. If the time is out of range, format the epoch.
 pub(super) fn format_rfc3339(us: u64) -> String {
     Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

@@ -1,5 +1,5 @@
-//! The connections of the admin listener: their maximum number, the deadline of each, and the choice of the idle
-//! connection that is closed for a new one.
+//! The connections of the admin listener: their maximum number, their deadlines, and the choice of an idle connection
+//! to close if a new connection arrives at the maximum.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,18 +10,18 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limiter::clock::monotonic;
 
-/// Maximum number of connections for all requests.
+/// Maximum number of connections that serve all kinds of requests.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Maximum number of connections per peer address.
 const MAX_CONNECTIONS_PER_PEER: usize = 32;
 
-/// Number of additional connections, on which only health checks are served.
+/// Number of additional connections that serve only health checks.
 const RESERVED_CONNECTIONS: usize = 8;
 
-/// Maximum time from accepting a connection, or from a response, to the next complete request headers. A client that
-/// does not read its response sends no further request, so the same deadline also limits the time of writes. On an
-/// event stream, this is the maximum time between two events that the client reads.
+/// Maximum time between the start of a connection, or a response, and the complete headers of the next request. A
+/// client that does not read its response sends no further request, so this deadline also limits the time of writes. On
+/// an event stream, it is the maximum time between two events that the client reads.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
@@ -47,26 +47,26 @@ struct ConnectionEntry {
 enum ConnectionState {
     /// The connection has been idle since this instant: it has no request in progress.
     Idle(Instant),
-    /// A request is in progress. Its own timeouts apply.
+    /// A request is in progress. The timeouts of the request apply instead of [`CONNECTION_TIMEOUT`].
     Busy,
-    /// The connection is an event stream, whose client has read its last event at this instant.
+    /// The connection is an event stream. Its client read the last event at this instant.
     Streaming(Instant),
 }
 
-/// A connection. Dropping the value removes the connection from the open connections.
+/// An open connection. Dropping this value removes the connection from `connections`.
 #[derive(Debug)]
 pub(super) struct AdminConnection {
     connections: Arc<AdminConnections>,
     id: u64,
     /// Whether only health checks are served.
     pub(super) is_reserved: bool,
-    /// A token that is cancelled to close this connection, when a new connection needs its place.
+    /// Cancelled to close this connection, when a new connection replaces it.
     pub(super) close_token: CancellationToken,
 }
 
 impl AdminConnections {
-    /// Admit a new connection. If the maximum is reached, close the connection that has been idle for the longest time.
-    /// If no connection is idle, the new connection serves only health checks.
+    /// Register a new connection. If the maximum number of connections is reached, close the connection that has been
+    /// idle for the longest time. If no connection is idle, the new connection serves only health checks.
     pub(super) fn admit(self: &Arc<Self>, peer: IpAddr) -> AdminConnection {
         let mut open = self.lock();
         let is_of_peer = |entry: &ConnectionEntry| !entry.is_reserved && entry.peer == peer;
@@ -74,8 +74,8 @@ impl AdminConnections {
         let is_reserved =
             !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
         if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
-            // If all reserved connections are in use, close the oldest one. This is rare, because health checks get
-            // their response at once.
+            // If all reserved connections have a request in progress, close the oldest one. This is rare, because the
+            // listener responds to health checks immediately.
             open.close_oldest(|entry| entry.is_reserved);
         }
         let id = open.accepted_count;
@@ -92,8 +92,9 @@ impl AdminConnections {
 }
 
 impl OpenConnections {
-    /// Return whether one more connection is possible with the maximum `max`. If necessary, close the connection that
-    /// has been idle for the longest time.
+    /// Make room for one more connection among those that `is_counted` selects, whose maximum number is `max`. If the
+    /// maximum is reached, close the connection that has been idle for the longest time. Return false if no connection
+    /// is idle.
     fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
         if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;
@@ -131,12 +132,12 @@ impl AdminConnection {
         self.set_state(ConnectionState::Idle(monotonic()));
     }
 
-    /// Mark the connection as streaming, because the client reads an event.
+    /// Mark the connection as an event stream whose client has read an event at this instant.
     pub(super) fn set_streaming(&self) {
         self.set_state(ConnectionState::Streaming(monotonic()));
     }
 
-    /// Return the time until [`CONNECTION_TIMEOUT`] expires.
+    /// Return the time that remains of [`CONNECTION_TIMEOUT`].
     pub(super) fn time_left(&self) -> Duration {
         match self.connections.lock().entries.get(&self.id).map(|entry| entry.state) {
             Some(ConnectionState::Idle(since) | ConnectionState::Streaming(since)) => {

@@ -1,4 +1,4 @@
-//! `/api/live`: metrics of the last hour, then one server-sent event per second.
+//! `/api/live` streams server-sent events: first the metrics of the last hour, then one event per second.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -28,18 +28,18 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
-/// Maximum number of concurrent subscribers. This is a quarter of the maximum number of connections, so that the other
-/// connections can serve health checks and metrics.
+/// Maximum number of concurrent subscribers. It is a quarter of the admin listener's maximum number of connections, so
+/// that other connections remain for health checks and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
-/// Capacity of the broadcast channel in events. There is one event per second. A subscriber that is further behind
-/// misses events.
+/// Capacity of the broadcast channel in events. There is one event per second, so a subscriber that is more than 16 s
+/// behind misses events.
 const EVENT_BUFFER: usize = 16;
 
 /// A response body that ends when the client disconnects or the admin listener stops.
 pub(super) type EventBody = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
-/// The history of the last seconds, and the broadcast channel for new seconds.
+/// The history of metrics, and the broadcast channel for the metrics of each new second.
 #[derive(Debug)]
 pub(super) struct EventStream {
     history: Mutex<History>,
@@ -59,7 +59,7 @@ struct HistoryEvent<'a> {
     limit_intervals: Vec<LimitIntervals<'a>>,
 }
 
-/// Allowed and denied decisions of a limit, one pair for each element of `intervals`.
+/// Numbers of allowed and denied decisions of a limit, one pair for each element of `intervals`.
 #[derive(Serialize)]
 struct LimitIntervals<'a> {
     limit: &'a str,
@@ -80,7 +80,7 @@ struct SecondEvent<'a> {
     configuration: ConfigStatus,
 }
 
-/// Client connections of the gateway.
+/// The number of open client connections of the gateway, and the maximum.
 #[derive(Serialize)]
 pub(super) struct ConnectionCounts {
     pub(super) open: usize,
@@ -96,9 +96,10 @@ struct LimitDecisionCounts<'a> {
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
-    /// Settled cost of LLM requests since the start of the process, or `None` if the limit counts no tokens.
+    /// Settled cost of LLM requests since the start of the process, or `None` if the limit does not count LLM tokens.
     settled: Option<u64>,
-    /// Allowed and denied decisions of the interval that ended with this second, or `None` if no interval ended.
+    /// Numbers of allowed and denied decisions in the interval that ended with this second, or `None` if no interval
+    /// ended.
     interval: Option<[u32; 2]>,
 }
 
@@ -111,7 +112,8 @@ struct RouteRequestCounts<'a> {
     errors: u64,
 }
 
-/// Requests to an upstream since the start of the process. Errors are 5xx responses, and requests without a response.
+/// Requests to an upstream since the start of the process. `errors` counts 5xx responses and requests without a
+/// response.
 #[derive(Serialize)]
 struct UpstreamRequestCounts<'a> {
     upstream: &'a str,
@@ -119,7 +121,7 @@ struct UpstreamRequestCounts<'a> {
     errors: u64,
 }
 
-/// Times in RFC 3339. If one of these values changes, the response of `/api/config` has changed.
+/// RFC 3339 times. When one of them changes, clients should request `/api/config` again.
 #[derive(Serialize)]
 struct ConfigStatus {
     loaded_at: String,
@@ -154,13 +156,13 @@ impl EventStream {
             let mut history = self.lock_history();
             let (second, interval) = history.tick(state);
             if self.events.receiver_count() > 0 {
-                // Ignore the error of `send`: it means that the last subscriber has disconnected.
+                // Ignore the error of `send`. It means that the last subscriber has disconnected.
                 let _ = self.events.send(second_event(second, interval, &history.limit_intervals, state));
             }
         }
     }
 
-    /// Return a response that streams the history, and then each new second.
+    /// Return a response that streams the history and then an event for each new second.
     pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
             let detail =
@@ -169,7 +171,7 @@ impl EventStream {
         };
         let subscriber = {
             // Read the history and subscribe under one lock, so that `run` cannot add a second between the two steps.
-            // No second is then missed or sent twice.
+            // Therefore, the subscriber misses no second and receives none twice.
             let history = self.lock_history();
             let limits = history.limit_intervals.iter();
             let history_event = HistoryEvent {
@@ -219,7 +221,8 @@ impl Drop for Subscriber {
     }
 }
 
-/// Receive the next event. Events that the channel has dropped are skipped.
+/// Receive the next event. If the channel has dropped events, because the subscriber is too slow, continue with the
+/// next one.
 async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     loop {
         match events.recv().await {
@@ -230,7 +233,7 @@ async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     }
 }
 
-/// Format a `second` event: the metrics of a second, and the state of the process at its end.
+/// Format a `second` event: the metrics of a second, and the state of the process at the end of the second.
 fn second_event(
     second: PeriodStats,
     interval: Option<PeriodStats>,
@@ -262,8 +265,8 @@ fn second_event(
         let workers = denials.get(&*route.name).into_iter().flatten();
         let [denied] = sum_counts(workers.map(|counter| counter.values()));
         let errors = classes[SERVER_ERROR];
-        // `saturating_sub`, because a denial is counted shortly before its response: the counters may contain a denial
-        // without its response.
+        // Use `saturating_sub`. A denial is counted shortly before its response, so at this moment the counters may
+        // contain a denial without its response.
         let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
         RouteRequestCounts { route: &route.name, allowed, denied, errors }
     });
@@ -303,17 +306,17 @@ fn format_event(name: &str, data: &impl Serialize) -> Bytes {
 /// Number of seconds in the history.
 const HISTORY_SECONDS: usize = 15 * 60;
 
-/// Length of an interval. The history of intervals covers more time than the history of seconds, with the same memory.
+/// Length of an interval. Intervals let the history cover one hour with less memory than seconds would need.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of intervals in the history: one hour.
 const HISTORY_INTERVALS: usize = 360;
 
-/// Maximum number of limits with a history: the first limits in the order of their names. This maximum bounds the
-/// memory of the history, because each limit needs 3 KiB.
+/// Maximum number of limits with a history. The limits that come first in the order of their names have one. The
+/// maximum bounds the memory, because the history of each limit takes 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
-/// Number of intervals that `/api/status` sums up. Together they are one minute long.
+/// Number of intervals that `/api/status` adds up: one minute.
 const RECENT_INTERVALS: usize = 6;
 
 /// Index of the status class 5xx.
@@ -326,7 +329,7 @@ type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 pub(super) struct PeriodStats {
     /// End of the period, ms since the Unix epoch.
     at_ms: u64,
-    /// Actual length of the period in ms, because the timer fires late on a busy machine.
+    /// Actual length of the period in ms. It varies, because the timer fires late on a busy machine.
     ms: u64,
     allowed: u64,
     denied: u64,
@@ -338,7 +341,7 @@ pub(super) struct PeriodStats {
     store_p99_ms: Option<f32>,
 }
 
-/// Counter values at one instant.
+/// The values of all counters at one instant.
 #[derive(Debug, Clone)]
 struct CounterSnapshot {
     taken_at: Instant,
@@ -385,7 +388,7 @@ struct History {
     last_second: CounterSnapshot,
     intervals: VecDeque<PeriodStats>,
     last_interval: CounterSnapshot,
-    /// Starts of the last [`RECENT_INTERVALS`] intervals, and of the current one.
+    /// Counter snapshots at the starts of the last [`RECENT_INTERVALS`] intervals and of the current interval.
     interval_starts: VecDeque<CounterSnapshot>,
     /// Allowed and denied decisions by limit. Each list is as long as `intervals`.
     limit_intervals: BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
@@ -410,8 +413,8 @@ impl History {
         }
     }
 
-    /// Complete a second: add the difference between this snapshot of the counters and the previous one. Return the
-    /// second, and the interval if it has ended.
+    /// Complete a second: add the difference between the current values of the counters and the previous snapshot.
+    /// Return the metrics of the second, and of the interval if it has ended.
     fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
@@ -423,13 +426,13 @@ impl History {
     }
 
     fn add(&mut self, mut snapshot: CounterSnapshot) -> (PeriodStats, Option<PeriodStats>) {
-        // Never let `allowed` decrease. It is a difference of counters, and a denial is counted shortly before its
-        // response.
+        // Never let `allowed` decrease. It is the number of responses minus the number of denials, and a denial is
+        // counted shortly before its response.
         snapshot.allowed = snapshot.allowed.max(self.last_second.allowed);
         let second = snapshot.diff(&self.last_second);
         push_bounded(&mut self.seconds, second, HISTORY_SECONDS);
-        // The timer fires up to some ms early or late. An interval therefore ends with the second that is nearest to
-        // its end.
+        // The timer fires some ms early or late. Therefore, an interval ends with the second whose end is nearest to
+        // the end of the interval.
         let elapsed = snapshot.taken_at.duration_since(self.last_interval.taken_at);
         let interval = (elapsed + Duration::from_millis(500) > INTERVAL).then(|| {
             let interval = snapshot.diff(&self.last_interval);
@@ -442,7 +445,8 @@ impl History {
         (second, interval)
     }
 
-    /// Return the metrics from the start of the oldest recent interval to a snapshot: 60 to 70 s, or since the start.
+    /// Return the metrics of the last 60 to 70 s: from the start of the oldest recent interval to `snapshot`. If the
+    /// process is younger, return the metrics since its start.
     fn recent(&self, mut snapshot: CounterSnapshot) -> PeriodStats {
         let start = self.interval_starts.front().unwrap_or(&self.last_interval);
         // As in `add`, `allowed` must not decrease.
@@ -450,8 +454,8 @@ impl History {
         snapshot.diff(start)
     }
 
-    /// Complete an interval of the limits with these names. Drop the history of all other limits, because they were
-    /// removed from the configuration.
+    /// Complete an interval of the limits with these names, which are all limits of the configuration. Drop the history
+    /// of other limits, because a reload has removed them.
     fn add_limit_interval<'a>(&mut self, names: impl Iterator<Item = &'a str>, decisions: LimitDecisions) {
         let mut previous = std::mem::take(&mut self.limit_intervals);
         for name in names.take(MAX_LIMIT_HISTORIES) {
@@ -461,7 +465,7 @@ impl History {
             let counts = std::array::from_fn(|kind| {
                 u32::try_from(current[kind].saturating_sub(earlier[kind])).unwrap_or(u32::MAX)
             });
-            // A limit that was added later has no decisions in earlier intervals.
+            // A limit that a reload has added has no decisions in earlier intervals.
             intervals.resize(self.intervals.len().saturating_sub(1).max(intervals.len()), [0; 2]);
             push_bounded(&mut intervals, counts, HISTORY_INTERVALS);
             self.limit_intervals.insert(name.into(), intervals);
@@ -482,7 +486,7 @@ impl CounterSnapshot {
     fn take(state: &AdminState) -> Self {
         let taken_at = monotonic();
         let routes = state.request_metrics.routes.all();
-        // Count only routes, because requests that match no route do not count as allowed.
+        // Count only the responses of routes, because requests that match no route do not count as allowed.
         let routes = || routes.iter().filter(|(name, _)| !name.is_empty()).flat_map(|(_, responses)| responses);
         let classes = sum_counts(routes().map(|responses| responses.status_classes.values()));
         let denials = state.request_metrics.denied_requests.all();
@@ -526,7 +530,7 @@ fn sum_buckets<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> Buckets {
 }
 
 /// Return a quantile of a histogram in ms, or `None` if the histogram is empty. Interpolate linearly within a bucket,
-/// as `histogram_quantile` of Prometheus does. For a quantile above the last bound, return the last bound.
+/// as Prometheus' `histogram_quantile` does. If the quantile is above the last bound, return the last bound.
 fn quantile(buckets: &Buckets, fraction: f64) -> Option<f32> {
     let rank = buckets.iter().sum::<u64>() as f64 * fraction;
     let mut cumulative = 0.0;
@@ -568,8 +572,8 @@ mod history_tests {
     fn history_keeps_a_bounded_number_of_seconds() {
         let start = monotonic();
         let mut history = history(start);
-        // The number of allowed requests is the number of responses minus denials. At the second snapshot, a denial is
-        // counted before its response, so `allowed` is smaller by one.
+        // The number of allowed requests is the number of responses minus denials. The snapshot with 9 was taken
+        // between the count of a denial and its response, so it is too small by one.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(start, 1000 * second, 13 + second));
@@ -604,7 +608,11 @@ mod history_tests {
             let PeriodStats { ms, allowed, .. } = history.recent(snapshot(start, ms, 10 + ms / 1000));
             (ms, allowed)
         };
-        assert_eq!(recent(&history, 5000), (5000, 5), "since the start");
+        assert_eq!(
+            recent(&history, 5000),
+            (5000, 5),
+            "if no interval has ended, the metrics since the start are returned"
+        );
         for second in 1..=95 {
             history.add(snapshot(start, 1000 * second, 10 + second));
         }
@@ -624,8 +632,12 @@ mod history_tests {
             (history.intervals.len(), lengths, last)
         };
         assert_eq!(complete(1, &["a"]), (1, vec![1], vec![[5, 3]]));
-        assert_eq!(complete(2, &["a", "b"]), (2, vec![2, 2], vec![[5, 3], [0, 0]]), "a new limit starts with zeros");
-        assert_eq!(complete(3, &["b"]), (3, vec![3], vec![[0, 0]]), "a removed limit has no history");
+        assert_eq!(
+            complete(2, &["a", "b"]),
+            (2, vec![2, 2], vec![[5, 3], [0, 0]]),
+            "the earlier intervals of a new limit are filled with zeros"
+        );
+        assert_eq!(complete(3, &["b"]), (3, vec![3], vec![[0, 0]]), "the history of a removed limit is dropped");
         let names: Vec<_> = (0..MAX_LIMIT_HISTORIES + 1).map(|index| format!("limit-{index:03}")).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         assert_eq!(complete(4, &names).1, vec![4; MAX_LIMIT_HISTORIES]);
@@ -645,6 +657,6 @@ mod history_tests {
         assert_eq!(quantile(&buckets, 0.5), Some(0.05));
         assert_eq!(quantile(&buckets, 0.99), Some(0.99));
         buckets[16] = 1000;
-        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "beyond the last bound");
+        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "a quantile above the last bound is the last bound");
     }
 }

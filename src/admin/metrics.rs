@@ -20,7 +20,7 @@ use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWrite
 use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;
 
-/// Label value for labels that do not apply to a TLS handshake, such as `version` of a failed handshake.
+/// Value of labels that do not apply to a TLS handshake, such as the TLS version of a failed handshake.
 const NO_REASON: &str = "none";
 
 /// Value of the `status` label for upstream requests without a response.
@@ -45,7 +45,7 @@ impl MetricSource for AdminState {
         exposition
             .counter(
                 "connections_rejected",
-                "Accepted client connections that were closed because of max_connections_per_ip",
+                "Accepted client connections that were closed because max_connections_per_ip was reached",
             )?
             .write_counter(&[], refused)?;
         self.write_clients(exposition)?;
@@ -106,8 +106,7 @@ impl AdminState {
             writer.write_counter(&labels, count)?;
         }
         let active = self.config_handle.active();
-        // Several certificates can have the same name. In this case, write the expiry of the certificate that expires
-        // first.
+        // If several certificates have the same name, write the expiry of the one that expires first.
         let mut not_after = BTreeMap::<(String, &str), u64>::new();
         let mut add = |name: String, source, certificate: &Certificate| {
             let expiry = not_after.entry((name, source)).or_insert(u64::MAX);
@@ -135,7 +134,7 @@ impl AdminState {
     }
 
     fn write_reloads(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
-        let mut writer = exposition.counter("config_reloads", "Configuration reloads by result")?;
+        let mut writer = exposition.counter("config_reloads", "Attempts to reload the configuration, by result")?;
         for (result, count) in ["ok", "error"].iter().zip(self.config_handle.reload_counts()) {
             writer.write_counter(&[("result", result)], count)?;
         }
@@ -227,7 +226,7 @@ impl AdminState {
             writer.write_counter(&[("answered_by", answered_by.label())], count)?;
         }
         let mut writer =
-            exposition.histogram("store_round_trip_duration", "Time from a check to the reply of the store")?;
+            exposition.histogram("store_round_trip_duration", "Time from sending a check to the reply of the store")?;
         write_histogram(&mut writer, &[], limiter_metrics.iter().map(|metrics| &metrics.round_trips))?;
         let mut writer = exposition.counter("store_calls", "Script calls to the store, each with a batch of checks")?;
         writer.write_counter(&[], limiter_metrics.iter().map(|metrics| metrics.calls.values()[0]).sum())?;
@@ -245,10 +244,13 @@ impl AdminState {
             .gauge("memory_states", "Limit states in the memory store")?
             .write_gauge(&[], self.memory.len() as u64)?;
         exposition
-            .counter("memory_states_evicted", "States evicted before they expired because of max_memory_states")?
+            .counter("memory_states_evicted", "States evicted before expiry because max_memory_states was reached")?
             .write_counter(&[], evicted)?;
         exposition
-            .counter("memory_states_rejected", "New identities that were not counted because of max_memory_states")?
+            .counter(
+                "memory_states_rejected",
+                "New identities that were not counted because max_memory_states was reached",
+            )?
             .write_counter(&[], refused)?;
         exposition
             .gauge(
@@ -259,7 +261,7 @@ impl AdminState {
         exposition
             .counter(
                 "usage_cost_lost",
-                "Charged cost that is in no usage total, because of max_memory_states or an outage",
+                "Charged cost that is missing from the usage totals, because of max_memory_states or a store outage",
             )?
             .write_counter(&[], self.memory.usage.lost())?;
         let failing_stores = self.failing_stores();
@@ -314,8 +316,7 @@ impl AdminState {
 
     fn write_mirrors(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mirrors = self.request_metrics.mirrors.all();
-        let mut writer =
-            exposition.counter("mirrored_requests", "Copies that were sent by `mirror`, by route and result")?;
+        let mut writer = exposition.counter("mirrored_requests", "Mirrored copies of requests, by route and result")?;
         for (route, stats) in &mirrors {
             let counts = sum_counts(stats.iter().map(|stats| stats.sent.values()));
             for (result, count) in CopyResult::ALL.iter().zip(counts) {
@@ -323,14 +324,14 @@ impl AdminState {
             }
         }
         let mut writer =
-            exposition.counter("mirrored_requests_dropped", "Requests without a copy, by route and reason")?;
+            exposition.counter("mirrored_requests_dropped", "Requests that were not mirrored, by route and reason")?;
         for (route, stats) in &mirrors {
             let counts = sum_counts(stats.iter().map(|stats| stats.dropped.values()));
             for (reason, count) in DropReason::ALL.iter().zip(counts) {
                 writer.write_counter(&[("route", route), ("reason", reason.label())], count)?;
             }
         }
-        let mut writer = exposition.gauge("mirrored_requests_in_flight", "Copies in flight by route")?;
+        let mut writer = exposition.gauge("mirrored_requests_in_flight", "Mirrored copies in flight, by route")?;
         for (route, stats) in &mirrors {
             let in_flight = stats.iter().map(|stats| stats.in_flight() as u64).sum();
             writer.write_gauge(&[("route", route)], in_flight)?;
@@ -369,7 +370,7 @@ impl AdminState {
     fn write_acme(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let active = self.config_handle.active();
         let results = active.config.acme.as_ref().map_or([0; 2], |acme| acme.certificates.results());
-        let mut writer = exposition.counter("acme_orders", "Attempts to obtain a certificate by ACME by result")?;
+        let mut writer = exposition.counter("acme_orders", "Attempts to obtain a certificate by ACME, by result")?;
         for (result, count) in ["ok", "error"].iter().zip(results) {
             writer.write_counter(&[("result", result)], count)?;
         }
@@ -414,7 +415,7 @@ impl AdminState {
         let dropped = self.telemetry_sinks.access_log.as_ref().map_or(0, |access| access.dropped());
         exposition.counter("access_log_dropped", "Access log records that were lost")?.write_counter(&[], dropped)?;
         let lost = self.telemetry_sinks.trace_exporter.as_ref().map_or(0, |spans| spans.dropped());
-        exposition.counter("trace_spans_dropped", "Spans that were lost")?.write_counter(&[], lost)
+        exposition.counter("trace_spans_dropped", "Trace spans that were lost")?.write_counter(&[], lost)
     }
 }
 
@@ -481,7 +482,7 @@ pub(super) struct ProcessUsage {
     pub(super) virtual_bytes: u64,
     /// Open file descriptors.
     pub(super) open_files: u64,
-    /// Maximum number of open file descriptors. `None` = no maximum.
+    /// Maximum number of open file descriptors. `None` if there is no maximum.
     pub(super) max_files: Option<u64>,
 }
 
@@ -493,7 +494,7 @@ impl ProcessUsage {
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
         let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
-        // Subtract one, because reading the directory `/proc/self/fd` itself uses a descriptor.
+        // Subtract one, because reading the directory `/proc/self/fd` uses a descriptor itself.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {
             cpu_s: cpu_ticks(&stat)? as f64 / clock_ticks_per_second() as f64,

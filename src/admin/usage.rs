@@ -1,4 +1,5 @@
-//! Usage report: the totals of limits by day, month, identity or model, in which consumers appear by name.
+//! Usage report: the usage totals of limits, grouped by day, month, identity or model. The report names consumers where
+//! possible.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -13,7 +14,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name that text output uses for the cost that belongs to no model.
+/// The name, in text output, of the cost that is not attributed to a model.
 pub const OTHER_MODELS: &str = "other";
 
 /// How a usage report groups the cost of each limit.
@@ -41,7 +42,7 @@ impl GroupBy {
     }
 }
 
-/// An identity in the form in which an administrator writes it.
+/// An identity as an administrator writes it.
 #[derive(Debug, Clone)]
 pub enum IdentityFilter {
     /// The hash of the identity.
@@ -53,11 +54,11 @@ pub enum IdentityFilter {
 /// The identities, limits and days whose usage a report contains.
 #[derive(Debug, Clone, Default)]
 pub struct UsageFilter {
-    /// Name of a limit. `None` for all limits with `usage`.
+    /// Name of the limit to report. `None` selects all limits with `usage`.
     pub limit: Option<String>,
     /// The identity whose usage is reported. `None` reports all identities.
     pub identity: Option<IdentityFilter>,
-    /// First day. `None` for the first day of this month.
+    /// First day of the report. `None` starts the report on the first day of this month.
     pub from: Option<Date>,
     /// Last day of the report. `None` ends the report today.
     pub to: Option<Date>,
@@ -80,7 +81,7 @@ pub enum FilterError {
         /// Last day of the requested period.
         to: Date,
     },
-    /// The identity does not fit the limits, for this reason.
+    /// The identity does not match the `by` of the limits. The field is the reason.
     #[error("{0}")]
     Identity(String),
 }
@@ -90,15 +91,16 @@ pub enum FilterError {
 pub struct UsageEntry {
     /// Name of the limit.
     pub limit: String,
-    /// Quota unit of the limit, which names what the cost counts.
+    /// Quota unit of the limit, such as `requests`. The cost is a number of these units.
     pub unit: String,
     /// Hash of the identity.
     pub identity: String,
-    /// Name of the consumer, for limits by API key alone.
+    /// Name of the consumer. `None` if the limit is not by the API key alone, or if no consumer has this identity.
     pub consumer: Option<String>,
     /// The day (`2026-11-23`) or the month (`2026-11`). `None` if the cost is grouped by identity.
     pub period: Option<String>,
-    /// The model, if the cost is grouped by model. `None` for the part of the day's cost that belongs to no model.
+    /// The model, if the cost is grouped by model. `None` for the part of the day's cost that is not attributed to a
+    /// model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Charged cost minus refunds.
@@ -132,8 +134,8 @@ pub struct UsageReport {
 }
 
 impl UsageFilter {
-    /// Return the query of a filter for a report that is grouped by `by`, with at most `max_rows` totals. `now_us` is
-    /// the time since the Unix epoch in µs.
+    /// Convert the filter to a store query for a report that is grouped by `by`, with at most `max_rows` totals.
+    /// `now_us` is the time since the Unix epoch in µs.
     ///
     /// # Errors
     /// The filter selects nothing.
@@ -157,12 +159,13 @@ impl UsageFilter {
         };
         let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
         let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
-        // By default, include tomorrow, because it may have begun in the time zone of a limit.
+        // By default, include tomorrow, because it may have begun already in the time zone of a limit.
         let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
         if from > to {
             return Err(FilterError::EmptyRange { from, to });
         }
-        // Restrict the query to days whose totals may still exist, because the query reads one key for each month.
+        // Restrict the query to days whose totals may still exist. The query reads one key per month, so a long range
+        // would be slow.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
         let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
         let (limits, identities) = match &self.identity {
@@ -177,8 +180,9 @@ impl UsageFilter {
     }
 }
 
-/// Return the limits that count an identity, and the hash of the identity for each limit. If `is_single` is set, the
-/// identity must fit the only limit. Otherwise select the limits whose parts are all given.
+/// Return the limits that count an identity, and the hash of the identity for each of them. If `is_single` is true,
+/// `limits` has one element, and the identity must match its `by`. Otherwise, select the limits for which `identity`
+/// has a value for each part of `by`.
 fn resolve<'c>(
     identity: &IdentityFilter,
     limits: Vec<&'c CompiledLimit>,
@@ -216,7 +220,7 @@ fn resolve<'c>(
 }
 
 impl UsageReport {
-    /// Create a report from totals that a query has read.
+    /// Create a report from the totals that a query has returned.
     pub fn new(
         config: &CompiledConfig,
         query: &UsageQuery,
@@ -234,15 +238,16 @@ impl UsageReport {
                 GroupBy::Identity => None,
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
-            // Consumers are sorted by name, followed by other identities by hash. Models are sorted by name, followed
-            // by the cost that belongs to no model.
+            // The key sorts consumers by name, before other identities by hash. It sorts models by name, before the
+            // cost that belongs to no model.
             let group = (limit, consumer.is_none(), consumer, identity, period);
             let mut add = |model: Option<Box<str>>, cost: i64| {
                 let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // Do not add the cost of a model to the sum, because the total of the day already includes it.
+                // The total of the day already includes the cost of each model. Subtract it, so that the rest is the
+                // cost that belongs to no model.
                 add(None, -cost);
             }
             add(model, cost);
@@ -264,8 +269,8 @@ impl UsageReport {
     }
 }
 
-/// Return the consumers of the identities of each limit by API key alone. A consumer cannot be computed from a hash, so
-/// the hash of each consumer is compared.
+/// Return the names of consumers by identity, for each limit by API key alone. A hash cannot be inverted, so the hash
+/// of each consumer is computed.
 fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str>, HashMap<u128, String>> {
     let limits: BTreeSet<_> = rows.iter().map(|row| &row.limit).collect();
     let consumers = config.auth.consumers();
@@ -277,8 +282,8 @@ fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str
     names.collect()
 }
 
-/// Return the name of the consumer with this identity of a limit. Return `None` for other identities, and for limits
-/// that are not by API key alone.
+/// Return the name of the consumer that has this identity for a limit. Return `None` if no consumer has it, or if the
+/// limit is not by API key alone.
 pub fn consumer_name(config: &CompiledConfig, limit: &str, identity: Identity) -> Option<String> {
     let compiled = config.limits.get(limit)?;
     if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {

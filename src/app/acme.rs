@@ -1,4 +1,4 @@
-//! Certificates by ACME (RFC 8555). A thread obtains and renews the certificates of all names.
+//! Certificates by ACME (RFC 8555). One thread obtains and renews the certificates for all names.
 mod order;
 mod storage;
 
@@ -31,39 +31,39 @@ use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::listeners::{Acme, AcmeSettings};
 use crate::tls::{Certificate, ChallengeKind, TlsError};
 
-/// Interval at which the thread looks for certificates to renew and reads the records of other processes.
+/// Interval at which the thread checks for due renewals and reads the records that other processes wrote.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout for this thread, because a call may include connecting.
+/// Minimum store timeout for this thread. It is longer than usual, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum interval between two messages about a lock that cannot be acquired.
+/// Minimum interval between two log messages about a lock that cannot be acquired.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Fraction of the lifetime after which a certificate is renewed, unless the CA suggests a window: two thirds, and up
-/// to a twentieth more.
+/// If the CA suggests no renewal window, a certificate is renewed after two thirds of its lifetime. A random delay of
+/// up to a twentieth of the lifetime is added.
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 const RENEWAL_JITTER_DIVISOR: u64 = 20;
 
-/// Remaining fraction of the lifetime at which a certificate is renewed even if the CA suggests a later time: a
-/// twentieth.
+/// Even if the CA suggests a later time, a certificate is renewed when a twentieth of its lifetime is left.
 const LATEST_RENEWAL_DIVISOR: u64 = 20;
 
-/// Delay after the first failed attempt that the CA has judged, in seconds. The delay doubles with each failure. Let's
-/// Encrypt permits five failed validations per name and hour.
+/// Delay in seconds after the first attempt that the CA rejected. The delay doubles with each failure. Let's Encrypt
+/// allows five failed validations per name and hour.
 const VERDICT_BACKOFF_S: u64 = 300;
 
-/// Delay after the first attempt that failed for another reason, such as the connection to the CA, in seconds.
+/// Delay in seconds after the first attempt that failed for another reason, such as a connection error.
 const FAILURE_BACKOFF_S: u64 = 10;
 
-/// Maximum delays in seconds: a day after attempts that the CA has judged, and an hour after other failed attempts.
+/// Maximum delays in seconds: one day if the CA rejected the attempt, and one hour after other failures.
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Bounds for the interval at which the renewal information is read. The CA chooses the interval (RFC 9773 §4.3.2).
+/// Minimum and maximum interval between two reads of the renewal information. The CA suggests the interval (RFC 9773
+/// §4.3.2).
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
 
-/// First and maximum delay after the renewal information could not be read. The delay doubles with each failure (RFC
+/// Initial and maximum delay after a failed read of the renewal information. The delay doubles with each failure (RFC
 /// 9773 §4.3.3).
 const RENEWAL_INFO_BACKOFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(6 * 3600));
 
@@ -78,7 +78,7 @@ pub enum AcmeError {
         /// The I/O error of the operating system.
         source: io::Error,
     },
-    /// rustls rejects the TLS configuration for the CA.
+    /// rustls rejects the TLS settings for the CA.
     #[error("cannot set up TLS to the CA: {0}")]
     Tls(#[from] TlsError),
 }
@@ -88,26 +88,26 @@ pub enum AcmeError {
 pub(super) struct AcmeClient {
     client: CaClient,
     storage: Storage,
-    /// The account at the CA. `None` until it is needed for the first time.
+    /// The account at the CA. `None` until it is used for the first time.
     account: Option<DebuggableAccount>,
-    /// Failed attempts of this process. This copy is used if the attempts cannot be stored.
+    /// Failed attempts of this process, in case they cannot be stored.
     attempts: BTreeMap<Box<str>, Attempts>,
 }
 
-/// References to the parts of the process that the thread uses.
+/// The parts of the process that the thread uses.
 #[derive(Debug)]
 pub(super) struct AcmeDeps {
     /// The active configuration.
     pub(super) config_handle: Arc<ConfigHandle>,
-    /// Circuit breaker of the store, if the store is a single Redis server.
+    /// Circuit breaker of the store. Used if the store is a single Redis server.
     pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of the store, if the store is a Redis Cluster.
+    /// Slot map of the store. Used if the store is a Redis Cluster.
     pub(super) cluster_map: Arc<ClusterMap>,
-    /// Cancelled when the process stops.
+    /// Cancelled when the gateway stops.
     pub(super) stop: CancellationToken,
 }
 
-/// Wraps the account of instant-acme, which has no `Debug` implementation.
+/// The account of instant-acme with a `Debug` implementation, which the original type lacks.
 struct DebuggableAccount(Account);
 
 impl std::fmt::Debug for DebuggableAccount {
@@ -121,15 +121,15 @@ impl std::fmt::Debug for DebuggableAccount {
 enum Step {
     /// Read the renewal information of the certificate (RFC 9773).
     ReadRenewalInfo,
-    /// Place an order, or resume one.
+    /// Place an order, or resume an interrupted one.
     Order,
 }
 
 impl AcmeClient {
-    /// Open the storage and serve the certificates in it.
+    /// Open the storage, and serve the stored certificates.
     ///
     /// # Errors
-    /// The storage cannot be used, or rustls rejects the TLS configuration.
+    /// The storage cannot be used, or rustls rejects the TLS settings.
     pub(super) fn open(acme: &Acme) -> Result<Self, AcmeError> {
         let settings = &acme.settings;
         let storage = Directory::open(&settings.storage, &settings.directory).and_then(Storage::open);
@@ -140,7 +140,7 @@ impl AcmeClient {
         Ok(client)
     }
 
-    /// Start the thread. The thread runs until `stop` is cancelled.
+    /// Start the thread. It runs until `stop` is cancelled.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -158,11 +158,11 @@ impl AcmeClient {
             // `share` fails only if the cryptographic library fails.
             return warn!(%error, "cannot start ACME: no certificate is obtained or renewed");
         }
-        // Names whose renewal was requested, with the certificate at the time of the request.
+        // Names for which an administrator requested a renewal, with the fingerprint of the certificate at that time.
         let mut requested = BTreeMap::new();
         loop {
             let active = deps.config_handle.active();
-            // Removing `[acme]` requires a restart.
+            // Removing `[acme]` requires a restart, so this is never the case.
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
             self.serve_stored(acme);
@@ -185,7 +185,7 @@ impl AcmeClient {
         }
     }
 
-    /// With a Redis store, share the records with all gateways. The thread uses a separate connection.
+    /// If the store is Redis, share the records with all gateways through a separate connection.
     fn share(&mut self, deps: &AcmeDeps) -> Result<(), StorageError> {
         let active = deps.config_handle.active();
         let (Some((deployment, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {
@@ -199,7 +199,7 @@ impl AcmeClient {
         Ok(())
     }
 
-    /// Serve the stored certificates, and answer the stored challenges.
+    /// Serve the stored certificates, and respond to the stored challenges.
     fn serve_stored(&mut self, acme: &Acme) {
         for name in &acme.names {
             let Some(pem) = self.storage.get(&certificate_record(name)) else { continue };
@@ -209,7 +209,7 @@ impl AcmeClient {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
-                    // Forget the failed attempts of this gateway if another gateway has obtained the certificate since.
+                    // Another gateway may have obtained this certificate. Forget the failed attempts of this gateway.
                     self.attempts.remove(name);
                 }
                 Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
@@ -218,13 +218,14 @@ impl AcmeClient {
         publish_challenges(&self.storage, &acme.certificates);
     }
 
-    /// Return the actions that are due now, and publish when the next order is planned.
+    /// Return the action that is due now, if any. Update the time of the next order and the failures that are shown to
+    /// administrators.
     fn plan(&self, acme: &Acme, name: &str) -> Option<Step> {
         let now_s = unix_us() / 1_000_000;
         let attempts = self.attempts(name);
         let known = acme.certificates.get(name);
         let renewal_s = known.certificate.as_ref().map_or(0, |certificate| self.renewal_time_s(name, certificate));
-        // If a requested renewal has failed, its next attempt is due before the planned renewal.
+        // After a failed attempt, the next attempt is due at its retry time, even if the planned renewal is later.
         let next_order_s = if attempts.failures > 0 { attempts.retry_at_s } else { renewal_s };
         if known.next_order_s != Some(next_order_s) || known.failures != attempts.failures {
             acme.certificates.update(name, |entry| {
@@ -245,8 +246,8 @@ impl AcmeClient {
         }
     }
 
-    /// Return the time at which a certificate must be renewed, in seconds since the Unix epoch. All gateways compute
-    /// the same time, because its random part is derived from the certificate.
+    /// Return the time at which to renew a certificate, in seconds since the Unix epoch. All gateways compute the same
+    /// time, because its random part is derived from the certificate.
     fn renewal_time_s(&self, name: &str, certificate: &Certificate) -> u64 {
         let (start, end) = certificate.validity_s();
         let (start, end) = (start.max(0) as u64, end.max(0) as u64);
@@ -259,13 +260,13 @@ impl AcmeClient {
         time_s.min(end - lifetime / LATEST_RENEWAL_DIVISOR)
     }
 
-    /// Return the renewal information of a certificate, if it was read.
+    /// Return the stored renewal information of a certificate. Return `None` if it has not been read.
     fn renewal_info(&self, name: &str, certificate: &Certificate) -> Option<RenewalRecord> {
         let info: RenewalRecord = self.storage.get_json(&renewal_record(name))?;
         (info.fingerprint == fingerprint(certificate)).then_some(info)
     }
 
-    /// Read the renewal information of a certificate and store it for all gateways.
+    /// Read the renewal information of a certificate from the CA, and store it for all gateways.
     async fn read_renewal_info(&mut self, acme: &Acme, name: &str) {
         let Some(certificate) = acme.certificates.get(name).certificate else { return };
         let known = self.renewal_info(name, &certificate);
@@ -292,7 +293,7 @@ impl AcmeClient {
             }
             Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => RENEWAL_INFO_BOUNDS.1,
             Err(error) => {
-                // If the renewal window cannot be read, keep the known window.
+                // Keep the window that was read earlier.
                 let failures = known.map_or(0, |known| known.failures);
                 let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
                 record.failures = failures.saturating_add(1);
@@ -316,8 +317,8 @@ impl AcmeClient {
         Ok(account)
     }
 
-    /// Return the failed attempts of all gateways. If the attempts could not be stored, return only the attempts of
-    /// this gateway.
+    /// Return the stored failed attempts, which include those of all gateways. If this gateway has attempts that could
+    /// not be stored, return those instead.
     fn attempts(&self, name: &str) -> Attempts {
         let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
         match self.attempts.get(name) {
@@ -326,8 +327,8 @@ impl AcmeClient {
         }
     }
 
-    /// Perform the planned or requested action for a name, if this process acquires the lock. Return whether it had the
-    /// lock. `request` is the certificate that an administrator wants to replace.
+    /// Perform the planned or requested action for a name, if this process acquires the lock. Return whether it did.
+    /// `request` is the fingerprint of the certificate that an administrator wants to replace.
     async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         match self.storage.lock().await {
@@ -355,7 +356,7 @@ impl AcmeClient {
     }
 
     async fn proceed(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) {
-        // Another process may have renewed the certificate while this process waited for the lock.
+        // Another process may have renewed the certificate before this process acquired the lock.
         self.serve_stored(acme);
         let current = acme.certificates.get(name).certificate.as_deref().map(fingerprint);
         let is_requested = request.is_some_and(|replaced| *replaced == current);
@@ -368,7 +369,7 @@ impl AcmeClient {
         }
     }
 
-    /// Try to obtain a certificate, and store the result.
+    /// Try to obtain a certificate, and store the result of the attempt.
     async fn attempt(&mut self, acme: &Acme, name: &str) {
         let mut attempts = self.attempts(name);
         let previous = acme.certificates.get(name).certificate;
@@ -376,7 +377,7 @@ impl AcmeClient {
         let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
         self.serve_stored(acme);
         if let Err(OrderError::Storage(StorageError::LockLost)) = result {
-            // Losing the lock is not a failure of the order, because the new owner resumes the order or places another
+            // Losing the lock is no failure of the order. The new owner of the lock resumes the order or places another
             // one.
             info!(name, "lost the lock for ACME orders: another gateway has taken over");
             return;
@@ -394,7 +395,7 @@ impl AcmeClient {
                 let wait_s = self.backoff_s(&error, attempts.failures, name);
                 attempts.retry_at_s = unix_us() / 1_000_000 + wait_s;
                 attempts.error = error.to_string();
-                // Read the directory of the CA again, because its URLs may have changed.
+                // The URLs of the CA may have changed, so read its directory again at the next attempt.
                 self.account = None;
                 warn!(name, %error, failures = attempts.failures, retry_in_s = wait_s, "cannot obtain a certificate");
                 self.attempts.insert(name.into(), attempts.clone());
@@ -415,7 +416,8 @@ impl AcmeClient {
     ) -> Result<(), OrderError> {
         let account = self.account(&acme.settings).await?;
         let challenges = rotated(&acme.settings.challenges, failures);
-        // If the CA rejects the order because of the field `replaces`, the next attempt must not use this field.
+        // Use the field `replaces` only in the first attempt, because the CA may reject the order because of this
+        // field.
         let previous = previous.filter(|_| failures == 0);
         let storage = &mut self.storage;
         let context =
@@ -423,7 +425,7 @@ impl AcmeClient {
         context.obtain(name, previous).await
     }
 
-    /// Return the delay after a failed attempt in seconds. The delay doubles with each failure.
+    /// Return the delay after a failed attempt in seconds. It doubles with each failure.
     fn backoff_s(&self, error: &OrderError, failures: u32, name: &str) -> u64 {
         let (first_s, max_s) = match error.is_verdict() {
             true => (VERDICT_BACKOFF_S, MAX_VERDICT_BACKOFF_S),
@@ -435,13 +437,13 @@ impl AcmeClient {
     }
 }
 
-/// Return the SHA-256 of a certificate in hex.
+/// Return the SHA-256 hash of a certificate in hexadecimal.
 fn fingerprint(certificate: &Certificate) -> String {
     let leaf = certificate.certified_key.cert.first().map_or(&[][..], |leaf| leaf);
     digest(&SHA256, leaf).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Return the challenges. After each failure, another kind of challenge comes first.
+/// Return the challenge types in a different order after each failure, so that another type comes first.
 fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
     let mut challenges = challenges.to_vec();
     if !challenges.is_empty() {
@@ -451,7 +453,7 @@ fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
     challenges
 }
 
-/// Return a number from 0 to `width`, which is the same for equal values of `seed`.
+/// Return a number from 0 to `width` that is determined by `seed`.
 fn random_part(seed: &[u8], width: u64) -> u64 {
     let hash = digest(&SHA256, seed);
     let number = hash.as_ref().iter().take(8).fold(0, |number: u64, byte| number << 8 | u64::from(*byte));

@@ -1,5 +1,5 @@
-//! The trace exporter: sends spans to a collector with OTLP over HTTP/1.1 in protobuf encoding
-//! (<https://opentelemetry.io/docs/specs/otlp/>), in a separate thread.
+//! The trace exporter. A separate thread sends spans to an OpenTelemetry collector, with OTLP over HTTP/1.1 in protobuf
+//! encoding (<https://opentelemetry.io/docs/specs/otlp/>).
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,17 +24,17 @@ use crate::upstream;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
-/// Maximum time to export a batch, including the connection.
+/// Maximum time to export a batch, including the time to connect.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum size of a response, in bytes. The response contains the number of rejected spans.
+/// Maximum size of a response in bytes. A response contains only the number of rejected spans.
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
-/// Minimum interval between two warnings about lost spans.
+/// Minimum interval between two log messages about lost spans.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Start the exporter thread. Headers and resource attributes come from the `OTEL_*` environment variables of the
-/// OpenTelemetry specification.
+/// Start the exporter thread. The `OTEL_*` environment variables of the OpenTelemetry specification determine headers
+/// and resource attributes.
 ///
 /// # Errors
 /// An environment variable is invalid, the system has no CA certificates, or the thread cannot be started.
@@ -47,7 +47,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let mut exporter = exporter.build()?;
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Log only the authority, because path and query may contain secrets.
+    // Log only host and port, because path and query may contain secrets.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
     let log_throttle = LogThrottle::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
@@ -70,7 +70,8 @@ fn tls(endpoint: &Uri) -> anyhow::Result<Option<EndpointTls>> {
     Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(fetch::host(endpoint).to_owned())? }))
 }
 
-/// Return the resource attributes. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
+/// Return the resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence over the
+/// defaults.
 fn resource() -> Resource {
     let from_environment = Resource::builder().build();
     let has = |key: &'static str| {
@@ -86,11 +87,11 @@ fn resource() -> Resource {
     Resource::builder().with_attributes(missing).build()
 }
 
-/// HTTP/1.1 client for the collector, with one connection per batch.
+/// HTTP/1.1 client for the collector. It opens one connection per batch.
 #[derive(Debug)]
 struct OtlpHttpClient {
     tls: Option<EndpointTls>,
-    /// The last transport error, for the log. The error of the exporter does not contain it.
+    /// The last transport error, for log messages. The exporter's own error does not contain it.
     last_error: Arc<Mutex<Option<String>>>,
 }
 

@@ -1,6 +1,6 @@
-//! Hot restart: starts a new process with the listening sockets of this process. This process drains its connections
-//! when the new process serves requests. The listening sockets never close, so no connection is refused or reset.
-//! This file also has the state notifications to systemd and to the old process.
+//! Hot restart: start a new process that inherits the listening sockets of this process. When the new process serves
+//! requests, this process drains its connections. The listening sockets are never closed, so no connection is refused
+//! or reset. This file also sends state notifications to systemd and to the old process.
 
 use std::io::Write;
 use std::net::TcpListener as StdListener;
@@ -19,29 +19,29 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-/// Maximum time until the new process must report that it is ready.
+/// Maximum time in which the new process must become ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// First file descriptor after the standard streams.
+/// First file descriptor after standard input, output and error.
 const FIRST_FREE_FD: RawFd = 3;
 
-/// The sockets that a hot restart passes to the new process.
+/// The sockets to pass to the new process.
 #[derive(Debug)]
 pub struct HotRestart {
-    /// Sockets in the order of the listeners. The socket of the admin listener is the last.
+    /// Sockets in the order of the listeners, followed by the socket of the admin listener.
     pub(super) sockets: Vec<StdListener>,
-    /// Stops the admin listener of this process.
+    /// Stops the admin listener of the old process.
     pub(super) admin_stop: CancellationToken,
 }
 
-/// The reason why a hot restart failed. The current process continues to serve requests.
+/// The reason why a hot restart failed. The old process continues to serve requests.
 #[derive(Debug, thiserror::Error)]
 pub enum HotRestartError {
     /// The sockets cannot be duplicated, or the program cannot be executed.
     #[error("cannot start the new process: {0}")]
     Spawn(#[from] io::Error),
     /// The new process exited before it was ready.
-    #[error("the new process exited before it was ready: {0}; its messages are above")]
+    #[error("the new process exited before it was ready: {0}; the preceding log messages show why")]
     Exited(ExitStatus),
     /// The new process was not ready in time.
     #[error("the new process was not ready within {READY_TIMEOUT:?}")]
@@ -49,12 +49,12 @@ pub enum HotRestartError {
 }
 
 impl HotRestart {
-    /// Start the program again, and return the process id when the new process serves requests. The program is the file
-    /// that `argv[0]` names now, so it can be a new version. Dropping the future before it is ready kills the new
-    /// process.
+    /// Start the program again. Return the process id of the new process when it serves requests. The program is the
+    /// file to which the path in `argv[0]` refers, so it may be a new version. If the future is dropped before it
+    /// completes, the new process is killed.
     ///
     /// # Errors
-    /// The new process cannot be started, or does not become ready. This process keeps its sockets.
+    /// The new process cannot be started, or does not become ready. The old process keeps its sockets.
     pub async fn start(&self) -> Result<u32, HotRestartError> {
         let (ours, theirs) = StdStream::pair()?;
         let mut process = ChildProcess(Some(self.spawn(theirs)?));
@@ -69,7 +69,7 @@ impl HotRestart {
         }
     }
 
-    /// Make the new process the main process of the service, and stop the admin listener of this process.
+    /// Make the new process the main process of the systemd service, and stop the admin listener of the old process.
     pub fn finish(self, child_id: u32) {
         notify_main_pid(child_id);
         self.admin_stop.cancel();
@@ -81,22 +81,22 @@ impl HotRestart {
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
             .args(arguments)
-            // Do not set LISTEN_PID: the ID of the child process is unknown before it is spawned, and without
-            // LISTEN_PID any process accepts the sockets.
+            // Do not set LISTEN_PID. The process id of the child is unknown before it starts. Without LISTEN_PID, any
+            // process accepts the sockets.
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
             .env(PARENT_PID_ENV, std::process::id().to_string())
             .stdin(OwnedFd::from(ready_pipe))
             .spawn();
-        // The child process has inherited the duplicates. Close the duplicates in this process, so that no other child
-        // inherits them.
+        // The child process has inherited the duplicates. Close them in this process, so that no other child inherits
+        // them.
         drop(copies);
         child
     }
 }
 
-/// A child process that is killed on drop, unless the value is disarmed.
+/// A child process that is killed on drop, unless [`disarm`](Self::disarm) was called.
 struct ChildProcess(Option<Child>);
 
 impl ChildProcess {
@@ -113,13 +113,13 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // Ignore the error of `kill`, which fails if the process has already exited.
+        // `kill` fails if the process has already exited.
         let _ = self.kill();
     }
 }
 
-/// Duplicate the sockets for a child process, to consecutive descriptors without CLOEXEC. Return the first descriptor
-/// number.
+/// Duplicate the sockets for a child process. The duplicates have consecutive descriptors without CLOEXEC. Return the
+/// first descriptor.
 fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd>)> {
     let mut first = FIRST_FREE_FD;
     'next: loop {
@@ -127,7 +127,7 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
         for (number, socket) in (first..).zip(sockets) {
             let copy = fcntl_dupfd_cloexec(socket, number)?;
             if copy.as_raw_fd() != number {
-                // The descriptor number is in use. Start again at the next free number.
+                // The descriptor number is in use. Start over at the next free number.
                 first = copy.as_raw_fd();
                 continue 'next;
             }
@@ -140,14 +140,15 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
 
 // === State notifications to systemd (`Type=notify`), and to the old process of a hot restart ===
 
-/// Environment variable with the process id of the old process. The new process notifies its parent only if the id
-/// matches, because other processes can inherit the variable.
+/// Environment variable with the process id of the old process. The new process notifies its parent only if the parent
+/// has this id, because other processes can inherit the variable.
 pub(super) const PARENT_PID_ENV: &str = "SLUICEGATE_PREDECESSOR";
 
-/// Message that the new process writes to the socket on its standard input. The old process waits for this message.
+/// Message from the new process to the old process that it serves requests. The socket is the standard input of the new
+/// process.
 pub(super) const READY_MESSAGE: &[u8] = b"serves";
 
-/// Report that all workers serve requests.
+/// Notify systemd, and the old process of a hot restart, that all workers serve requests.
 pub(super) fn notify_ready() {
     notify(&[NotifyState::Ready]);
     if is_hot_restart()
@@ -157,7 +158,7 @@ pub(super) fn notify_ready() {
     }
 }
 
-/// Return whether this is the new process of a hot restart, and the old process is still running.
+/// Return whether this process was started by a hot restart and the old process is still running.
 pub(super) fn is_hot_restart() -> bool {
     env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok()) == Some(parent_id())
 }
@@ -166,30 +167,30 @@ fn notify_parent() -> io::Result<()> {
     StdStream::from(io::stdin().as_fd().try_clone_to_owned()?).write_all(READY_MESSAGE)
 }
 
-/// Report that a reload begins.
+/// Notify systemd that a reload begins.
 pub(super) fn notify_reloading() {
-    // `RELOADING=1` needs `MONOTONIC_USEC=` (sd_notify(3)).
+    // `RELOADING=1` must come with `MONOTONIC_USEC=` (sd_notify(3)).
     if let Ok(now) = NotifyState::monotonic_usec_now() {
         notify(&[NotifyState::Reloading, now]);
     }
 }
 
-/// Report that a reload has ended, with or without success.
+/// Notify systemd that a reload has ended, successfully or not.
 pub(super) fn notify_reloaded() {
     notify(&[NotifyState::Ready]);
 }
 
-/// Report that the process drains connections and then exits.
+/// Notify systemd that the process drains its connections and then exits.
 pub fn notify_stopping() {
     notify(&[NotifyState::Stopping]);
 }
 
-/// Report the new main process of the service after a hot restart.
+/// Notify systemd which process is the main process of the service after a hot restart.
 pub(super) fn notify_main_pid(id: u32) {
     notify(&[NotifyState::MainPid(id)]);
 }
 
-/// Send a notification. Without a service manager (`NOTIFY_SOCKET` is not set), do nothing.
+/// Send a notification to systemd. Do nothing if there is no service manager (`NOTIFY_SOCKET` is not set).
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = ::sd_notify::notify(states) {
         warn!(%error, "cannot notify the service manager");
@@ -203,7 +204,7 @@ mod tests {
     #[test]
     fn copies_have_consecutive_descriptors_despite_open_files() {
         let sockets: Vec<_> = (0..5).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
-        // The test occupies descriptors so that the free numbers have gaps of one and two.
+        // Occupy descriptors so that the free descriptor numbers have gaps of one and two.
         let mut others: Vec<_> = (0..40).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
         for index in [30, 29, 25, 20, 19, 10] {
             others.swap_remove(index);

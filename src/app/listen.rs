@@ -1,5 +1,5 @@
-//! Listening sockets, which this process opens or inherits in `LISTEN_FDS` from systemd or from the old process of a hot
-//! restart, and the admin socket.
+//! Listening sockets and the admin socket. The process opens listening sockets, or inherits them in `LISTEN_FDS` from
+//! systemd or from the old process of a hot restart.
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -18,35 +18,35 @@ use crate::snapshot::settings::AdminSocket;
 /// The sockets of one listener.
 #[derive(Debug)]
 pub(super) struct ListenerSockets {
-    /// Bound address. If port 0 was configured, the address has the port that the system chose.
+    /// The bound address. If the configured port is 0, it contains the port that the kernel chose.
     pub(super) address: SocketAddr,
-    /// Sockets by worker. Each worker has at least one socket, and more than one if the process has inherited more
-    /// sockets than it has workers.
+    /// Sockets by worker. Each worker has at least one socket. A worker has several sockets if the process inherited
+    /// more sockets than it has workers.
     pub(super) by_worker: Vec<Vec<StdListener>>,
 }
 
-/// Inherited listening sockets that no listener has claimed yet.
+/// Inherited listening sockets that have not been assigned to a listener yet.
 #[derive(Debug)]
 pub(super) struct InheritedSockets(Vec<StdListener>);
 
 impl InheritedSockets {
-    /// Take the sockets from the environment. Call this function once, before other threads start, because it changes
-    /// environment variables.
+    /// Take the sockets from the environment. Call this function only once, and before other threads start, because it
+    /// changes environment variables.
     pub(super) fn from_env() -> Self {
         let mut handed = ListenFd::from_env();
         let count = handed.len();
         let take = |index| match handed.take_tcp_listener(index) {
             Ok(socket) => socket,
             Err(error) => {
-                warn!(%error, "cannot use a descriptor of LISTEN_FDS");
+                warn!(%error, "cannot use an inherited socket (LISTEN_FDS)");
                 None
             }
         };
         InheritedSockets((0..count).filter_map(take).collect())
     }
 
-    /// Take all inherited sockets that are bound to an address. If the port is 0, take the sockets of the first
-    /// inherited address with the same IP address.
+    /// Take all inherited sockets with this address. If the port is 0, use the address of the first inherited socket
+    /// with the same IP address.
     fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
         let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
@@ -58,7 +58,7 @@ impl InheritedSockets {
         Ok(claimed)
     }
 
-    /// Claim or open one socket, for a listener that is served by one thread.
+    /// Claim or open one socket, for a listener that a single thread serves.
     pub(super) fn open_single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
         match self.claim(address)?.into_iter().next() {
             Some(socket) => Ok(socket),
@@ -66,7 +66,7 @@ impl InheritedSockets {
         }
     }
 
-    /// Claim or open the sockets of a listener for all workers.
+    /// Claim or open the sockets of a listener, at least one for each worker.
     pub(super) fn open(&mut self, address: SocketAddr, workers: usize) -> io::Result<ListenerSockets> {
         let mut by_worker: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
         let mut address = address;
@@ -75,16 +75,16 @@ impl InheritedSockets {
             by_worker[index % workers].push(socket);
         }
         if by_worker[0].is_empty() {
-            // With SO_REUSEPORT, a second process would silently receive half of the connections. First bind a probe
-            // socket without this option, which fails if another process listens. The probe socket does not listen,
-            // because closing a listening socket would reset clients.
+            // With SO_REUSEPORT, a second gateway process would silently receive half of the connections. Therefore,
+            // first bind a probe socket without this option, which fails if another process listens on the address. Do
+            // not listen on the probe socket, because closing a listening socket resets its connections.
             let probe = bind(address, false)?;
-            // If the port is 0, the system has chosen a port for the probe socket. Use this port for all workers.
+            // If the port is 0, the kernel has chosen a port for the probe socket. Use this port for all workers.
             address = probe.local_addr()?.as_socket().unwrap_or(address);
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Opening further sockets fails if the inherited socket lacks SO_REUSEPORT. The workers then share the
+                // Opening another socket fails if the inherited socket has no SO_REUSEPORT. The workers then share the
                 // inherited socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
@@ -96,7 +96,7 @@ impl InheritedSockets {
         Ok(ListenerSockets { address, by_worker })
     }
 
-    /// Close the sockets that no listener has claimed, and log them.
+    /// Close the sockets that no listener claimed, and log a warning for each.
     pub(super) fn close_unclaimed(self) {
         for address in self.0.iter().filter_map(|socket| socket.local_addr().ok()) {
             warn!(%address, "closed an inherited socket: no listener has its address");
@@ -104,7 +104,7 @@ impl InheritedSockets {
     }
 }
 
-/// Check that an address can be bound. The socket is closed at once, and never listens. Port 0 can always be bound.
+/// Check that an address can be bound. The socket never listens, and is closed immediately. Port 0 can always be bound.
 pub(crate) fn probe(address: SocketAddr) -> io::Result<()> {
     bind(address, false).map(drop)
 }
@@ -117,7 +117,7 @@ fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
 
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // Set SO_REUSEADDR, so that a restart need not wait for connections of the previous process in TIME_WAIT.
+    // With SO_REUSEADDR, a restart does not wait for connections of the previous process in the state TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;
@@ -125,19 +125,19 @@ fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-// === The admin socket: a unix socket to which only the user of the gateway and root can connect ===
+// === The admin socket: a Unix socket to which only the gateway's user and root can connect ===
 
 /// Permissions of the socket: read and write for its owner.
 const ADMIN_SOCKET_MODE: u32 = 0o600;
 
-/// Length of the queue of connections that are not accepted yet.
+/// Maximum length of the listen queue.
 const ADMIN_BACKLOG: i32 = 64;
 
-/// Name of the default socket in the runtime directory.
+/// File name of the default socket in the runtime directory.
 const DEFAULT_NAME: &str = "admin.sock";
 
-/// Return the path of the admin socket. The default is `admin.sock` in the runtime directory that systemd sets
-/// (`RuntimeDirectory=`). Without a runtime directory, there is no socket.
+/// Return the path of the admin socket. The default is `admin.sock` in the runtime directory that systemd creates
+/// (`RuntimeDirectory=`). Without such a directory, return `None`.
 pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
     match configured {
         AdminSocket::Off => None,
@@ -146,32 +146,31 @@ pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
     }
 }
 
-/// Return `$RUNTIME_DIRECTORY/admin.sock`, if the variable is set.
+/// Return `$RUNTIME_DIRECTORY/admin.sock`. Return `None` if the variable is not set.
 pub(crate) fn default_path() -> Option<PathBuf> {
     let directories = env::var("RUNTIME_DIRECTORY").ok()?;
-    // Use the first directory, because systemd separates several directories by colons.
+    // systemd separates several directories with colons. Use the first one.
     let first = directories.split(':').next().filter(|directory| !directory.is_empty())?;
     Some(Path::new(first).join(DEFAULT_NAME))
 }
 
-/// The listening socket. The socket has a temporary name until [`publish`](Self::publish). During a hot restart, the
-/// new process therefore does not replace the socket of the old process before it serves requests. Dropping the value
-/// removes the file.
+/// The file of the admin socket. It has a temporary name until [`publish`](Self::publish). In a hot restart, the new
+/// process therefore replaces the socket of the old process only when it serves requests. The file is removed on drop.
 #[derive(Debug)]
 pub(super) struct AdminSocketFile {
     path: PathBuf,
-    /// Current path of the socket file, which changes when the socket is renamed.
+    /// Current path of the file: the temporary path, or the final path after renaming.
     current: PathBuf,
-    /// Device and inode of the file, because another process may have replaced it.
+    /// Device and inode of the file. They show whether another process has replaced the file.
     id: (u64, u64),
 }
 
 impl AdminSocketFile {
-    /// Create the socket with its temporary name, and start to listen.
+    /// Create the socket with its temporary name, and listen on it.
     ///
     /// # Errors
-    /// The directory does not exist or is not writable, another gateway uses the path, or the path is another kind of
-    /// file.
+    /// The directory does not exist or is not writable, another process listens on the path, or the path is not a
+    /// socket.
     pub(super) fn open(path: &Path) -> io::Result<(UnixListener, Self)> {
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {
@@ -180,20 +179,19 @@ impl AdminSocketFile {
                     "a file that is not a socket exists at this path",
                 ));
             }
-            // A connection succeeds only while a process listens on the socket. In a hot restart, the new process
-            // replaces the socket of its parent, although a process listens on it.
+            // Connecting succeeds only if a process listens on the socket. In a hot restart, the parent process still
+            // listens. The new process may replace its socket.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
-                return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
+                return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens on this socket"));
             }
             Ok(_) | Err(_) => {}
         }
         let current = path.with_extension(format!("{}.new", std::process::id()));
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // Remove the file of an earlier process that had the same process ID and was killed.
+        // A killed process with the same process id may have left this file.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Set the permissions between `bind` and `listen`: connections fail before `listen`, so no other user can have
-        // connected before.
+        // Set the permissions before `listen`. No other user can connect earlier, because connecting fails until then.
         fs::set_permissions(&current, fs::Permissions::from_mode(ADMIN_SOCKET_MODE))?;
         socket.listen(ADMIN_BACKLOG)?;
         socket.set_nonblocking(true)?;
@@ -202,10 +200,10 @@ impl AdminSocketFile {
         Ok((socket.into(), file))
     }
 
-    /// Rename the socket to its final name, and replace a file that an earlier process has left.
+    /// Rename the socket to its final name. Replace a file that an earlier process left there.
     ///
     /// # Errors
-    /// The directory is not writable anymore.
+    /// The directory is not writable.
     pub(super) fn publish(&mut self) -> io::Result<()> {
         fs::rename(&self.current, &self.path)?;
         self.current.clone_from(&self.path);

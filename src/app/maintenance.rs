@@ -1,6 +1,6 @@
-//! The maintenance thread performs DNS lookups and health checks of all upstreams, and fetches key sets of token
-//! issuers, once for all workers. On a busy worker, health checks would run late and mark healthy endpoints as
-//! unhealthy.
+//! The maintenance thread. For all workers together, it resolves DNS names of upstreams, performs health checks, and
+//! fetches JWK Sets. Workers do not perform health checks: on a busy worker, they would run late and mark healthy
+//! endpoints as unhealthy.
 
 use std::convert::Infallible;
 use std::sync::mpsc::Sender;
@@ -33,30 +33,30 @@ use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
 use crate::upstream::health;
 
-/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, requests to an
-/// upstream without addresses get 503, and so do requests with tokens that cannot be verified yet.
+/// Maximum time to wait for the first DNS lookup of new upstreams, and for new JWK Sets. After this time, requests to
+/// an upstream without addresses get 503. Requests with tokens that cannot be verified yet also get 503.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
-/// The clusters that the thread maintains from now on. The sender is dropped when every host has been looked up once.
+/// The configuration and clusters to maintain. The sender is dropped when all host names have been looked up once.
 type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 
 /// Handle of the maintenance thread.
 #[derive(Debug)]
 pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 
-/// The running tasks: DNS lookups, health checks and refreshes of key sets.
+/// The running tasks: DNS lookups, health checks and refreshes of JWK Sets.
 #[derive(Default)]
 struct MaintenanceTasks {
-    /// Clusters with DNS names, and the task that resolves the names.
+    /// Clusters with host names, and the task that resolves these names.
     lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
     health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
     key_refreshes: Vec<AbortHandle>,
 }
 
 impl MaintenanceThread {
-    /// Start the thread without clusters. The thread runs until `stop` is cancelled.
+    /// Start the thread. It has no clusters yet, and runs until `stop` is cancelled.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -71,16 +71,16 @@ impl MaintenanceThread {
         Ok((MaintenanceThread(sender), thread))
     }
 
-    /// Replace the maintained clusters and key sets. Return when all names have been resolved and unknown key sets have
-    /// been fetched once, or after [`FIRST_LOOKUP_TIMEOUT`].
+    /// Replace the clusters and JWK Sets to maintain. Return when all host names have been resolved and all unknown JWK
+    /// Sets have been fetched once, but at most after [`FIRST_LOOKUP_TIMEOUT`].
     ///
     /// # Errors
     /// The thread has ended.
     pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // Wait until all senders are dropped: each lookup drops its clone of the sender when it is done. No value is
-        // ever sent.
+        // Each lookup drops its clone of the sender when it ends. No value is ever sent. Wait until all clones are
+        // dropped.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }
@@ -135,45 +135,45 @@ fn contains(cluster: &Arc<UpstreamCluster>, clusters: &[Arc<UpstreamCluster>]) -
     clusters.iter().any(|other| Arc::ptr_eq(cluster, other))
 }
 
-// === Key sets of token issuers: fetched at the start, at intervals, and when a token has an unknown key. The last keys
-// stay in use while a URL fails ===
+// === JWK Sets of token issuers. They are fetched at the start, periodically, and when a token has an unknown key. If a
+// fetch fails, the previous keys stay in use ===
 
-/// Maximum size of a key set, in bytes.
+/// Maximum size of a JWK Set in bytes.
 const MAX_KEY_SET: usize = 1 << 20;
 
-/// First delay after a failure. The delay doubles with each further failure.
+/// Delay after the first failure. It doubles with each further failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum delays after a failure: the first while keys are known, the second while tokens are rejected because no keys
-/// are known.
+/// Maximum delays after failures. The second one applies while no keys are known, because tokens cannot be verified
+/// then.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const MAX_RETRY_DELAY_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
-/// Maximum length in characters of a redirect location in an error.
+/// Maximum length of a redirect location in an error message, in characters.
 const MAX_LOCATION: usize = 200;
 
-/// The reason why the keys of a URL cannot be used.
+/// The reason why the keys at a URL cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
-    /// The key set server sent no response.
+    /// The server sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// The request and its response took too long.
+    /// The request and its response took longer than the timeout.
     #[error("no complete response within {} s", REFRESH_TIMEOUT.as_secs())]
     Timeout,
-    /// The response has a status other than 200.
+    /// The status of the response is not 200.
     #[error("the server responded with status {0}")]
     Status(u16),
-    /// The response is a redirect, to this location.
+    /// The response is a redirect to this location.
     #[error("the server redirects to {0}, and redirects are not followed")]
     Redirect(String),
-    /// The response is not a key set, or has no usable key.
+    /// The response is not a JWK Set, or contains no usable key.
     #[error("the response is {0}")]
     KeySet(#[source] KeySetError),
 }
 
 impl JwksError {
-    /// Return what the operator can do about the error.
+    /// Return a hint on how the operator can correct the error.
     pub fn hint(&self) -> &'static str {
         match self {
             JwksError::Fetch(FetchError::Tls(_)) => {
@@ -190,18 +190,18 @@ impl JwksError {
     }
 }
 
-/// A key set that the gateway has fetched from a URL.
+/// A JWK Set that was fetched from a URL.
 #[derive(Debug)]
 pub struct FetchedKeys {
-    /// The keys with which tokens may be signed.
+    /// The usable keys.
     pub keys: KeySet,
-    /// The reasons why keys of the set were skipped.
+    /// The reasons why other keys of the set were skipped.
     pub skipped: Vec<KeySetError>,
-    /// SHA-256 of the response.
+    /// SHA-256 hash of the response body.
     digest: [u8; 32],
 }
 
-/// Fetch and parse the key set of a URL.
+/// Fetch and parse a JWK Set.
 ///
 /// # Errors
 /// See [`JwksError`].
@@ -228,12 +228,12 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
     Ok(fetched)
 }
 
-/// Keep the keys of the URL `index` up to date until the future is dropped. `first` is dropped when the first attempt
-/// has ended, or at once if the keys are already known.
+/// Keep the keys of the URL at `index` up to date, until the future is dropped. `first` is dropped when the first
+/// attempt ends, or immediately if keys are already known.
 pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];
     let (remote, provider) = (&source.keys, &*source.name);
-    // Requests that wait for a refresh stop waiting when this task is aborted.
+    // When this task is aborted, the guard ends the wait of requests for a refresh.
     let _task = remote.guard();
     let mut first = Some(first);
     let mut last_digest = None;
@@ -256,7 +256,7 @@ pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, f
             Ok(FetchedKeys { keys, skipped, digest }) => {
                 (failures, delay) = (0, source.refresh_interval);
                 if last_digest == Some(digest) {
-                    // Do not replace equal keys, because this would clear the cache of verified tokens.
+                    // Do not replace equal keys, because the cache of verified tokens would be lost.
                     remote.record_unchanged(unix_us());
                 } else {
                     info!(provider, keys = keys.len(), "key set fetched");
@@ -284,13 +284,13 @@ pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, f
     }
 }
 
-/// Return a duration that differs by up to 10 %, so that gateways that started together do not fetch at the same time.
+/// Vary a duration randomly by up to 10 %. Gateways that started together then do not fetch at the same time.
 pub(super) fn with_jitter(duration: Duration) -> Duration {
     let permille = 900 + (Uuid::new_v4().as_u64_pair().0 % 201) as u32;
     duration * permille / 1000
 }
 
-/// Describe a key set as text, for `check` and `doctor`.
+/// Describe a JWK Set for `check` and `doctor`.
 pub fn describe_key_set(fetched: &FetchedKeys) -> String {
     let mut text = pluralize(fetched.keys.len() as u64, "usable key");
     for reason in &fetched.skipped {

@@ -1,5 +1,5 @@
-//! The thread that sends quota events. It claims each event, so that only one of several gateways sends it, and
-//! delivers it to a webhook or stream.
+//! The thread that delivers quota events to webhooks and Redis streams. It claims each event in Redis, so that only one
+//! of several gateways sends the event.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -42,62 +42,62 @@ use crate::snapshot::notify::{EventDestination, EventStream, Webhook};
 use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
 
-/// Value of `type` in the events.
+/// Value of `type` in all events.
 const EVENT_TYPE: &str = "quota.threshold_reached";
 
-/// Maximum number of undelivered events of a destination. One limit may have half of these events, so that
-/// clients that choose their identities cannot suppress the events of other limits.
+/// Maximum number of undelivered events of a destination. A single limit may have at most half of them. Otherwise,
+/// clients that choose their own identities could suppress the events of other limits.
 const MAX_PENDING: u64 = 1000;
 
 /// Maximum number of deliveries in flight to one destination.
 const MAX_CONCURRENT_DELIVERIES: usize = 16;
 
-/// Delay after the first failed attempt. The delay doubles with each failure.
+/// Delay after the first failed attempt. It doubles with each further failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Maximum delay between two attempts.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
 
-/// Age at which an undelivered event is dropped.
+/// Maximum age of an undelivered event. Older events are dropped.
 const MAX_AGE: Duration = Duration::from_secs(3600);
 
-/// Maximum time to deliver the last events at the end of the process.
+/// Maximum time to deliver the remaining events when the process ends.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval for removing events whose period has ended.
+/// Interval at which records of events whose period has ended are removed.
 const FORGET_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time for which a claim is kept after the window of its event has ended, because other gateways may try to claim the
-/// event with a delay.
+/// Time for which a claim is kept after the window of its event. Other gateways may try to claim the event later than
+/// this one.
 const CLAIM_GRACE: Duration = Duration::from_secs(60);
 
-/// For a rolling period, the claim in Redis expires earlier than the record of the event in the gateway: by this
-/// fraction of the period, but at most by `MAX_CLAIM_MARGIN`. Otherwise the old claim could suppress the next event of
-/// the same gateway.
+/// For a rolling period, a claim in Redis must expire before the gateway forgets the event. Otherwise, the old claim
+/// could suppress the gateway's next event. The claim expires earlier by this fraction of the period, but at most by
+/// `MAX_CLAIM_MARGIN`.
 const CLAIM_MARGIN_DIVISOR: u32 = 10;
 const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout for this thread, because a call may include connecting.
+/// Minimum store timeout for this thread. It is longer than usual, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum size of the response of a webhook, in bytes. The response body is not used.
+/// Maximum size of a webhook's response in bytes. The body is not used.
 const MAX_RESPONSE: usize = 64 << 10;
 
-/// Minimum interval between two messages of one kind.
+/// Minimum interval between two log messages of the same kind.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// References to the parts of the process that the thread uses.
+/// The parts of the process that the thread uses.
 #[derive(Debug)]
 pub(super) struct EventDeps {
     /// The active configuration.
     pub(super) config_handle: Arc<ConfigHandle>,
     /// The queue from which the thread receives events.
     pub(super) queue: Arc<EventQueue>,
-    /// Deliveries by destination.
+    /// Delivery statistics by destination.
     pub(super) stats: Arc<MetricFamily<DeliveryStats>>,
-    /// Circuit breaker of the store, if the store is a single Redis server.
+    /// Circuit breaker of the store. Used if the store is a single Redis server.
     pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of the store, if the store is a Redis Cluster.
+    /// Slot map of the store. Used if the store is a Redis Cluster.
     pub(super) cluster_map: Arc<ClusterMap>,
 }
 
@@ -108,13 +108,13 @@ pub(super) struct EventThread {
     thread: JoinHandle<Result<(), AppError>>,
 }
 
-/// The reason why an attempt failed.
+/// The reason why an attempt to deliver an event failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeliveryError {
     /// The webhook sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// The request and its response took too long.
+    /// The request and its response took longer than the timeout.
     #[error("the server sent no complete response within {} ms", .0.as_millis())]
     Timeout(Duration),
     /// The status of the response is not 2xx.
@@ -139,7 +139,7 @@ impl EventThread {
                 let store = deps.connect();
                 run(Arc::new(Courier { deps, store, lanes: Mutex::default() }), events, stopped).await;
             });
-            // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+            // Do not wait for DNS lookups that still block a thread of the runtime.
             runtime.shutdown_background();
             Ok(())
         };
@@ -147,7 +147,7 @@ impl EventThread {
         Ok(EventThread { stop, thread })
     }
 
-    /// Deliver the queued events for at most [`FLUSH_TIMEOUT`], and end the thread.
+    /// Deliver the queued events for at most [`FLUSH_TIMEOUT`], then end the thread.
     ///
     /// # Errors
     /// The thread could not create its runtime, or panicked.
@@ -158,7 +158,7 @@ impl EventThread {
 }
 
 impl EventDeps {
-    /// Return a separate store client, which connects when it is used.
+    /// Return a separate store client. It connects on first use.
     fn connect(&self) -> Option<RedisStore> {
         let active = self.config_handle.active();
         let (deployment, redis) = active.config.store.redis.as_ref()?;
@@ -186,10 +186,7 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
     }
     let all = async { while deliveries.join_next().await.is_some() {} };
     if timeout(FLUSH_TIMEOUT, all).await.is_err() {
-        warn!(
-            events = deliveries.len(),
-            "quota events are lost: they could not be delivered before the end of the process"
-        );
+        warn!(events = deliveries.len(), "quota events are lost: they could not be delivered before the process ended");
     }
 }
 
@@ -197,18 +194,18 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
 #[derive(Debug)]
 struct Courier {
     deps: EventDeps,
-    /// The store in which events are claimed. `None` for a memory store, with which each gateway sends its own events.
+    /// The store in which events are claimed. `None` for a memory store: each gateway then sends its own events.
     store: Option<RedisStore>,
-    /// The deliveries, by name of the destination.
+    /// The state of the deliveries, by destination name.
     lanes: Mutex<HashMap<Box<str>, Arc<Lane>>>,
 }
 
-/// The deliveries to one destination.
+/// The state of the deliveries to one destination.
 #[derive(Debug)]
 struct Lane {
-    /// Limits the deliveries in flight.
+    /// Limits the number of deliveries in flight.
     in_flight: Semaphore,
-    /// Number of undelivered events by limit.
+    /// Number of undelivered events, by limit.
     pending: Mutex<HashMap<Box<str>, u64>>,
 }
 
@@ -219,7 +216,7 @@ impl Default for Lane {
 }
 
 impl Lane {
-    /// Count an event of a limit. Return `false` if the limit has too many undelivered events.
+    /// Count a new event of a limit. Return `false` if the limit has too many undelivered events.
     fn try_begin(&self, limit: &str) -> bool {
         let mut pending = lock(&self.pending);
         let count = pending.entry(limit.into()).or_default();
@@ -244,14 +241,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Delivery {
     event: QuotaEvent,
     id: String,
-    /// The event as JSON. All attempts send the same JSON.
+    /// The event as JSON. All attempts send the same text.
     body: Bytes,
-    /// Whether this gateway has claimed the event, or sends it without a claim.
+    /// Whether to send the event without another claim: this gateway has claimed it, or claiming it was not possible.
     is_claimed: bool,
 }
 
 impl Courier {
-    /// Start to deliver an event, unless too many events of the destination are undelivered.
+    /// Start to deliver an event. Drop it if the destination or the limit has too many undelivered events.
     fn accept(self: &Arc<Self>, event: QuotaEvent, deliveries: &mut JoinSet<()>) {
         let destination = &event.usage.notify.to;
         let stats = self.deps.stats.get_or_create(destination, 0);
@@ -276,14 +273,14 @@ impl Courier {
         });
     }
 
-    /// Attempt to deliver an event until it is delivered, another gateway has claimed it, or it is too old.
+    /// Try to deliver an event, until it is delivered, claimed by another gateway, or too old.
     async fn deliver(&self, event: QuotaEvent, lane: &Lane, stats: &DeliveryStats) -> DeliveryResult {
         let (id, destination) = (format!("evt_{}", Uuid::new_v4().simple()), event.usage.notify.to.clone());
         let body = body(&event, &self.deps.config_handle.active().config);
         let mut delivery = Delivery { event, id, body, is_claimed: false };
         let mut failures = 0;
         loop {
-            // Look up the destination again for each attempt, because a reload may have corrected it.
+            // A reload may have corrected the destination, so look it up again for each attempt.
             let active = self.deps.config_handle.active();
             let Some(found) = active.config.event_destinations.get(&*destination) else {
                 debug!(%destination, "a reload removed the destination of a quota event");
@@ -310,19 +307,19 @@ impl Courier {
         }
     }
 
-    /// Return whether the event was delivered. `false` means that another gateway has claimed it.
+    /// Try to deliver the event once. Return whether it was delivered. `false` means that another gateway has claimed
+    /// it.
     async fn attempt(
         &self,
         delivery: &mut Delivery,
         destination: &EventDestination,
         lane: &Lane,
     ) -> Result<bool, DeliveryError> {
-        // Acquiring a permit fails only if the semaphore is closed, which never happens.
+        // The semaphore is never closed, so acquiring a permit cannot fail.
         let _permit = lane.in_flight.acquire().await;
         match destination {
             EventDestination::Stream(EventStream { key, max_length }) => {
-                // This code is not reached with a memory store, because a stream without Redis is a configuration
-                // error.
+                // With a memory store, this code is never reached: a stream without Redis is a configuration error.
                 let Some(store) = &self.store else { return Ok(false) };
                 let entry = StreamEntry { stream: key, max_length: *max_length, body: &delivery.body };
                 Ok(store.claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
@@ -333,7 +330,8 @@ impl Courier {
                     match store.claim_event(&delivery.claim(&key, None)).await {
                         Ok(true) => {}
                         Ok(false) => return Ok(false),
-                        // If the claim fails, each gateway sends its own event, so that at least one event is sent.
+                        // If Redis is unavailable, send the event without a claim. Several gateways may then send it,
+                        // but it is not lost.
                         Err(error) => {
                             debug!(%error, "cannot claim a quota event in Redis: other gateways may send it as well")
                         }
@@ -347,7 +345,7 @@ impl Courier {
 }
 
 impl Delivery {
-    /// Return the key of the claim. `tag` is the hash tag of the key, which selects the slot in a cluster.
+    /// Return the Redis key of the claim. `tag` is the hash tag of the key, which selects the slot in a Redis Cluster.
     fn claim_key(&self, tag: &str) -> String {
         let QuotaEvent { usage, threshold, .. } = &self.event;
         let (limit, identity) = (&usage.notify.limit, usage.identity);
@@ -370,7 +368,7 @@ impl Delivery {
     }
 }
 
-/// Send an event to a webhook, signed as in the Standard Webhooks specification 1.0.0.
+/// Post an event to a webhook, signed according to the Standard Webhooks specification 1.0.0.
 async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryError> {
     let timestamp = (unix_us() / 1_000_000).to_string();
     let signature = signature(&webhook.key, id, &timestamp, body);
@@ -381,7 +379,7 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(USER_AGENT, HeaderValue::from_static(concat!("sluicegate/", env!("CARGO_PKG_VERSION"))));
     for (name, value) in [("webhook-id", id), ("webhook-timestamp", &timestamp), ("webhook-signature", &signature)] {
-        // The conversion cannot fail, because the values have only letters, digits and punctuation.
+        // The values contain only letters, digits and punctuation, so the conversion cannot fail.
         headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
     }
     let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
@@ -396,16 +394,16 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
     }
 }
 
-/// Return the value of `webhook-signature`.
+/// Return the value of the header `webhook-signature`.
 fn signature(key: &Key, id: &str, timestamp: &str, body: &[u8]) -> String {
     let signed = [id.as_bytes(), b".", timestamp.as_bytes(), b".", body].concat();
     format!("v1,{}", STANDARD.encode(sign(key, &signed)))
 }
 
-/// Connect to a webhook as a delivery does, without sending anything.
+/// Connect to a webhook as for a delivery, but send nothing.
 ///
 /// # Errors
-/// The server cannot be reached, or its certificate is not valid.
+/// The server cannot be reached, or its certificate is invalid.
 pub async fn connect(webhook: &Webhook) -> Result<(), DeliveryError> {
     let connecting = fetch::connect(&webhook.url, webhook.tls.as_ref());
     let connected = timeout(webhook.timeout, connecting).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))?;
@@ -413,22 +411,22 @@ pub async fn connect(webhook: &Webhook) -> Result<(), DeliveryError> {
 }
 
 impl DeliveryError {
-    /// Return what the administrator can do about the error.
+    /// Return a hint on how the administrator can correct the error.
     pub fn hint(&self) -> &'static str {
         match self {
             DeliveryError::Fetch(FetchError::Tls(_)) => {
                 "check the certificate of the server, or set `ca` to the certificate of its CA: ca = \"ca.pem\""
             }
             DeliveryError::Fetch(_) | DeliveryError::Timeout(_) => {
-                "check `webhook`, and that the gateway may connect to the server"
+                "check the URL in `webhook`, and whether the gateway can connect to the server"
             }
             DeliveryError::Status(_) => "check the log of the server",
-            DeliveryError::Store(_) => "check the store: sluicegate doctor",
+            DeliveryError::Store(_) => "run `sluicegate doctor` to check the store",
         }
     }
 }
 
-/// An event in the form in which destinations receive it.
+/// The body of an event.
 #[derive(Debug, Serialize)]
 struct EventBody<'a> {
     #[serde(rename = "type")]
@@ -454,7 +452,7 @@ struct EventData<'a> {
     resets_at: String,
 }
 
-/// Return an event as JSON. As in usage reports, consumers appear by name, and other identities only by their hash.
+/// Return an event as JSON. As in usage reports, consumers appear by name, and all other identities as hashes.
 fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
     let QuotaEvent { usage, threshold, .. } = event;
     let limit = &*usage.notify.limit;
@@ -476,7 +474,7 @@ fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
         resets_at: time(usage.now_us.saturating_add(usage.reset_us)),
     };
     let body = EventBody { kind: EVENT_TYPE, timestamp: time(usage.now_us), data };
-    // Serialization cannot fail, because the value has only strings and numbers.
+    // The value contains only strings and numbers, so serialization cannot fail.
     serde_json::to_vec(&body).unwrap_or_default().into()
 }
 
@@ -485,7 +483,7 @@ mod tests {
     use super::*;
     use aws_lc_rs::hmac::HMAC_SHA256;
 
-    /// The test vector is the example that the libraries for Standard Webhooks use.
+    /// The test vector is the example in the Standard Webhooks libraries.
     #[test]
     fn signature_equals_the_published_example() {
         let key = Key::new(HMAC_SHA256, &STANDARD.decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw").unwrap());

@@ -1,5 +1,5 @@
-//! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If the new
-//! configuration is invalid, the active configuration does not change.
+//! Configuration reload: compile the complete new configuration, then replace the active configuration with it. If the
+//! new configuration is invalid, the active configuration does not change.
 
 pub(crate) mod file_watcher;
 
@@ -41,11 +41,11 @@ enum ReloadError {
     Stopping,
 }
 
-/// The gateways of all workers, which receive each new configuration.
+/// The gateways of all workers. A reload passes the new configuration to each of them.
 #[derive(Debug, Default)]
 pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
 
-/// The reload thread: handles reload requests one at a time.
+/// The reload thread. It handles one reload request at a time.
 #[derive(Debug)]
 pub(super) struct Reloader {
     pub(super) config_handle: Arc<ConfigHandle>,
@@ -59,7 +59,7 @@ pub(super) struct Reloader {
 }
 
 impl WorkerGateways {
-    /// Create and add the gateway of a worker. The lock ensures that a concurrent reload also updates the new gateway.
+    /// Create and add a worker's gateway. The lock ensures that a concurrent reload also updates the new gateway.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -80,7 +80,7 @@ impl Reloader {
     /// Handle reload requests until all senders are dropped.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
-            // Reload once for all requests that are already queued.
+            // One reload is sufficient for all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             hot_restart::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
@@ -91,20 +91,20 @@ impl Reloader {
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
-                    // Watch the files that the rejected configuration includes, so that the gateway detects a
-                    // correction of the error.
+                    // Also watch the files that the rejected configuration includes. The gateway then notices when the
+                    // operator corrects them.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
                         self.watcher = watch_files(&self.config_handle);
                     }
                     if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
-                        // A requested reload also reads the other files, even if the configuration is invalid.
+                        // A requested reload also rereads the other files, even if the configuration is invalid.
                         watcher.report_all();
                     }
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // Ignore the error of `send`, which means that the receiver was dropped.
+                // A send error means that the receiver was dropped.
                 let _ = reply.send(result.clone());
             }
         }
@@ -137,7 +137,7 @@ impl Reloader {
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
-        // Resolve DNS names and fetch key sets before the first request uses them.
+        // Before the first request uses them, resolve host names and fetch JWK Sets.
         self.maintenance.set_config(&config, &clusters)?;
         self.connection_limits.resize(&config.server);
         let change = {
@@ -150,8 +150,8 @@ impl Reloader {
     }
 }
 
-/// Return the cluster of an upstream. Keep the previous cluster if its settings are the same. Otherwise carry over the
-/// state of its endpoints.
+/// Return the cluster of an upstream. If its settings have not changed, keep the previous cluster. Otherwise, carry
+/// over the state of its endpoints.
 fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
     match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {
         Some(cluster) if Arc::ptr_eq(&cluster.settings, settings) => cluster.clone(),
@@ -164,15 +164,15 @@ fn is_requested(requests: &[ReloadRequest]) -> bool {
     requests.iter().any(|request| request.cause == ReloadCause::Requested)
 }
 
-// === Carry-over: changes that require a restart are rejected, and equal parts are kept ===
+// === Carry-over: reject changes that require a restart, and keep the state of equal parts ===
 
 /// The reason why a valid configuration cannot replace the active one.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
-    /// These keys changed, but a change of these keys requires a restart.
+    /// These keys have changed, but a change requires a restart.
     #[error("{} cannot change while the gateway runs: restart it, or keep {} unchanged", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
-    /// New certificates have expired or are not valid yet. The text names the file and the reason.
+    /// New certificates have expired or are not valid yet. Each text contains the file and the reason.
     #[error("{}", .0.join("\n"))]
     InvalidCertificates(Vec<String>),
 }
@@ -182,8 +182,8 @@ fn pronoun(keys: &[String]) -> &'static str {
 }
 
 impl CompiledConfig {
-    /// Carry over the parts that are equal in the previous configuration, so that upstream connections and TLS sessions
-    /// continue.
+    /// Carry over the state of parts that are equal in the previous configuration. Upstream connections and TLS
+    /// sessions are then kept.
     ///
     /// # Errors
     /// A changed key requires a restart, or a new certificate has expired or is not valid yet.
@@ -218,8 +218,8 @@ impl CompiledConfig {
         Ok(())
     }
 
-    /// Return errors for certificates that have expired or are not valid yet, except certificates that are already in
-    /// use.
+    /// Return errors for certificates that have expired or are not valid yet. Certificates that the previous
+    /// configuration already uses are exempt.
     fn expired_certificates(&self, previous: &CompiledConfig, now: Duration) -> Vec<String> {
         let shown: Vec<_> = previous.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
@@ -239,8 +239,9 @@ impl CompiledConfig {
         tls.flat_map(|tls| tls.tls.certificates())
     }
 
-    /// Keep the state of providers with the same name and source: key sets of the same URL, verified users of the same
-    /// file, and cached admissions of a server with the same settings.
+    /// Carry over the state of providers with the same name. The keys of a JWK Set are kept if its URL is the same.
+    /// Verified users are kept if the users file is the same. Cached admissions are kept if the server settings are the
+    /// same.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
             if let Some(known) = previous.auth.key_urls.iter().find(|known| known.name == source.name) {
@@ -272,7 +273,7 @@ impl CompiledConfig {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
-            // `get_mut` cannot fail, because the new settings are not shared yet.
+            // The new settings are not shared yet, so `get_mut` cannot fail.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
             }

@@ -45,7 +45,7 @@ pub(super) enum AdminCommand {
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// Show only this limit [default: all limits whose `by` has the given parts]
+        /// Show only this limit [default: all limits whose `by` has exactly the given parts]
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
         /// Show whether a request with this cost would be admitted
@@ -54,7 +54,7 @@ pub(super) enum AdminCommand {
         #[command(flatten)]
         identity: IdentityArgs,
     },
-    /// Clear the usage of an identity on all gateways that share the store
+    /// Clear the usage of an identity for one limit, on all gateways that share the store
     #[command(after_help = examples![
         "sluicegate reset --limit per-ip ip=192.0.2.7",
         "sluicegate reset --limit rate api-key=acme",
@@ -85,7 +85,7 @@ pub(super) enum AdminCommand {
     Renew {
         #[command(flatten)]
         target: AdminTarget,
-        /// Renew the certificate of this name
+        /// Renew the certificate for this DNS name
         #[arg(long, value_name = "NAME")]
         name: String,
     },
@@ -114,13 +114,13 @@ pub(super) enum OverrideCommand {
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
-        /// Set this quota, as in the configuration: 600/min
+        /// Set this quota, in the format of the configuration, such as 600/min
         #[arg(long, value_name = "QUOTA")]
         quota: String,
-        /// Set this burst of a token bucket [default: the count of the quota]
+        /// Set this burst, for a token-bucket limit [default: the number in the quota]
         #[arg(long, value_name = "N")]
         burst: Option<u64>,
-        /// Remove the override after this time: 15m, 12h, 7d
+        /// Remove the override after this time, such as 15m, 12h or 7d
         #[arg(long = "ttl", value_name = "DURATION")]
         ttl: String,
         /// Show this text in the list of overrides
@@ -152,9 +152,11 @@ pub(super) enum OverrideCommand {
 /// The gateway that a command calls, and the format of the command's output.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
-    /// Use the admin listener at this URL, or this admin socket [default: `[admin]` of the configuration]
+    /// Call the gateway at this admin listener (a URL) or admin socket (a path) [default: `[admin]` of the
+    /// configuration]
     ///
-    /// The admin token is SLUICEGATE_ADMIN_TOKEN, or `admin.token` of the configuration if the variable is unset.
+    /// The command takes the admin token from the environment variable SLUICEGATE_ADMIN_TOKEN. If the variable is unset
+    /// and --admin is not given, the token is `admin.token` of the configuration.
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
     /// Print a JSON object
@@ -162,10 +164,10 @@ pub(super) struct AdminTarget {
     json: bool,
 }
 
-/// An identity of one limit.
+/// A limit, and an identity that the limit counts.
 #[derive(Debug, Args)]
 pub(super) struct LimitIdentity {
-    /// Use this limit
+    /// Name of the limit
     #[arg(long, value_name = "NAME")]
     limit: String,
     #[command(flatten)]
@@ -181,7 +183,7 @@ pub(super) struct IdentityArgs {
 }
 
 impl AdminCommand {
-    /// The URL of `--admin`.
+    /// The value of `--admin`: a URL or the path of a socket.
     pub(super) fn admin_url(&self) -> Option<&str> {
         self.target().admin.as_deref()
     }
@@ -287,7 +289,10 @@ impl IdentityArgs {
         }
         let pair = |part: &str| part.find('=');
         if self.identity.iter().any(|part| pair(part).is_none()) {
-            bail!("give the hash of an identity, or PART=VALUE for each of its parts: ip=192.0.2.7 api-key=CONSUMER");
+            bail!(
+                "name the identity by its hash, or by PART=VALUE for each of its parts, for example: ip=192.0.2.7 \
+                 api-key=CONSUMER"
+            );
         }
         Ok(self.identity.iter().filter_map(|part| part.split_once('=')).collect())
     }
@@ -335,7 +340,7 @@ pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()
     Ok(())
 }
 
-/// Return the text after a quota whose unit is not requests, such as ` tokens`.
+/// Return the suffix that names the unit of a quota, such as ` tokens`. The suffix is empty if the unit is requests.
 pub(crate) fn unit_suffix(unit: &str) -> String {
     match unit {
         "" | DEFAULT_UNIT | CONCURRENT_REQUESTS => String::new(),
@@ -380,7 +385,12 @@ pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<
     } else {
         String::new()
     };
-    writeln!(out, "{} of `{}` {effect}{delay_note}", printable(&response["identity"]), printable(&response["limit"]))
+    writeln!(
+        out,
+        "identity {} {effect} for the limit `{}`{delay_note}",
+        printable(&response["identity"]),
+        printable(&response["limit"])
+    )
 }
 
 /// Write the list of `GET /api/certificates`.
@@ -411,7 +421,10 @@ pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io:
     write_overrides(&response["overrides"], out)?;
     if response["store_error"].is_string() {
         let error = printable(&response["store_error"]);
-        writeln!(out, "the gateway cannot read the store and lists the overrides that it applies: {error}")?;
+        writeln!(
+            out,
+            "the gateway cannot read the store; the list has the overrides that it applies from memory: {error}"
+        )?;
     }
     Ok(())
 }
@@ -444,10 +457,15 @@ pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Res
 /// Write a response of `DELETE /api/overrides`.
 pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let effect = if response["removed"] == true { "has its standard quota again" } else { "had no override" };
-    writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
+    writeln!(
+        out,
+        "identity {} {effect} for the limit `{}`",
+        printable(&response["identity"]),
+        printable(&response["limit"])
+    )
 }
 
-/// Write a table with a header row. The columns in `right_aligned` are numbers.
+/// Write a table with a header row. `right_aligned` names the columns that contain numbers.
 pub(super) fn write_table<const N: usize>(
     header: [&str; N],
     rows: impl Iterator<Item = [String; N]>,
@@ -458,7 +476,7 @@ pub(super) fn write_table<const N: usize>(
     write_table_within(None, header, rows, right_aligned, style, out)
 }
 
-/// Write a table whose lines have at most `width` columns. A text that does not fit is cut and ends with `...`.
+/// Write a table whose lines have at most `width` characters. A cell that does not fit is cut and ends with `...`.
 pub(super) fn write_table_within<const N: usize>(
     width: Option<u16>,
     header: [&str; N],
@@ -491,7 +509,7 @@ pub(super) fn write_table_within<const N: usize>(
     Ok(())
 }
 
-/// Format the parts of an identity. The API omits values that may be secrets.
+/// Format the parts of an identity. The admin API returns null for values that may be secrets.
 pub(super) fn format_parts(parts: &Value) -> String {
     let part = |(label, value): (&String, &Value)| match value {
         Value::Null => format!("{label}=(hidden)"),
@@ -500,7 +518,8 @@ pub(super) fn format_parts(parts: &Value) -> String {
     parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
 }
 
-/// Escape control characters: clients choose parts of this text, and it could contain terminal escape sequences.
+/// Format a JSON value with its control characters escaped. Clients choose parts of such values, which could contain
+/// terminal escape sequences.
 pub(super) fn printable(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -509,7 +528,7 @@ pub(super) fn printable(value: &Value) -> String {
     }
 }
 
-/// Escape control characters as [`printable`] does, but in a text.
+/// Escape the control characters and invisible characters of a text.
 pub(super) fn printable_text(text: &str) -> String {
     text.chars().flat_map(escape_char).collect()
 }
@@ -539,7 +558,8 @@ pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
         0 => "0 s".to_owned(),
-        // Hundredths, rounded up. The subtraction cancels the rounding error of the binary floating-point value.
+        // Round up to hundredths of a second. The subtraction cancels the rounding error of the binary floating-point
+        // value.
         1..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),

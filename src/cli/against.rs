@@ -21,19 +21,19 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 /// Maximum number of identities in the report.
 const MAX_IDENTITIES: usize = 20;
 
-/// Maximum number of consumers of a limit whose usage is read. Reading the usage of one consumer takes one request.
+/// Maximum number of consumers per limit whose usage is read. Each takes one request to the admin API.
 const MAX_REQUESTS: usize = 500;
 
 /// The changes that the running gateway would make if it reloaded this configuration.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
-    /// The differences between the two configurations, as sentences.
+    /// The differences between the two configurations, as text.
     changes: Vec<String>,
     /// Changed keys that a reload rejects.
     restart: Vec<String>,
-    /// New addresses that cannot be bound while the gateway runs, each with the reason.
+    /// Messages about new listener addresses that cannot be bound while the gateway runs, each with the reason.
     pub(super) unavailable: Vec<String>,
-    /// Known identities that have used more than their new quota.
+    /// Identities that the running gateway knows and that have used more than their new quota.
     over_quota: Vec<OverQuota>,
 }
 
@@ -44,7 +44,7 @@ struct OverQuota {
     /// The consumer, or the parts of the identity and its hash.
     identity: String,
     used: u64,
-    /// Capacity of the limit with the new quota.
+    /// Maximum usage that the new quota allows at once.
     capacity: u64,
     /// The new quota.
     quota: String,
@@ -77,7 +77,8 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// The comparison of usage: the new quotas, and the running gateway, which still applies the old quotas.
+/// The data to compare usage: the configuration with the new quotas, and a client of the running gateway, which still
+/// applies the old quotas.
 struct Quotas<'a> {
     client: &'a AdminClient,
     config: &'a CompiledConfig,
@@ -95,16 +96,16 @@ struct KnownIdentity {
     hash: Option<String>,
     /// Name of the consumer, if an API key is a part of the identity.
     consumer: Option<String>,
-    /// Whether the client network replaces a missing API key.
+    /// Whether the identity is a client network, which the limit uses for requests without an API key.
     is_anonymous: bool,
 }
 
-/// How much of a quota an identity has used in the running gateway.
+/// The usage of an identity in the running gateway.
 struct Usage {
-    /// An identity in a response of `/api/identities`.
+    /// An element of `limits` in a response of `/api/identities`.
     status: Value,
-    /// Whether the response contains the usage with the default quota of the limit, because a hash does not show the
-    /// consumer or tier of an identity.
+    /// Whether the gateway computed the usage with the default quota of the limit. This is the case for a request by
+    /// hash, because a hash does not show the consumer or tier of an identity.
     is_of_default_quota: bool,
 }
 
@@ -125,7 +126,8 @@ impl Quotas<'_> {
                 continue;
             }
             let mut known = Vec::new();
-            // Also compare consumers if the limit itself is unchanged, because other files may change their quotas.
+            // Compare consumers even if the limit itself is unchanged, because the consumers file may change their
+            // quotas.
             if is_changed(name) || self.has_own_quotas(compiled) {
                 known.extend(self.known_consumers(compiled));
             }
@@ -147,13 +149,13 @@ impl Quotas<'_> {
         !compiled.limit.tiers.is_empty() || self.consumers.iter().any(|consumer| consumer.variants.contains_key(name))
     }
 
-    /// Return whether the quota of an identity depends on a token or on an authentication server. Neither is available
-    /// here.
+    /// Return whether the tier of an identity comes from a JWT or an authentication server. This command has neither,
+    /// so it cannot find the quota.
     fn has_unknown_tiers(&self, compiled: &CompiledLimit) -> bool {
         !compiled.limit.tiers.is_empty() && self.config.auth.tier_source != TierSource::ApiKey
     }
 
-    /// Return the consumers of a limit whose `by` is only the API key.
+    /// Return the consumers that a limit counts, if its `by` is only the API key.
     fn known_consumers(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
         // Remove duplicates: a consumer is repeated for each of its keys.
         let names: BTreeSet<_> = self.consumers.iter().map(|consumer| consumer.name.to_string()).collect();
@@ -199,7 +201,7 @@ impl Quotas<'_> {
     /// consumer.
     fn usage(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<Usage> {
         let by_parts = identity.parts.as_ref().and_then(|parts| self.status(compiled, parts));
-        // Check the hash, because the displayed parts of an identity may be shortened.
+        // Compare the hash as well, because the API may shorten the parts of an identity.
         let is_same =
             |status: &Value| identity.hash.is_none() || status["identity"].as_str() == identity.hash.as_deref();
         if let Some(status) = by_parts.filter(is_same) {
@@ -216,8 +218,8 @@ impl Quotas<'_> {
         Some(response["limits"][0].take()).filter(Value::is_object)
     }
 
-    /// Return the identity if its usage exceeds its new quota. A limit with another algorithm or window starts with new
-    /// counters.
+    /// Return the identity if its usage exceeds its new quota. Return `None` if the algorithm or window changes,
+    /// because the limit then starts with new counters.
     fn exceeds(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<OverQuota> {
         let Usage { status, is_of_default_quota } = self.usage(compiled, identity)?;
         // Skip an identity with an override, because the override stays active.
@@ -252,7 +254,7 @@ impl Quotas<'_> {
     }
 }
 
-/// Return `by` of a limit as a list, even if it is a single part.
+/// Return `by` of a limit as a list. In the JSON, a single part may be a string.
 fn parts(by: &Value) -> Vec<&Value> {
     by.as_array().map_or_else(|| vec![by], |parts| parts.iter().collect())
 }
@@ -263,11 +265,11 @@ impl Comparison {
         let Comparison { changes, restart, unavailable, over_quota } = self;
         let mut text = String::new();
         if changes.is_empty() && restart.is_empty() {
-            text += "all keys are the same as in the running gateway; the command does not compare secrets and other \
-                     files\n";
+            text += "all keys have the same values as in the running gateway; secrets and the content of other files \
+                     are not compared\n";
         }
         section(&mut text, "differences from the running gateway:", changes.iter().cloned());
-        section(&mut text, "a reload rejects a change of these keys, which need a restart:", restart.iter().cloned());
+        section(&mut text, "changed keys that need a restart (a reload would be rejected):", restart.iter().cloned());
         section(&mut text, "a restart would fail:", unavailable.iter().cloned());
         let identities = over_quota.iter().map(|over| {
             let OverQuota { limit, identity, used, capacity, quota } = over;
@@ -275,7 +277,7 @@ impl Comparison {
         });
         section(
             &mut text,
-            "identities whose usage exceeds a new quota; they are denied until it has decreased:",
+            "identities whose usage exceeds a new quota; their requests are denied until the usage has decreased:",
             identities,
         );
         text

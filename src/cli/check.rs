@@ -1,5 +1,5 @@
-//! `sluicegate check`: reports errors and warnings of the configuration, changes that a reload would reject, and what
-//! the limits guarantee.
+//! `sluicegate check`: reports errors and warnings of the configuration, changes that a reload would reject, and the
+//! maximum cost that each limit admits.
 
 use std::io::{Write, stdout};
 use std::ops::Range;
@@ -39,13 +39,14 @@ use crate::tools::check;
 use crate::tools::doctor::{Check, Requirements, check_basics};
 use crate::upstream::dns::DnsResolver;
 
-/// Maximum time of each step of the connection to the store. A configuration can be valid while its store is down.
+/// Timeout of each step of the connection to the store. The timeout is short, because a configuration can be valid
+/// while its store is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Exit code of `--strict` if there are warnings.
+/// Exit code if `--strict` is given and there are warnings.
 const EXIT_WARNINGS: u8 = 1;
 
-/// Checks of Redis servers that warn, each with the address of the server.
+/// Addresses of Redis servers, each with a check that has a warning for this server.
 type ServerWarnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
@@ -56,15 +57,15 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store, to token issuers or to a running gateway, and do not resolve the names of
+    /// Do not connect to the store, token issuers, webhooks or a running gateway, and do not resolve the names of
     /// certificates; an unset environment variable in a secret is only a warning
     #[arg(long)]
     offline: bool,
-    /// Compare with the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no
-    /// gateway listens on the socket]
+    /// Compare with the running gateway at this admin socket (a path) or admin listener (a URL) [default: the admin
+    /// socket, or the `[admin]` address if no gateway listens on the socket]
     ///
-    /// The command prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to
-    /// 20 known identities whose usage exceeds a new quota.
+    /// The command prints the keys that a reload would change, keys that need a restart, and up to 20 known identities
+    /// whose usage exceeds a new quota. It also prints addresses that cannot be bound; the exit code is then 2.
     #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
     against: Option<String>,
 }
@@ -86,7 +87,7 @@ struct CheckReport<'a> {
 #[derive(Debug, Serialize)]
 struct Finding {
     file: String,
-    /// Line number, from 1. `None` if the message is about the whole file.
+    /// Line number, counted from 1. `None` if the message is about the whole file.
     line: Option<usize>,
     column: Option<usize>,
     message: String,
@@ -94,7 +95,7 @@ struct Finding {
 }
 
 pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    // Offline checks open no connections and therefore need no secrets.
+    // With `--offline`, the command opens no connections and needs no secrets, so unset variables are only warnings.
     let policy = if options.offline { UnsetVariables::WarnIfValid } else { UnsetVariables::Error };
     let loaded = CompiledConfig::load_with_source(path, &env_var, policy).and_then(|(config, file)| {
         let issues = check::errors(&file, &config);
@@ -176,7 +177,7 @@ fn check_loaded(
         warnings.extend(name_warnings);
         notes.extend(name_notes);
     } else if config.acme.as_ref().is_some_and(|acme| !acme.names.is_empty()) {
-        let message = "the names of the certificates were not resolved, because of `--offline`".to_owned();
+        let message = "the DNS names of the ACME certificates were not resolved, because of `--offline`".to_owned();
         notes.push(Issue { span: None, message, hint: None });
     }
     if !options.offline && comparison.is_none() {
@@ -261,8 +262,9 @@ fn print_text(
     Ok(())
 }
 
-/// Connect to the store as a gateway does. Return the basic checks of `sluicegate doctor` that warn or fail, with the
-/// address of each server. If a gateway cannot use the store, return the reason.
+/// Connect to the store as a gateway does, and run the basic checks of `sluicegate doctor`. Return the checks that have
+/// a warning or fail, each with the address of the server. If a gateway could not use the store, return the reason as
+/// an error.
 fn check_store(
     servers: &RedisDeployment,
     redis: &RedisSettings,
@@ -273,7 +275,8 @@ fn check_store(
         let mut warnings = Vec::new();
         for (server, _) in servers.masters(STORE_CONNECT_TIMEOUT).await? {
             let survey_result = check_basics(&server, requirements).await;
-            // A server that has replied gets more time to connect, because connecting takes several round trips.
+            // If the server has replied to the basic checks, use a longer timeout, because connecting takes several
+            // round trips.
             let timeout = if survey_result.is_ok() { 5 * STORE_CONNECT_TIMEOUT } else { STORE_CONNECT_TIMEOUT };
             try_connect(server.clone(), redis.algorithms, timeout).await?;
             let address = server.client(STORE_CONNECT_TIMEOUT).await?.get_connection_info().addr().to_string();
@@ -286,7 +289,7 @@ fn check_store(
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// The guarantees of limits: the maximum cost that each quota admits, regardless of what clients send.
+// The guarantees of limits: the maximum cost that each quota admits, whatever clients send.
 
 /// Number of seconds in the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
@@ -299,18 +302,19 @@ pub(crate) struct Guarantee<'a> {
     limit: &'a str,
     /// The tier of the quota. `None` for the default quota.
     tier: Option<&'a str>,
-    /// Maximum cost that is admitted in any window. For a concurrency limit, the maximum number of requests in flight.
+    /// Maximum cost that the quota admits in any window. For a concurrency limit, the maximum number of requests in
+    /// flight.
     max_admitted: u64,
     /// Quota unit, such as `requests`.
     unit: &'a str,
     /// Length of the window. `None` for a concurrency limit.
     window_seconds: Option<f64>,
     capacity: u64,
-    /// Additional cost per gateway that prefetched tokens may admit.
+    /// Maximum cost that each gateway may admit in addition, from prefetched tokens.
     prefetch: u64,
     /// Whether the cost is charged after the response, so that it may exceed the remaining tokens.
     overdraft: bool,
-    /// By how much the limit can be exceeded, if it counts the tokens of an LLM API.
+    /// For a limit that counts LLM tokens: a sentence that says by how much requests can exceed the limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     overrun: Option<String>,
     shadow: bool,
@@ -333,7 +337,7 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
     })
 }
 
-/// Describe by how much requests can exceed a limit that counts the tokens of an LLM API, and under which assumption.
+/// Describe by how much requests can exceed a limit that counts LLM tokens, and under which conditions.
 fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
@@ -343,12 +347,13 @@ fn overrun(llm: &LlmCost) -> String {
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
     let unread = unread_cost
-        .map_or(String::new(), |cost| format!(", the cost above {cost} of requests whose body cannot be read"));
+        .map_or(String::new(), |cost| format!(", a cost above {cost} of a request whose body cannot be read"));
     let cut = if *cuts { " (the gateway cuts event streams at this maximum)" } else { "" };
     format!(
-        "requests in flight can exceed it by the tokens that they use beyond their reservations: text with fewer than \
-         {} bytes per token (at most {max_excess} for each), images of more than {} and audio of more than {} tokens, \
-         input that is not in the body{unread}, and output beyond the requested maximum or, without one, beyond {} tokens{cut}",
+        "requests in flight can exceed this limit if they use more than they reserved: text with fewer than {} bytes \
+         per token (an excess of at most {max_excess} per request), images of more than {} tokens, audio of more than \
+         {} tokens, input that is not in the body{unread}, and output beyond the requested maximum (without a \
+         requested maximum: beyond {} tokens{cut})",
         estimate.bytes_per_token, estimate.image, estimate.audio, estimate.default_output
     )
 }
@@ -362,8 +367,8 @@ fn window_seconds(variant: &LimitVariant) -> Option<f64> {
     }
 }
 
-/// Additional cost per gateway that prefetched tokens may admit. 0 for fixed windows, whose prefetched tokens expire at
-/// the end of the window.
+/// Return the maximum cost that each gateway may admit in addition, from prefetched tokens. Return 0 for fixed windows,
+/// whose prefetched tokens expire at the end of the window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
     if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
@@ -381,10 +386,10 @@ impl Guarantee<'_> {
             Some(seconds) => format!("in any {}, {} at once", format_window(seconds), self.capacity),
         };
         if self.overdraft {
-            text += ", and the excess costs of responses";
+            text += ", plus the costs of responses that exceed the remaining quota";
         }
         if self.prefetch > 0 {
-            text += &format!(", and up to {} more for each gateway", self.prefetch);
+            text += &format!(", plus up to {} prefetched by each gateway", self.prefetch);
         }
         if self.shadow {
             text += " (shadow: never denies)";
@@ -396,7 +401,7 @@ impl Guarantee<'_> {
     }
 }
 
-/// Format the length of a window exactly, in the largest unit that gives a count of at least two.
+/// Format the length of a window exactly, in the largest unit in which the length is a whole number of at least two.
 fn format_window(seconds: f64) -> String {
     if seconds.fract() != 0.0 {
         return format!("{} ms", seconds * 1e3);
@@ -410,11 +415,12 @@ fn format_window(seconds: f64) -> String {
 
 // Comparison with the running gateway: changed keys that need a restart.
 
-/// Maximum time to wait for the running gateway. A configuration can be valid while no gateway runs.
+/// Maximum time to wait for the running gateway. The timeout is short, because a configuration can be valid while no
+/// gateway runs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Return the restart-only keys whose values differ from those of the gateway at `[admin]`. The result is empty if no
-/// gateway responds at this address. The request contains only salted digests of the values.
+/// Return the keys that only a restart can change and whose values differ from those of the gateway at `[admin]`. The
+/// result is empty if no gateway responds at this address. The request contains salted digests instead of the values.
 ///
 /// # Errors
 /// The gateway rejects the admin token.
@@ -427,7 +433,7 @@ pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> 
     Ok(response.as_ref().map(restart_keys).unwrap_or_default())
 }
 
-/// Return the same as [`restart_only_differences`], but fail if the gateway does not respond.
+/// Return the keys that only a restart can change and whose values differ from those of the gateway behind `client`.
 ///
 /// # Errors
 /// The gateway does not respond, or its response is unexpected.
@@ -448,7 +454,7 @@ fn restart_keys(response: &Value) -> Vec<String> {
     keys.filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
-/// The warning that a changed key needs a restart.
+/// Build the warning that a changed key needs a restart.
 pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
     let message = format!("a reload will reject this file: `{key}` differs from the running gateway");
     let span = match key {

@@ -1,5 +1,5 @@
-//! `sluicegate doctor`: checks the Redis servers, the token issuers and the webhooks of the configuration, and advises
-//! what to change.
+//! `sluicegate doctor`: checks the Redis servers, the token issuers and the webhooks of the configuration, and
+//! recommends changes.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -23,10 +23,10 @@ use crate::tools::doctor::{Check, Requirements, ServerReport, Status, examine};
 struct Diagnosis {
     ok: bool,
     servers: Vec<ServerReport>,
-    /// The token issuers whose key sets are fetched. The address of an issuer is its URL.
+    /// The token issuers whose key sets are fetched. The report gives the URL of the key set as the address.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     issuers: Vec<ServerReport>,
-    /// The webhooks of quota events. The address of a webhook is its host.
+    /// The webhooks of quota events. The report gives the host and port of the URL as the address.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     webhooks: Vec<ServerReport>,
 }
@@ -53,7 +53,11 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&diagnosis)?)?;
     } else {
         if diagnosis.servers.is_empty() {
-            writeln!(std::io::stdout(), "store: {}: there is no Redis to examine", config.store.name)?;
+            writeln!(
+                std::io::stdout(),
+                "store: {}: the store is not Redis, so there is no server to check",
+                config.store.name
+            )?;
         }
         if diagnosis.servers.is_empty() && diagnosis.issuers.is_empty() && diagnosis.webhooks.is_empty() {
             return Ok(ExitCode::SUCCESS);
@@ -90,7 +94,7 @@ fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerRe
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
     };
     let check = Check { name: "key set", status, message, advice };
-    // The query of a URL may contain a secret, so it is not printed.
+    // Do not print the query of the URL, because it may contain a secret.
     let address = source.url.to_string();
     let address = address.split('?').next().unwrap_or_default().to_owned();
     ServerReport { address, checks: vec![check] }
@@ -126,7 +130,7 @@ fn webhook_report((name, webhook, connected): &ConnectedWebhook<'_>) -> ServerRe
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
     };
     let check = Check { name: "reachable", status, message, advice };
-    // The path of the URL may be a secret, so it is not printed.
+    // Do not print the path of the URL, because it may be a secret.
     let authority = webhook.url.authority().map_or("", |authority| authority.as_str());
     ServerReport { address: format!("{authority} (notify.{name})"), checks: vec![check] }
 }
@@ -151,7 +155,7 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
     }
 }
 
-/// The addresses in the displayed name of a store: the part after ` at `.
+/// Return the addresses in the displayed name of a store, which follow ` at `.
 fn store_addresses(name: &str) -> &str {
     name.split_once(" at ").map_or(name, |(_, addresses)| addresses)
 }

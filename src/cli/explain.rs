@@ -36,7 +36,7 @@ use crate::tools::explain::report::{
     LimitReport, LimitUsage, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
 
-/// Maximum number of other routes that are explained without `--all`.
+/// Maximum number of routes, apart from the matching one, that are explained without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
 
 pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -49,7 +49,8 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     };
     if !arguments.offline {
         for (source, fetched) in doctor::fetch_key_sets(config)? {
-            // Ignore a key set that cannot be fetched, because the gateway may not have its keys either.
+            // If a key set cannot be fetched, explain the request without its keys, because the gateway may not have
+            // them either.
             if let Ok(fetched) = fetched {
                 source.keys.store(fetched.keys, clock::unix_us());
             }
@@ -86,19 +87,20 @@ pub(in crate::cli) struct Arguments {
     #[arg(value_name = "METHOD")]
     method: String,
 
-    /// URL that the client requests: https://api.example.com/v1/users/7
+    /// URL that the client requests, such as https://api.example.com/v1/users/7
     #[arg(value_name = "URL")]
     url: String,
 
-    /// Add a request header, as with curl; may be repeated
+    /// Assume this request header, in the format of curl; may be repeated
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
-    /// Send this body, as with curl; `@FILE` reads the body from a file. Default: no body
+    /// Assume this request body; `@FILE` reads the body from a file, as with curl [default: no body]
     #[arg(short = 'd', long, value_name = "TEXT")]
     body: Option<String>,
 
-    /// Assume that the request comes from this address: the client, or a proxy that reports the client in a header
+    /// Assume that the connection comes from this address, which is a client or a proxy that reports the client in a
+    /// header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
@@ -107,15 +109,15 @@ pub(in crate::cli) struct Arguments {
     tls: bool,
 
     /// Assume a connection to the listener with this name or address [default: the first listener with the scheme and
-    /// port of the URL, or if there is none, the first with its scheme]
+    /// port of the URL; if there is none, the first listener with the scheme]
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 
-    /// Explain all other routes, not only the closest 10
+    /// Explain all routes that do not match, not only the 10 closest ones
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Do not read the counters of the limits
+    /// Do not read the counters of the limits or the key sets of token issuers
     #[arg(long)]
     pub(crate) offline: bool,
 
@@ -135,13 +137,13 @@ pub(crate) struct ClientRequest {
 /// The reason why the arguments are invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ArgumentError {
-    #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
+    #[error("write the method in upper case: {}", .0.to_ascii_uppercase())]
     LowercaseMethod(String),
     #[error("`{0}` is not a method; write the method before the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
     #[error("`{0}` has no host: give the whole URL, such as http://localhost{0}")]
     MissingHost(String),
-    #[error("`{0}` has no scheme: http://{0} or https://{0}")]
+    #[error("`{0}` has no scheme: write http://{0} or https://{0}")]
     MissingScheme(String),
     #[error("write http:// or https:// as the scheme of the URL, not `{0}`")]
     UnsupportedScheme(String),
@@ -153,7 +155,7 @@ pub(crate) enum ArgumentError {
     InvalidUrl(String),
     #[error("-H '{0}' is not a header: write -H 'name: value'")]
     InvalidHeader(String),
-    #[error("--body: read {0}: {1}")]
+    #[error("--body: cannot read {0}: {1}")]
     UnreadableBody(String, String),
     #[error(
         "--ip {0} is not an address: write an address such as 192.0.2.7 or 2001:db8::7, without port and prefix length"
@@ -277,14 +279,14 @@ struct AdminCounters {
 }
 
 impl AdminCounters {
-    /// Connect to the gateway of the configuration and read its overrides. If the connection fails, `peek` reports the
-    /// failure.
+    /// Connect to the gateway at `[admin]` of the configuration and read its overrides. If the connection fails, `peek`
+    /// returns the error.
     fn open(config_path: &Path, config: &CompiledConfig) -> Self {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
             None => Err(CountersUnavailable(
-                "the counters are in the memory of the running gateway; add the table [admin], so that explain can \
-                 read them"
+                "the counters are in the memory of the running gateway; add the table [admin] to the configuration, so \
+                 that explain can read them"
                     .to_owned(),
             )),
             Some(_) => AdminClient::from_config(config_path, config)
@@ -304,7 +306,7 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // Print only the outermost message of the error, because its causes are errors of the operating system.
+    // Print only the outermost message of the error. Its causes are errors of the operating system, which add nothing.
     CountersUnavailable(format!("cannot read the counters in the memory of the running gateway: {error}"))
 }
 
@@ -331,12 +333,13 @@ impl Counters for AdminCounters {
         let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
-            // Do not percent-encode limit names and identity hashes, whose characters are valid in queries.
+            // Limit names and identity hashes need no percent-encoding, because all their characters are valid in
+            // queries.
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
             let outcome = parse_outcome(&response["limits"][0]).ok_or_else(|| {
-                CountersUnavailable("the running gateway has another version than this command".to_owned())
+                CountersUnavailable("the running gateway has a different version from this command".to_owned())
             })?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
@@ -366,10 +369,10 @@ fn parse_outcome(usage: &Value) -> Option<Outcome> {
 
 // === Terminal output ===
 
-/// Maximum width of a line that has more than one word.
+/// Maximum width of a line, in characters. A single longer word is not split.
 const LINE_WIDTH: usize = 80;
 
-/// Maximum width of the name column.
+/// Maximum width of the column with names, in characters.
 const MAX_NAME_WIDTH: usize = 18;
 
 const HEADING_STYLE: Style = Style::new().bold();
@@ -452,14 +455,16 @@ fn write_cors(explanation: &Explanation, out: &mut impl Write) -> io::Result<()>
     let Some(CorsReport { origin, allowed, preflight }) = &explanation.cors else { return Ok(()) };
     write_heading(out, "\nCORS")?;
     let text = match (origin, allowed) {
-        (None, false) => "the request has no origin".to_owned(),
+        (None, false) => "the request has no Origin header".to_owned(),
         (None, true) => "all origins are allowed".to_owned(),
         (Some(origin), true) => format!("{origin} is allowed"),
         (Some(origin), false) => format!("the origin {origin} is not allowed: its scripts cannot read the response"),
     };
     write_item(out, 9, "origin", &[text])?;
     match preflight {
-        true => write_item(out, 9, "preflight", &["answered by the gateway, without a charge".to_owned()]),
+        true => {
+            write_item(out, 9, "preflight", &["the gateway responds to the preflight, and charges no limit".to_owned()])
+        }
         false => Ok(()),
     }
 }
@@ -491,7 +496,7 @@ fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
     explanation.limits.iter().try_for_each(|limit| write_item(out, width, &limit.limit, &limit_lines(limit)))
 }
 
-/// The lines about a limit.
+/// Return the lines about a limit.
 fn limit_lines(limit: &LimitReport) -> Vec<String> {
     let shadow = if limit.shadow { " (shadow: it never denies)" } else { "" };
     if let Some(reason) = &limit.skipped {
@@ -552,11 +557,11 @@ fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result
     let style = if matches!(*outcome, "ok" | "preflight" | "undecided") { SUCCESS_STYLE } else { ERROR_STYLE };
     let status_text = match (status, *source) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
-        (None, "authentication-server") => "sent by the authentication server, unless it admits the request".to_owned(),
-        (None, _) => "the upstream's".to_owned(),
+        (None, "authentication-server") => "from the authentication server, unless it admits the request".to_owned(),
+        (None, _) => "from the upstream".to_owned(),
     };
     let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {
-        ", if the limits allow it"
+        ", if the limits allow the request"
     } else {
         ""
     };
@@ -578,7 +583,7 @@ fn write_mirror(mirror: &MirrorReport, out: &mut impl Write) -> io::Result<()> {
     let MirrorReport { upstream, percent, max_body, skipped } = mirror;
     let text = match skipped {
         Some(reason) => format!("not mirrored: {reason}"),
-        None => format!("{percent} % of the requests are mirrored, if their bodies have at most {max_body} bytes"),
+        None => format!("{percent} % of the requests with bodies of at most {max_body} bytes are mirrored"),
     };
     write_heading(out, &format!("\nMirror {upstream}"))?;
     write_paragraph(out, "  ", 2, &text)

@@ -55,7 +55,7 @@ pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
 
 // === `sluicegate man`: the help of each command, and sections that clap does not generate ===
 
-/// The rows of a section of the manual page: names or codes, each with its meaning.
+/// The entries of a section of a manual page: for example exit codes, each with its meaning.
 type Entries = &'static [(&'static str, &'static str)];
 
 /// Write the pages of a program and of all its commands into a folder.
@@ -75,7 +75,7 @@ fn page(program: &Command) -> io::Result<Vec<u8>> {
     render(&built(program))
 }
 
-/// Build a clap command, which gives its subcommands their full names and the global options.
+/// Build a clap command. This step gives the subcommands their full names and the global options.
 fn built(program: &Command) -> Command {
     let mut program = program.clone().disable_help_subcommand(true);
     program.build();
@@ -125,7 +125,7 @@ fn write_entries(page: &mut Roff, heading: &str, entries: Entries) {
     }
 }
 
-/// Write the examples of a command's help, without their heading.
+/// Write the section EXAMPLES. Its lines are the examples of the command's help.
 fn write_examples(page: &mut Roff, command: &Command) {
     let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     page.control("SH", ["EXAMPLES"]).control("nf", []);
@@ -135,7 +135,7 @@ fn write_examples(page: &mut Roff, command: &Command) {
     page.control("fi", []);
 }
 
-/// Refer to the manual page of the parent command and to those of the subcommands.
+/// Write the section SEE ALSO, which names the manual pages of the parent command and of the subcommands.
 fn write_see_also(page: &mut Roff, command: &Command) {
     let parent = name(command).rsplit_once('-').map(|(parent, _)| parent);
     let pages: Vec<_> = parent.into_iter().chain(visible_subcommands(command).map(name)).collect();
@@ -207,7 +207,7 @@ fn exit_statuses(command: &str) -> Entries {
 /// The files of a command.
 fn files(command: &str) -> Entries {
     const CONFIG: (&str, &str) =
-        ("gateway.toml", "The configuration, see --config. Its relative paths start at its directory.");
+        ("gateway.toml", "The configuration, see --config. Relative paths in it start at its directory.");
     const CONSUMERS: (&str, &str) = (
         "consumers.toml",
         "Consumers and the hashes of their API keys, see `auth.NAME.consumers` of the configuration.",
@@ -255,10 +255,12 @@ fn files(command: &str) -> Entries {
     }
 }
 
-/// The environment variables of a command, except `SLUICEGATE_CONFIG`, which all commands read.
+/// The environment variables that a command reads. `SLUICEGATE_CONFIG` is not listed, because all commands read it.
 fn environment(command: &str) -> Entries {
-    const IN_CONFIG: (&str, &str) =
-        ("NAME in ${NAME}", "Value of a variable that the configuration names. ${NAME:-value} has a default.");
+    const IN_CONFIG: (&str, &str) = (
+        "NAME in ${NAME}",
+        "Environment variable that the configuration references as ${NAME}. ${NAME:-value} has a default.",
+    );
     const NO_COLOR: (&str, &str) = ("NO_COLOR", "Print no colors on terminals.");
     const TRUST: (&str, &str) =
         ("SSL_CERT_FILE, SSL_CERT_DIR", "Trust these CA certificates instead of those of the system.");
@@ -272,7 +274,7 @@ fn environment(command: &str) -> Entries {
             ("NOTIFY_SOCKET", "Socket of the service manager for notifications, see sd_notify(3)."),
             (
                 "OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES",
-                "Headers and resource of exported traces.",
+                "Request headers and resource attributes of the trace export.",
             ),
         ],
         "check" => &[IN_CONFIG, TRUST, TOKEN, NO_COLOR],
@@ -295,11 +297,11 @@ fn environment(command: &str) -> Entries {
 pub(super) enum Template {
     /// One API, limited by client address
     SingleApi,
-    /// An API for consumers with API keys, each with the limits of its plan
+    /// An API for consumers with API keys, whose limits depend on the plan of the consumer
     Plans,
     /// A site behind a CDN
     Cdn,
-    /// An LLM API with limits on tokens and on requests in flight, with streaming
+    /// An LLM API with streaming, and with limits on LLM tokens and on requests in flight
     Llm,
 }
 

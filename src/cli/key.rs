@@ -19,17 +19,17 @@ use crate::identity::api_key::KeyHash;
 use crate::limiter::clock;
 use crate::limiter::quota::parse_duration_us;
 
-/// Length of a fingerprint, which is the first hex digits of a key's hash.
+/// Number of hex digits in a fingerprint. A fingerprint is the first digits of a key's hash.
 const FINGERPRINT_DIGITS: usize = 12;
 
-/// Minimum length of a fingerprint argument, so that typing errors are detected.
+/// Minimum number of hex digits in a fingerprint argument. A shorter argument could select a key by mistake.
 const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
     /// Create a key, print it once, and add its hash to the consumers file
     ///
-    /// Without --consumer, the command changes no file and prints the hash as well.
+    /// Without --consumer, the command changes no file and also prints the hash, on standard error.
     #[command(after_help = examples![
         "sluicegate key new",
         "sluicegate key new --consumer acme > key.txt",
@@ -40,28 +40,30 @@ pub(super) enum Action {
         /// Add the key to this consumer
         #[arg(long, value_name = "NAME")]
         consumer: Option<String>,
-        /// Add the consumer to the file if it does not exist
+        /// Add the consumer to the file; the command fails if the consumer exists
         #[arg(long, requires = "consumer")]
         create: bool,
         /// Set the tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
-        /// Name the key; `key list` and the log show the name
+        /// Give the key this name, which `key list` and the log show
         #[arg(long, requires = "consumer")]
         name: Option<String>,
-        /// Reject the key after this time: a duration such as 90d, a day, or 2027-01-31T12:00:00Z
+        /// Reject the key after this time: a duration such as 90d, a date such as 2027-01-31, or a time such as
+        /// 2027-01-31T12:00:00Z
         #[arg(long, value_name = "TIME", requires = "consumer", value_parser = parse_expiry)]
         expires: Option<Datetime>,
         /// Make the key valid for this route only; may be repeated
         #[arg(long, value_name = "ROUTE", requires = "consumer")]
         route: Vec<String>,
-        /// Begin the key with this prefix: lower-case letters, digits and _, with a _ at the end
+        /// Begin the key with this prefix, which consists of lower-case letters, digits and _ and ends with _
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
     },
-    /// Print the hash of the key that standard input contains
+    /// Read a key from standard input and print its hash
     ///
-    /// A key is never an argument: all users of a machine can see arguments, and shells store them.
+    /// The key is not an argument, because all users of the machine can see arguments, and shells store them in their
+    /// history.
     #[command(after_help = examples![
         "sluicegate key hash < key.txt",
         "printf %s \"$KEY\" | sluicegate key hash",
@@ -78,8 +80,9 @@ pub(super) enum Action {
         #[arg(long)]
         json: bool,
     },
-    /// Disable the key with a fingerprint, so that requests with it get 401; without a fingerprint, read the key from
-    /// standard input
+    /// Disable a key, so that requests with it get 401
+    ///
+    /// Select the key by its fingerprint. Without a fingerprint, the command reads the key from standard input.
     #[command(after_help = examples![
         "sluicegate key disable 2f9c41d07ab3",
         "sluicegate key disable 2f9c41d07ab3 --config gateway.toml",
@@ -88,7 +91,9 @@ pub(super) enum Action {
         /// Disable the key whose hash begins with these digits, which `key list` shows
         fingerprint: Option<String>,
     },
-    /// Enable the disabled key with a fingerprint; without a fingerprint, read the key from standard input
+    /// Enable a disabled key
+    ///
+    /// Select the key by its fingerprint. Without a fingerprint, the command reads the key from standard input.
     #[command(after_help = examples![
         "sluicegate key enable 2f9c41d07ab3",
         "sluicegate key enable 2f9c41d07ab3 --config gateway.toml",
@@ -97,8 +102,9 @@ pub(super) enum Action {
         /// Enable the key whose hash begins with these digits, which `key list` shows
         fingerprint: Option<String>,
     },
-    /// Remove the key with a fingerprint from the consumers file; without a fingerprint, read the key from standard
-    /// input
+    /// Remove a key from the consumers file
+    ///
+    /// Select the key by its fingerprint. Without a fingerprint, the command reads the key from standard input.
     #[command(after_help = examples![
         "sluicegate key revoke 2f9c41d07ab3",
         "sluicegate key revoke < key.txt",
@@ -109,7 +115,8 @@ pub(super) enum Action {
     },
 }
 
-/// Run a command. `provider` selects the consumers file of `[auth.NAME]`, if the configuration has several.
+/// Run `sluicegate key ACTION`. `provider` is the NAME of the `[auth.NAME]` whose consumers file is used. It may be
+/// `None` if the configuration names only one file.
 pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -> anyhow::Result<()> {
     let open = || ConsumersFile::open(config_path, provider);
     match action {
@@ -132,7 +139,7 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
             let path = file.path().display();
             writeln!(
                 stderr(),
-                "{path}: added the key {} to `{consumer}`. It is shown only once:",
+                "{path}: added the key {} to `{consumer}`. The key is shown only once:",
                 fingerprint(&secret.hash())
             )?;
             writeln!(stdout(), "{secret}")?;
@@ -172,7 +179,7 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
     Ok(())
 }
 
-/// Return the UTC time that is this number of seconds in the future.
+/// Return the UTC time `seconds` from now.
 fn seconds_from_now(seconds: u64) -> Option<Datetime> {
     let seconds = clock::unix_us() / 1_000_000 + seconds;
     Timestamp::from_second(i64::try_from(seconds).ok()?).ok()?.to_string().parse().ok()
@@ -209,8 +216,8 @@ fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // Do not print the argument: it may be a key instead of a fingerprint.
         bail!(
-            "this is not a fingerprint, which consists of hex digits\n  `sluicegate key list` shows the fingerprints; give \
-             a key on standard input, because all users of this machine see arguments"
+            "this is not a fingerprint: a fingerprint consists of hex digits\n  `sluicegate key list` shows the \
+             fingerprints; pass a key on standard input, because all users of this machine can see arguments"
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {
@@ -230,7 +237,7 @@ fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
             let [key, key_name, status, expires, routes] = details;
             [name.clone(), tier.clone().unwrap_or_default(), key, key_name, status, expires, routes]
         };
-        // Print one complete line per key, so that `grep` and `awk` can select keys.
+        // Repeat the consumer on the line of each key, so that `grep` and `awk` can select keys.
         lines.extend(keys.iter().map(|key| {
             line([
                 key.fingerprint.clone(),
@@ -270,18 +277,18 @@ fn to_hex(bytes: &[u8]) -> String {
 // Format of keys: a prefix, random characters and a checksum.
 //
 // The format is the same as for GitHub tokens: the prefix, 30 random base-62 characters, and 6 characters with the
-// CRC-32 of all characters before them. Secret scanners find `sg_live_[0-9A-Za-z]{36}`, and verify a match offline by
-// the checksum of the key.
+// CRC-32 of all characters before them. Secret scanners find keys by the pattern `sg_live_[0-9A-Za-z]{36}`, and verify
+// a match offline by its checksum.
 
 const BASE62_DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
-/// Number of random characters, which have 178 bits of entropy.
+/// Number of random characters in a key. They have 178 bits of entropy.
 const RANDOM_CHARS: usize = 30;
 
-/// Number of checksum characters. 62^6 is greater than 2^32, so the CRC-32 fits.
+/// Number of checksum characters in a key. 62^6 is greater than 2^32, so the CRC-32 fits.
 const CHECKSUM_CHARS: usize = 6;
 
-/// The beginning of all keys with the default prefix. The checksum of such keys is verified.
+/// Keys with this prefix are assumed to be generated by `key new`, so their checksum is verified.
 const GATEWAY_KEY_PREFIX: &str = "sg_";
 
 /// The prefix of a generated key.
@@ -354,7 +361,7 @@ fn checksum(text: &str) -> String {
     (0..CHECKSUM_CHARS).rev().map(|position| char::from(digit(position))).collect()
 }
 
-/// The CRC-32 of IEEE 802.3, which zip and zlib use as well.
+/// The CRC-32 of IEEE 802.3, which zip and zlib use.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes
         .iter()
@@ -377,12 +384,12 @@ mod secret_tests {
         assert!(BASE62_DIGITS.iter().map(count).all(|count| (300..700).contains(&count)));
         for key in &keys {
             assert!(Secret::parse(key).is_ok() && key.len() == 44, "{key}");
-            assert!(Secret::parse(&key[..43]).is_err(), "{key} without its end");
+            assert!(Secret::parse(&key[..43]).is_err(), "{key}: a truncated key is rejected");
             let mut other = key.clone();
             other.replace_range(20..21, if &key[20..21] == "x" { "y" } else { "x" });
-            assert!(Secret::parse(&other).is_err(), "{other} instead of {key}");
+            assert!(Secret::parse(&other).is_err(), "{other}: a changed key is rejected");
         }
-        assert!(Secret::parse("demo-key").is_ok(), "keys that others made have no checksum of ours");
+        assert!(Secret::parse("demo-key").is_ok(), "keys in other formats need no checksum");
         assert!(
             KeyPrefix::parse("sg-live").is_err() && KeyPrefix::parse("SG_").is_err() && KeyPrefix::parse("sg").is_err()
         );

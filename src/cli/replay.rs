@@ -18,7 +18,7 @@ use crate::tools::replay::resolve::IdentityField;
 use crate::tools::replay::simulator::QuotaProposal;
 use crate::tools::replay::{LogInput, ReadProgress, Replay, ReplayObserver, ReplayOptions, file_size, report};
 
-/// Exit code for unreadable logs and for arguments that do not match the configuration.
+/// Exit code for logs that cannot be read, and for arguments that do not fit the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
 /// Interval between frames of the spinner.
@@ -70,7 +70,7 @@ fn run_replay(
         report::write_table(&report, &mut stdout().lock())?;
     }
     if report.lines.requests == 0 && (report.lines.unreadable > 0 || !outcome.statistics.read_errors.is_empty()) {
-        bail!("no line of the logs could be read");
+        bail!("no line of the logs could be parsed");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -129,7 +129,7 @@ impl ReplayObserver for ProgressDisplay {
 
     fn on_quota_search(&mut self, limit: &str) {
         self.bar.set_style(ProgressStyle::default_spinner());
-        self.bar.set_message(format!("searching a quota for {limit}"));
+        self.bar.set_message(format!("searching for a quota for {limit}"));
         self.bar.enable_steady_tick(SPINNER_INTERVAL);
     }
 }
@@ -139,15 +139,15 @@ impl ReplayObserver for ProgressDisplay {
 /// The arguments of `sluicegate replay`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// Read these access logs, plain or gzipped; `-` is standard input
+    /// Read these access logs, plain or compressed with gzip; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,
 
-    /// Propose a quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
+    /// Replay with this proposed quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
     pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
 
-    /// Replay without a configuration, and identify clients by ip, header:NAME, global or another descriptor
+    /// Replay without a configuration, and identify clients by this descriptor, such as ip, header:NAME or global
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 
@@ -156,19 +156,19 @@ pub(in crate::cli) struct Arguments {
     pub(crate) algorithm: String,
 
     /// Parse the logs in this format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in
-    /// quotes [default: detected]
+    /// quotes [default: the detected format]
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// Identify the clients of this limit by this field of the log
+    /// Identify clients for this limit by this field of the log
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 
-    /// Suggest the smallest quota that denies fewer than this share of requests
+    /// Suggest the smallest quota that denies less than this share of the requests
     #[arg(long, value_name = "SHARE", default_value = "0.1%")]
     pub(crate) target: Share,
 
-    /// Suggest no quotas, and keep no requests in memory
+    /// Suggest no quotas; the command then keeps no requests in memory
     #[arg(long, conflicts_with = "target")]
     pub(crate) no_suggest: bool,
 
@@ -176,7 +176,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Write an HTML page with charts
+    /// Write the report to this file as an HTML page with charts
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

@@ -51,7 +51,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
 enum StopCause {
     /// SIGTERM or SIGINT.
     Signal,
-    /// A hot restart has succeeded. The new process accepts all connections, so `accept_grace` does not apply.
+    /// A hot restart has succeeded. The new process accepts all new connections, so `accept_grace` does not apply.
     HotRestart,
 }
 
@@ -73,7 +73,7 @@ impl StopSignal {
         tokio::select! { _ = self.term.recv() => {}, _ = self.interrupt.recv() => {} }
     }
 
-    /// Wait until `accept_grace` has elapsed or another signal arrives.
+    /// Wait until `accept_grace` has elapsed, or until another SIGTERM or SIGINT arrives.
     async fn wait_accept_grace(&mut self, config_handle: &ConfigHandle) {
         let accept_grace = config_handle.active().config.server.accept_grace;
         if !accept_grace.is_zero() {
@@ -82,7 +82,7 @@ impl StopSignal {
                 "stopping: /readyz returns 503, but requests are still accepted; a second signal starts to drain at \
                  once"
             );
-            // Ignore the result: the wait ends both after the timeout and at a further signal.
+            // Ignore the result: the function returns both after the timeout and after a second signal.
             let _ = timeout(accept_grace, self.recv()).await;
         }
     }

@@ -21,8 +21,8 @@ use crate::telemetry::pluralize;
 /// Maximum number of limits on the page.
 const MAX_LIMITS: usize = 5;
 
-/// Certificates that expire within this number of days are highlighted. The alert `SluicegateCertificateExpiring` has
-/// the same threshold.
+/// Certificates that expire within this number of days are highlighted. The Prometheus alert
+/// `SluicegateCertificateExpiring` has the same threshold.
 const EXPIRY_WARNING_DAYS: i64 = 14;
 
 const SECONDS_PER_DAY: i64 = 86_400;
@@ -32,8 +32,8 @@ const ENDPOINT_STATES: [&str; 4] = ["healthy", "unhealthy", "ejected", "unreacha
 
 #[derive(Debug, Args)]
 pub(super) struct Options {
-    /// Use the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no gateway
-    /// listens on the socket]
+    /// Call the gateway at this admin socket (a path) or admin listener (a URL) [default: the admin socket, or the
+    /// `[admin]` address if no gateway listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
     admin: Option<String>,
     /// Print a JSON object
@@ -57,7 +57,7 @@ pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Request all parts of the page from the gateway.
+/// Request the data of the page from the gateway.
 fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     let get = |path: &str| client.request(Method::GET, path, None);
     let mut report = get("/api/status")?;
@@ -79,8 +79,8 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     Ok(report)
 }
 
-/// Return the number of columns: `COLUMNS`, or the width of the terminal if the variable is unset. Return `None` if the
-/// output is not a terminal.
+/// Return the width of a line in characters: `COLUMNS`, or the width of the terminal if the variable is unset. Return
+/// `None` if the variable is unset and the output is not a terminal.
 fn terminal_width() -> Option<u16> {
     let columns = env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
@@ -89,7 +89,7 @@ fn terminal_width() -> Option<u16> {
 /// The writer of the page.
 struct Page<'a, W> {
     report: &'a Value,
-    /// Maximum width of a table in columns.
+    /// Maximum width of a table, in characters.
     width: Option<u16>,
     out: W,
 }
@@ -278,8 +278,7 @@ impl<W: Write> Page<'_, W> {
         write_table_within(self.width, header, rows.into_iter(), right_aligned, style, &mut self.out)
     }
 
-    /// Return the seconds between the time of the report and an RFC 3339 time. The clock of the gateway has set both
-    /// times.
+    /// Return the seconds from the time of the report until an RFC 3339 time. Both times come from the gateway's clock.
     fn seconds_until(&self, time: &Value) -> Option<i64> {
         let parse = |time: &Value| time.as_str()?.parse::<Timestamp>().ok();
         Some(parse(time)?.as_second() - parse(&self.report["time"])?.as_second())
@@ -304,11 +303,11 @@ fn format_ms(value: &Value) -> String {
 
 #[derive(Debug, Args)]
 pub(super) struct ProbeOptions {
-    /// Ask whether the gateway is alive (/healthz) instead of ready (/readyz)
+    /// Ask whether the gateway is alive (`/healthz`), not whether it is ready (`/readyz`)
     #[arg(long)]
     live: bool,
-    /// Ask the admin listener at this URL or this admin socket [default: the admin socket, or the `[admin]` address if
-    /// no gateway listens on the socket]
+    /// Ask the gateway at this admin listener (a URL) or admin socket (a path) [default: the admin socket, or the
+    /// `[admin]` address if no gateway listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
     url: Option<String>,
     /// Fail if the gateway does not respond within this time
@@ -373,8 +372,8 @@ pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> any
 /// Return the changes of a reload as text.
 fn describe(response: &Value) -> String {
     let file = response["file"].as_str().unwrap_or_default();
-    /// Maximum age of a reload by the file watcher, in seconds. Such a reload has probably applied the operator's
-    /// change already.
+    /// Maximum age of the changes that are printed, in seconds. The changes are a few seconds old if the file watcher
+    /// has already reloaded the file.
     const RECENT: f64 = 60.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();

@@ -38,19 +38,19 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "IDENTITY")]
     identity: Vec<String>,
 
-    /// Group the cost of each identity by this period; `model` groups it by day and by model of an LLM API
+    /// Group the cost of each identity by this period; `model` groups it by day and by LLM model
     #[arg(long, value_name = "PERIOD", default_value = "day", value_parser = GroupBy::NAMES)]
     by: String,
 
-    /// Print the usage from this day on: 2026-11-01 [default: the first day of this month]
+    /// Print the usage from this day on, such as 2026-11-01 [default: the first day of this month]
     #[arg(long, value_name = "DATE")]
     from: Option<Date>,
 
-    /// Print the usage up to and including this day [default: today]
+    /// Print the usage up to this day, inclusive [default: today]
     #[arg(long, value_name = "DATE")]
     to: Option<Date>,
 
-    /// Print CSV with a header
+    /// Print CSV with a header line
     #[arg(long, conflicts_with = "json")]
     csv: bool,
 
@@ -58,7 +58,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Ask the gateway at this admin listener or admin socket [default: read Redis; with a memory store, use `[admin]`]
+    /// Ask the gateway at this admin listener (a URL) or admin socket (a path) [default: read Redis; with a memory
+    /// store, ask the gateway at `[admin]`]
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
 }
@@ -95,7 +96,8 @@ fn read_redis(
     (servers, settings): &(RedisDeployment, RedisSettings),
     query: &UsageQuery,
 ) -> anyhow::Result<Vec<UsageRow>> {
-    // Without algorithms, no script is loaded. A Redis user that may only read has no permission to load scripts.
+    // Configure no algorithms, so that no script is loaded. A Redis user with read-only access has no permission to
+    // load scripts.
     let algorithms = AlgorithmSet::default();
     let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
     let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
@@ -133,7 +135,10 @@ impl Arguments {
         let mut parts = IdentityInput::new();
         for part in &self.identity {
             let Some((label, value)) = part.split_once('=') else {
-                bail!("--identity is a consumer, a hash, or PART=VALUE for each part: --identity ip=192.0.2.7");
+                bail!(
+                    "--identity must be a consumer, a hash, or PART=VALUE for each part, such as --identity \
+                     ip=192.0.2.7"
+                );
             };
             parts.insert(label.to_owned(), value.to_owned());
         }
@@ -153,7 +158,7 @@ impl Arguments {
         }
         let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
         let response = client.request(Method::GET, &request_target("/api/usage", &query), None)?;
-        serde_json::from_value(response).context("the running gateway has another version")
+        serde_json::from_value(response).context("the running gateway has a different version from this command")
     }
 }
 

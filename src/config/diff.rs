@@ -1,5 +1,5 @@
-//! The differences between two configurations, as sentences. The comparison uses the text of both files, with secrets
-//! redacted. It ignores default values and the content of other files.
+//! Describe the differences between two configurations. The comparison uses the texts of the files, with secrets
+//! redacted. It ignores default values and the contents of other files.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,14 +8,14 @@ use serde_json::Value;
 /// A difference between two configurations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The table that differs: `route`, `limit`, `listener`, …, or `server` for a key of `[server]`.
+    /// The table that differs, such as `route`, `limit` or `listener`. For a key of `[server]`, it is `server`.
     pub table: String,
-    /// Name of the entry: the name of a route, limit or upstream, or the address of a listener. `None` for other
-    /// tables.
+    /// Name of the entry: the name of a route, limit or upstream, or the address of a listener. `None` for tables
+    /// without entries.
     pub name: Option<String>,
-    /// The difference as text: `added`, `removed`, or each changed key with its old and its new value.
+    /// The description: `added`, `removed`, or each changed key with its old and new value.
     pub text: String,
-    /// Whether both configurations have the entry, with different values.
+    /// Whether the entry exists in both configurations, but with different values.
     pub is_change: bool,
 }
 
@@ -43,7 +43,8 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
             (None, Some(_)) if name.is_some() => push("added".to_owned()),
             (Some(_), None) if name.is_some() => push("removed".to_owned()),
             (old, new) if old != new => {
-                // Keys of an entry are printed without the table name, keys of other tables with it.
+                // Print the keys of an entry without the table name, because the difference already has it. Print other
+                // keys with it.
                 let prefix = if name.is_some() { "" } else { &**table };
                 let changes = changed_keys(prefix, old.copied(), new.copied());
                 if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }
@@ -54,8 +55,8 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     found
 }
 
-/// The parts of a configuration by table and name: entries of named tables (`[limit.NAME]`) and of arrays of tables
-/// (`[[route]]`). All other keys of the root have an empty name.
+/// Return the parts of a configuration by table and entry name: the entries of named tables (`[limit.NAME]`) and of
+/// arrays of tables (`[[route]]`). All other top-level keys have no entry name.
 fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
     let mut found = BTreeMap::new();
     let Some(tables) = config.as_object() else { return found };
@@ -65,14 +66,14 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
                 for item in items {
                     let name = ["name", "address", "path"].iter().find_map(|key| item[*key].as_str());
                     let mut name = name.unwrap_or_default().to_owned();
-                    // Make the name unique, because two routes without a name may have the same path.
+                    // Make the name unique: two routes without a name may have the same path.
                     while found.contains_key(&(table.clone(), Some(name.clone()))) {
                         name.push('\'');
                     }
                     found.insert((table.clone(), Some(name)), item);
                 }
             }
-            // Tables whose entries are tables with a name, such as `[limit.NAME]`.
+            // A table with named entries, such as `[limit.NAME]`.
             Value::Object(items) if NAMED_TABLES.contains(&&**table) => {
                 found.extend(items.iter().map(|(name, item)| ((table.clone(), Some(name.clone())), item)));
             }
@@ -87,7 +88,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
 /// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
-/// Return each key that differs, as `key old → new`, sorted.
+/// Return a sorted list of the keys that differ, in the form `key old → new`.
 fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<String> {
     let (mut old_leaves, mut new_leaves) = (BTreeMap::new(), BTreeMap::new());
     old.into_iter().for_each(|value| collect_leaves(prefix, value, &mut old_leaves));

@@ -1,4 +1,4 @@
-//! Errors of configuration files: the span, the message and a hint.
+//! Errors of configuration files. Each error has a span, a message and a hint.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::secrets::{RedactedText, redact};
 
-/// One error or warning in a file.
+/// An error or warning in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
-    /// Byte range in the file. `None` for an issue of the whole file.
+    /// Byte range in the file. `None` if the issue concerns the whole file.
     pub span: Option<Range<usize>>,
-    /// The text that describes the error or warning.
+    /// Description of the error or warning.
     pub message: String,
-    /// What the operator can do about the error.
+    /// Suggestion for the operator on how to correct the error.
     pub hint: Option<String>,
 }
 
@@ -34,7 +34,7 @@ impl Issue {
         self
     }
 
-    /// Return the line and column of the span's start. Line and column count from 1, and a column is a character.
+    /// Return the line and column of the span's start. Both count from 1, and columns count characters.
     pub fn position(&self, text: &str) -> Option<(usize, usize)> {
         let before = text.get(..self.span.as_ref()?.start)?;
         let line = before.rsplit('\n').next().unwrap_or_default();
@@ -42,43 +42,43 @@ impl Issue {
     }
 }
 
-/// All issues of one file.
+/// The issues of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileIssues {
     /// Path of the file.
     pub path: PathBuf,
     /// Text of the file. Empty if the file could not be read.
     pub text: String,
-    /// The issues, in the order in which the checks found them.
+    /// The issues, in the order in which validation found them.
     pub issues: Vec<Issue>,
 }
 
 impl FileIssues {
-    /// Create a single issue that concerns the file as a whole.
+    /// Create a single issue that concerns the whole file.
     pub fn from_message(path: &Path, message: &str) -> Self {
         let issue = Issue { span: None, message: message.to_owned(), hint: None };
         FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
     }
 
-    /// Return the path for display. The path may come from the configuration, so secrets in it are redacted.
+    /// Return the path for display. Secrets are redacted, because the path may come from the configuration.
     pub fn display_path(&self) -> String {
         redact(&self.path.display().to_string())
     }
 
-    /// Return the issues in file order with secrets redacted, for output without source lines.
+    /// Return the issues in file order, with secrets redacted. Use them for output without source lines.
     pub fn redacted_issues(&self) -> Vec<Issue> {
         let redacted = RedactedText::new(&self.text);
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// Return the issues in the order of their position in the file. Validation finds the issues in a different order.
+    /// Return the issues in file order. Validation finds them in a different order.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
         issues
     }
 
-    /// Return the report on this file. The renderer determines whether the report has colors.
+    /// Render the report on this file. The renderer determines whether the report has colors.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
         let path = self.display_path();
         let redacted_text = RedactedText::new(&self.text);
@@ -91,8 +91,8 @@ impl FileIssues {
     }
 }
 
-/// The configuration is unusable. Its `Display` implementation prints a report with file, line, column, the source line
-/// and a hint.
+/// The error for an invalid configuration. Its `Display` implementation prints, for each issue, the file, line, column,
+/// source line and hint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
     /// The files with errors.
@@ -108,7 +108,7 @@ impl fmt::Display for ConfigError {
 }
 
 impl ConfigError {
-    /// Return the report. The renderer determines whether the report has colors.
+    /// Render the report. The renderer determines whether the report has colors.
     pub fn report(&self, renderer: &Renderer) -> String {
         let parts: Vec<_> = self.files.iter().map(|file| file.report(&Level::ERROR, renderer)).collect();
         parts.join("\n\n")
@@ -131,7 +131,7 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
         }
         return renderer.render(&[group]);
     };
-    // The span of a table may have many lines. Only the first line of the span is marked.
+    // The span of a table may cover several lines. Mark only its first line.
     let line_end = text[span.start..].find('\n').map_or(text.len(), |end| span.start + end);
     let span = span.start..span.end.min(line_end).max(span.start);
     let snippet = Snippet::source(text).path(path).annotation(AnnotationKind::Primary.span(span));
@@ -142,7 +142,7 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
     renderer.render(&[group])
 }
 
-/// A value with its span in the file: `toml::Spanned` with the JSON Schema of the value.
+/// A value with its span in the file. Wraps `toml::Spanned`, and has the JSON Schema of the value.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(transparent)]
 #[serde(bound(deserialize = "T: Deserialize<'de>"))]

@@ -1,5 +1,5 @@
-//! Reads a configuration file: parses the TOML text, substitutes environment variables, deserializes the values, and
-//! collects unknown keys.
+//! Read a configuration file: parse the TOML text, substitute environment variables, deserialize the values, and
+//! collect unknown keys.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -27,16 +27,16 @@ use crate::config::{
     ListenerTls, Log, Server, Store, StoreTls, Tiers,
 };
 
-/// A parsed file, with the issues that were found while parsing it.
+/// A parsed file, with the issues that parsing found.
 #[derive(Debug)]
 pub struct ParsedFile<T> {
-    /// The values of the file, as the types of the configuration.
+    /// The deserialized values of the file.
     pub value: T,
     /// Texts of the file and of the files that it includes.
     pub sources: Sources,
     /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
-    /// The unknown keys, and what other errors they may cause.
+    /// The unknown keys, which may cause further errors.
     pub unknown_keys: UnknownKeys,
     /// Values with an environment variable that is not set or has no closing brace.
     pub unresolved: Vec<UnresolvedValue>,
@@ -44,10 +44,10 @@ pub struct ParsedFile<T> {
     pub warnings: Vec<Issue>,
 }
 
-/// A value with an environment variable that has no value. The variable is replaced with a placeholder.
+/// A value that refers to an environment variable that is not set. A placeholder replaces the variable.
 #[derive(Debug)]
 pub struct UnresolvedValue {
-    /// The keys that lead to the value, joined by dots.
+    /// Path of the value: the keys that lead to it, joined by dots.
     key: String,
     /// Whether `${` has no closing `}`.
     is_malformed: bool,
@@ -61,33 +61,34 @@ impl UnresolvedValue {
     }
 }
 
-/// The unknown keys of a file, which may cause further errors: the key that was meant is missing.
+/// The unknown keys of a file. An unknown key may cause further errors, because the key that the operator meant is
+/// missing.
 #[derive(Debug, Default)]
 pub struct UnknownKeys {
-    /// Spans of the values of misspelled keys, and of all values in them. The values are used under the name that was
-    /// probably meant. Errors in them are hidden until the key is corrected, because secrets are recognized by the names
-    /// of their keys.
+    /// Spans of the values of misspelled keys, which are unknown keys that are similar to a known key, and of all
+    /// nested values. The values are used under the name of the known key. Errors in them are hidden until the key is
+    /// corrected: the report recognizes secrets by the names of their keys.
     misspelled: Vec<Range<usize>>,
-    /// The extents of entries, such as a route, with a key that is similar to no key.
+    /// Ranges of the entries, such as a route, that contain an unknown key without a similar known key.
     entries: Vec<Range<usize>>,
-    /// Whether the file has such a key.
+    /// Whether the file contains an unknown key without a similar known key.
     has_unknown: bool,
-    /// The names in unknown tables, such as `api` in `[backend.api]`.
+    /// The names that unknown tables define, such as `api` in `[backend.api]`.
     names: HashSet<String>,
 }
 
 impl UnknownKeys {
-    /// Return whether there is no key that may stand for any other key.
+    /// Return whether all unknown keys are misspellings of known keys.
     pub(crate) fn is_empty(&self) -> bool {
         !self.has_unknown
     }
 
-    /// Return whether the table at this span has such a key.
+    /// Return whether the table at this span is in an entry with an unknown key that is not a misspelling.
     pub(crate) fn are_in(&self, table: &Range<usize>) -> bool {
         self.entries.iter().any(|entry| contains(entry, table))
     }
 
-    /// Return whether the entry of an issue has such a key.
+    /// Return whether an issue may have been caused by an unknown key in the same entry.
     pub(crate) fn may_be_missing_in(&self, issue: &Issue) -> bool {
         issue.span.as_ref().is_some_and(|span| self.are_in(span))
     }
@@ -111,7 +112,7 @@ impl UnknownKeys {
         }
     }
 
-    /// Record a key that is similar to no key.
+    /// Record an unknown key without a similar known key.
     fn record_unknown(&mut self, all: &DeTable<'_>, path: &[String]) {
         self.has_unknown = true;
         let Some((_, parents)) = path.split_last() else { return };
@@ -128,7 +129,7 @@ impl UnknownKeys {
 /// Tables with several entries, by name or by position.
 const ENTRY_TABLES: [&str; 7] = ["listener", "route", "limit", "upstream", "auth", "notify", "consumer"];
 
-/// Return the extent of a value in the file, with all values in it.
+/// Return the range of a value in the file, including all nested values.
 fn extent(value: &Spanned<DeValue<'_>>) -> Range<usize> {
     let join = |one: Range<usize>, other: Range<usize>| one.start.min(other.start)..one.end.max(other.end);
     match value.get_ref() {
@@ -138,19 +139,21 @@ fn extent(value: &Spanned<DeValue<'_>>) -> Range<usize> {
     }
 }
 
-/// How to report environment variables that are not set and have no default.
+/// How to report environment variables that are not set and have no default value.
 #[derive(Debug, Clone, Copy)]
 pub enum UnsetVariables<'a> {
-    /// Report variables that are not set as errors.
+    /// Report the variables as errors.
     Error,
-    /// Report the variables as warnings if any text would be valid in their place, such as a password.
+    /// Report a variable as a warning if its placeholder is a valid value, such as for a password. Otherwise, report an
+    /// error.
     WarnIfValid,
-    /// Report the variables as warnings, except in the values of these keys and of the keys below them.
+    /// Report the variables as errors in the values of these keys and of the keys below them. Elsewhere, report
+    /// warnings.
     WarnExcept(&'a [&'a str]),
 }
 
-/// Divide the issues of files into errors and warnings. Drop issues that are caused by an unset environment variable,
-/// because the variable itself is already reported. `warnings` are the warnings of the parser.
+/// Divide issues into errors and warnings. Drop issues that an unset environment variable causes, because the variable
+/// itself is already reported. `warnings` are the warnings of the parser.
 pub fn resolve_issues(
     sources: &Sources,
     issues: Vec<Issue>,
@@ -161,8 +164,8 @@ pub fn resolve_issues(
     let causes = |value: &UnresolvedValue, issue: &Issue| match (&value.issue.span, &issue.span) {
         (Some(value), Some(issue)) => {
             let line = sources.line_before(issue.start);
-            // The span of a list or an inline table includes the value. The header of a `[table]` is at the start of a
-            // line.
+            // A value can cause an issue of the list or inline table that contains it, but not an issue of a `[table]`.
+            // The span of a `[table]` starts at the start of a line.
             contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
         }
         _ => false,
@@ -192,7 +195,7 @@ fn contains(outer: &Range<usize>, inner: &Range<usize>) -> bool {
     outer.start <= inner.start && inner.end <= outer.end
 }
 
-/// Returns the value of an environment variable.
+/// Return the value of an environment variable, or `None` if it is not set.
 pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Read `gateway.toml` and the files that it includes.
@@ -208,7 +211,7 @@ pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFil
 /// Parse `text` as the content of `gateway.toml`, and the files that it includes.
 ///
 /// # Errors
-/// The errors of [`read_gateway`].
+/// See [`read_gateway`].
 pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
     let parsed =
         include::read(path, text, environment).and_then(|(sources, issues)| parse(sources, issues, environment, false));
@@ -226,7 +229,7 @@ pub fn parse_consumers(
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
     let sources = Sources::new(path, utf8_text(path, content.to_vec())?);
     parse(sources, Vec::new(), environment, true).map_err(|files| {
-        // Report one error, because parsing ends at the first syntax or type error.
+        // Parsing ends at the first syntax or type error, so there is only one error to report.
         files.into_iter().next().unwrap_or_else(|| FileIssues::from_message(path, "cannot be parsed"))
     })
 }
@@ -242,7 +245,7 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
         let encoding =
             if content.starts_with(b"\xff\xfe") || content.starts_with(b"\xfe\xff") { "utf-16" } else { "latin1" };
         let byte = content.get(start).copied().unwrap_or_default();
-        // The text before the invalid byte keeps its offsets. The invalid byte becomes U+FFFD.
+        // The text before the invalid byte keeps its offsets. U+FFFD replaces the invalid byte.
         let text = String::from_utf8_lossy(content).into_owned();
         let span = start..start + char::REPLACEMENT_CHARACTER.len_utf8();
         let issue = Issue::new(span, format!("the byte 0x{byte:02x} is not UTF-8"))
@@ -251,14 +254,13 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
     })
 }
 
-/// The hint that is shown if `gateway.toml` does not exist.
+/// Hint for the error that `gateway.toml` does not exist.
 const MISSING_GATEWAY_HINT: &str = "name the file with --config FILE, or create one with `sluicegate init`";
 
-/// The hint that is shown if `consumers.toml` does not exist.
+/// Hint for the error that `consumers.toml` does not exist.
 pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` creates it";
 
-/// Create the issue for a file that cannot be read. `missing_hint` is the hint that is shown if the file does not
-/// exist.
+/// Create the issue for a file that cannot be read. If the file does not exist, the issue contains `missing_hint`.
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
@@ -268,7 +270,7 @@ pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) 
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 
-/// Parse the texts of all files, and deserialize their tables together. `issues` are the issues of `include`.
+/// Parse the texts of all files, and deserialize their merged tables. `issues` contains the issues of `include`.
 ///
 /// # Errors
 /// A text is not valid TOML, or has a value of the wrong type.
@@ -302,8 +304,8 @@ fn parse<T: DeserializeOwned>(
     Ok(ParsedFile { value, sources, issues, unknown_keys, unresolved, warnings })
 }
 
-/// Deserialize the tables of all files, and report unknown keys. The value of a misspelled key is used under the name
-/// that was probably meant, so that the missing key is not another error.
+/// Deserialize the merged tables of all files, and report unknown keys. Use the value of a misspelled key under the
+/// similar known name, so that the known key is not reported as missing.
 fn deserialize<T: DeserializeOwned>(
     mut all: DeTable<'_>,
     sources: &Sources,
@@ -312,7 +314,7 @@ fn deserialize<T: DeserializeOwned>(
 ) -> Result<(T, UnknownKeys), Vec<FileIssues>> {
     let (mut value, mut ignored) = deserialize_table(&all, sources)?;
     let mut unknown_keys = UnknownKeys::default();
-    // Paths of keys that are reported, and of keys that are used under another name.
+    // The paths of all reported keys, and the paths of misspelled keys after renaming.
     let (mut reported, mut corrected_paths) = (Vec::<Vec<String>>::new(), Vec::<Vec<String>>::new());
     let is_new = |path: &&Vec<String>, reported: &[Vec<String>], corrected: &[Vec<String>]| {
         !reported.contains(path) && !corrected.iter().any(|parent| path.starts_with(parent))
@@ -329,7 +331,7 @@ fn deserialize<T: DeserializeOwned>(
         issues.push(Issue { span: key_span(&all, path), message, hint });
         let mut corrected = all.clone();
         let renamed = meant.and_then(|meant| rename_key(&mut corrected, path, meant));
-        // A value of another type than that of the similar key is the value of another key.
+        // If the value does not have the type of the similar key, the key is not a misspelling.
         match renamed.and_then(|renamed| Some((renamed, deserialize_table(&corrected, sources).ok()?))) {
             Some((renamed, (corrected_value, corrected_ignored))) => {
                 value_at(&corrected, &renamed).iter().for_each(|value| unknown_keys.record_misspelled(value));
@@ -343,7 +345,7 @@ fn deserialize<T: DeserializeOwned>(
     Ok((value, unknown_keys))
 }
 
-/// Deserialize a table. Return the paths of its unknown keys as well.
+/// Deserialize a table. Also return the paths of its unknown keys.
 fn deserialize_table<T: DeserializeOwned>(
     all: &DeTable<'_>,
     sources: &Sources,
@@ -358,7 +360,7 @@ fn deserialize_table<T: DeserializeOwned>(
     Ok((value, ignored))
 }
 
-/// Return the value at a path. The segments are keys and indices of lists.
+/// Return the value at a path. Each segment is a key, or the index of a list item.
 fn value_at<'t, 'd>(table: &'t DeTable<'d>, path: &[String]) -> Option<&'t Spanned<DeValue<'d>>> {
     let (first, rest) = path.split_first()?;
     rest.iter().try_fold(table.get(first.as_str())?, |value, segment| match value.get_ref() {
@@ -368,7 +370,7 @@ fn value_at<'t, 'd>(table: &'t DeTable<'d>, path: &[String]) -> Option<&'t Spann
     })
 }
 
-/// Rename the last key of a path. Return the new path, or `None` if the table has a key of this name.
+/// Rename the last key of a path. Return the new path, or `None` if the table already has a key with the new name.
 fn rename_key(all: &mut DeTable<'_>, path: &[String], name: &'static str) -> Option<Vec<String>> {
     let (key, parents) = path.split_last()?;
     let mut table = all;
@@ -397,14 +399,14 @@ fn parser_issue(error: &toml::de::Error, hint: impl Fn(&str, &Range<usize>) -> O
     Issue { span: Some(span), message, hint }
 }
 
-/// Return `text` with its environment variables substituted, or `None` if one of them is not set.
+/// Return `text` with its environment variables substituted, or `None` if a variable is not set.
 pub(crate) fn substituted(text: &str, environment: EnvLookup<'_>) -> Option<String> {
     let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
     let text = environment.expand(text, &[], &(0..0));
     environment.unresolved.is_empty().then_some(text)
 }
 
-/// Return a hint for common errors of the TOML syntax: strings without quotes, and duplicate keys.
+/// Return a hint for two common TOML syntax errors: strings without quotes, and duplicate keys.
 fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String> {
     let line_start = text.get(..span.start)?.rfind('\n').map_or(0, |at| at + 1);
     let line = text[line_start..].lines().next()?;
@@ -412,9 +414,9 @@ fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String>
         let first = first_definition(&text[..line_start], line)?;
         return Some(format!("the first one is in line {first}"));
     }
-    // The value that contains the error begins after the last `=`, or in a list after the last `[` or `,`.
+    // The value that contains the error begins after the last `=`. In a list, it begins after the last `[` or `,`.
     let offset = (span.start - line_start).min(line.len());
-    // The parser reports the position of the `=`, of the value, or after the value.
+    // The parser may report the position of the `=`, the start of the value, or a position after the value.
     let before = line.get(..offset + usize::from(line[offset..].starts_with('=')))?;
     let equals = before.rfind('=')?;
     let key = before[..equals].rsplit(['{', ',', ' ', '\t']).find(|word| !word.is_empty())?;
@@ -432,7 +434,8 @@ fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String>
     })
 }
 
-/// Return the number of the line before `line` that defines the same table or the same key of the same table.
+/// Return the number of the first line in `before` that defines the same table as `line`, or the same key of the same
+/// table.
 fn first_definition(before: &str, line: &str) -> Option<usize> {
     let definition = |line: &str| {
         let line = line.trim();
@@ -446,14 +449,14 @@ fn first_definition(before: &str, line: &str) -> Option<usize> {
         if definition(line).as_ref() == Some(&name) {
             first = first.or(Some(index + 1));
         } else if is_header && !name.starts_with('[') {
-            // The following keys belong to another table, so forget the key found so far.
+            // The following keys belong to another table, so discard the match.
             first = None;
         }
     }
     first
 }
 
-/// Keys whose values are durations, besides the keys that end with `timeout`.
+/// Keys whose values are durations. Keys that end with `timeout` are durations as well.
 const DURATION_KEYS: [&str; 6] =
     ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
 
@@ -461,7 +464,7 @@ const DURATION_KEYS: [&str; 6] =
 const SIZE_KEYS: [&str; 7] =
     ["min_body_rate", "request_buffer", "max_buffered", "inspect_body", "max_header_size", "max_uri", "max_body"];
 
-/// Return a hint for common type errors. `path` contains the keys that lead to the value.
+/// Return a hint for common type errors. `path` contains the keys that lead to the value with the wrong type.
 fn type_hint(message: &str, path: &[&str]) -> Option<String> {
     let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
     let kind = found.split(' ').next()?;
@@ -490,7 +493,7 @@ fn type_hint(message: &str, path: &[&str]) -> Option<String> {
     Some(hint.to_owned())
 }
 
-/// Return the keys that lead to the value at a span.
+/// Return the keys that lead to the value with this span.
 fn key_path<'t>(table: &'t DeTable<'_>, span: &Range<usize>) -> Option<Vec<&'t str>> {
     table.iter().find_map(|(key, value)| {
         let mut path = vec![key.get_ref().as_ref()];
@@ -508,7 +511,7 @@ fn inner_key_path<'t>(value: &'t Spanned<DeValue<'_>>, span: &Range<usize>) -> O
     }
 }
 
-/// Substitutes environment variables, and collects the variables without a value.
+/// Substitutes environment variables, and collects the variables that are not set.
 struct Environment<'a> {
     variable: EnvLookup<'a>,
     unresolved: Vec<UnresolvedValue>,
@@ -562,13 +565,14 @@ impl Environment<'_> {
                 None => (expression, None),
             };
             match (self.variable)(name).filter(|value| !value.is_empty() || default.is_none()) {
-                // The value of a variable is literal, so that it cannot contain variables of the request.
+                // In a header rule, `{…}` is a variable of the request. Escape the braces, so that the value is used
+                // literally.
                 Some(found) if is_template(path) => out.push_str(&found.replace('{', "{{").replace('}', "}}")),
                 Some(found) => out.push_str(&found),
                 None => match default {
                     Some(default) => out.push_str(default),
                     None => {
-                        // Make each placeholder different, so that two placeholders are never reported as duplicates.
+                        // Number the placeholders, so that two of them are never reported as duplicates.
                         out.push_str(&format!("unset{}", self.unresolved.len()));
                         let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
                             .with_hint(format!("set the variable, or give a default: ${{{name}:-value}}"));
@@ -583,13 +587,13 @@ impl Environment<'_> {
     }
 }
 
-/// Return whether braces in the value at a path are variables of the request.
+/// Return whether `{…}` in the value at this path is a variable of the request.
 fn is_template(path: &[String]) -> bool {
     matches!(path, [.., rules, set, _] if set == "set" && matches!(&**rules, "request_headers" | "response_headers"))
 }
 
-/// Warn about `$NAME`, which is not substituted. `$NAME` is allowed in regular expressions and in the bodies of
-/// responses.
+/// Return a warning if the text contains `$NAME`, which is not substituted. Regular expressions and response bodies may
+/// contain `$NAME`.
 fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> Option<Issue> {
     const REGEX_SIGNS: [&str; 6] = ["^", "\\", "(", "[^", ".*", ".+"];
     if path.last().is_some_and(|key| key == "body") || REGEX_SIGNS.iter().any(|signs| text.contains(signs)) {
@@ -606,7 +610,7 @@ fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> 
         (is_name && is_word).then_some(name)
     })?;
     let keys: Vec<_> = path.iter().map(String::as_str).collect();
-    // Do not quote the text, because it may be a password that contains `$`.
+    // Do not quote the name, because the text may be a password that contains `$`.
     let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
     let issue = Issue::new(
         span.clone(),
@@ -652,10 +656,12 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
     }
 }
 
-/// Planned keys that have no effect yet, by table. The gateway rejects these keys as not supported instead of unknown.
+/// Keys that are planned but not implemented, by table. The gateway rejects them as "not supported yet" instead of
+/// "unknown".
 const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query"])];
 
-/// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint contains the values in the file.
+/// Return the message and the hint for a top-level table that must be an `[auth.NAME]` table instead. The hint shows
+/// the values of the file in the correct form.
 fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let (provider, kind) = match table {
         "api_key" => ("keys", "api-key"),
@@ -673,13 +679,13 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     hint += &format!(
         "\nand identify = [\"{provider}\"] on each route with a limit by {kind}, or require = [\"{provider}\"]"
     );
-    Some((format!("the table `[{table}]` must be a provider, `[auth.NAME]`"), Some(hint)))
+    Some((format!("the table `[{table}]` must be written as a provider, `[auth.NAME]`"), Some(hint)))
 }
 
-/// Names by which other programs call `health_check`. Hints for unknown keys use this list.
+/// Names that other programs use for `health_check`. If a key has one of these names, the hint suggests `health_check`.
 const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
 
-/// Return the name of the table at a path and its supported keys.
+/// Return the name of the table at this path, and its supported keys.
 fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
     let names: Vec<_> = path.iter().map(String::as_str).filter(|name| name.parse::<usize>().is_err()).collect();
     match names[..] {
@@ -721,8 +727,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
     }
 }
 
-/// Return the message and the hint for a key of a route that has another name and form in Sluicegate. The hint shows
-/// the value in the form of Sluicegate.
+/// Return the message and the hint for a route key that has another name and form in Sluicegate. The hint shows the
+/// file's value in the correct form.
 fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let [first, index, key] = path else { return None };
     let route = table.get(first.as_str()).filter(|_| first == "route")?.get_ref().as_array()?;
@@ -747,7 +753,7 @@ fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Opti
     Some((format!("unknown key `{key}`"), Some(hint)))
 }
 
-/// Return the name of the table that contains a key, and the supported keys of this table.
+/// Return the name of the table that contains a key, and the keys that this table supports.
 fn table_of_key(parents: &[String], consumers: bool) -> (&'static str, &'static [&'static str]) {
     match parents {
         [] if consumers => ("", field_names::<Consumers>()),
@@ -761,7 +767,7 @@ fn is_unsupported(path: &[String]) -> bool {
     UNSUPPORTED_KEYS.iter().any(|(name, keys)| *name == table && keys.contains(&key.as_str()))
 }
 
-/// Return the key that was probably meant by an unknown key.
+/// Return the known key that the unknown key at this path probably misspells.
 fn meant_key(path: &[String], consumers: bool) -> Option<&'static str> {
     let (key, parents) = path.split_last()?;
     let (_, known) = table_of_key(parents, consumers);
@@ -822,12 +828,12 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
         }
     }
     let mut names: &'static [&'static str] = &[];
-    // Ignore the error, which `FieldNames` always returns after it has recorded the names.
+    // `FieldNames` always returns an error after it has recorded the names. Ignore the error.
     let _ = T::deserialize(FieldNames(&mut names));
     names
 }
 
-/// Path and content of a file at the time when it was read.
+/// Path and content of a file when it was read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct FileSnapshot {
     /// Path of the file.

@@ -1,4 +1,4 @@
-//! Included files: the patterns of `include`, the texts of all files of a configuration, and their combined tables.
+//! Included files: expand the patterns of `include`, read the files, and merge their tables.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -12,19 +12,19 @@ use toml::de::{DeTable, DeValue};
 use crate::config::error::{FileIssues, Issue};
 use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, utf8_text};
 
-/// The tables that an included file may have. The entries of these tables are added to those of the including file.
+/// The tables that an included file may contain. Their entries are added to the tables of the including file.
 const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
 
-/// The included tables as they are written.
+/// Hint that lists the tables that an included file may contain, in TOML notation.
 const TABLE_FORMS: &str = "an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]";
 
-/// The texts of a configuration: one file, and the files that it includes. A span counts bytes in the concatenation of
-/// all texts, so that it also identifies its file.
+/// The texts of a configuration: the main file and the files that it includes. A span is a byte range in the
+/// concatenation of all texts, so that it also identifies the file.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// The including file first, followed by the included files in the order of their tables.
+    /// The including file, followed by the included files in the order in which they are merged.
     files: Vec<SourceFile>,
-    /// Directories in which files that `include` names exist or may appear.
+    /// Directories to watch: the files that match `include` exist there or may appear there.
     directories: BTreeSet<PathBuf>,
 }
 
@@ -45,7 +45,7 @@ impl Sources {
         Sources { files: vec![SourceFile { path: path.to_owned(), text, start: 0 }], directories: BTreeSet::new() }
     }
 
-    /// Return all files. The first file is the including file.
+    /// Return all files. The including file is the first.
     pub fn files(&self) -> &[SourceFile] {
         &self.files
     }
@@ -56,7 +56,7 @@ impl Sources {
     }
 
     fn add(&mut self, path: PathBuf, text: String) {
-        // One byte between two texts separates the end of one text from the start of the next.
+        // Leave one byte between two texts. Otherwise, the end of one text would be the start of the next.
         let start = self.files.last().map_or(0, |last| last.start + last.text.len() + 1);
         self.files.push(SourceFile { path, text, start });
     }
@@ -66,7 +66,7 @@ impl Sources {
         self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
     }
 
-    /// Return the file that contains a span. The list always has at least one file.
+    /// Return the file that contains a span. There is always at least one file.
     fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
         self.files.get(self.index_of(span))
     }
@@ -76,19 +76,19 @@ impl Sources {
         self.file_of(span).and_then(|file| file.path.parent()).unwrap_or(Path::new(""))
     }
 
-    /// Return the text at a span.
+    /// Return the source text of a span.
     pub fn text_at(&self, span: &Range<usize>) -> Option<&str> {
         let file = self.file_of(span)?;
         file.text.get(span.start.checked_sub(file.start)?..span.end.checked_sub(file.start)?)
     }
 
-    /// Return the text before an offset, on the same line.
+    /// Return the part of the line before an offset.
     pub fn line_before(&self, offset: usize) -> &str {
         let before = self.file_of(&(offset..offset)).and_then(|file| file.text.get(..offset.checked_sub(file.start)?));
         before.and_then(|before| before.rsplit('\n').next()).unwrap_or_default()
     }
 
-    /// Return `line 3`, or `line 3 of FILE` if there are several files.
+    /// Return `line 3`, or `line 3 of FILE` if the configuration has several files.
     pub fn line_name(&self, span: &Range<usize>) -> String {
         let Some(file) = self.file_of(span) else { return String::new() };
         let issue = Issue::new(span.start - file.start..span.start - file.start, "");
@@ -96,12 +96,12 @@ impl Sources {
         if self.files.len() > 1 { format!("line {line} of {}", file.path.display()) } else { format!("line {line}") }
     }
 
-    /// Return a hint that contains the line of an earlier definition.
+    /// Return a hint that names the line of the first definition.
     pub fn first_line_hint(&self, first: &Range<usize>) -> String {
         format!("the first one is in {}", self.line_name(first))
     }
 
-    /// Divide issues by file. The spans of the returned issues refer to their own file. Issues without a span belong to
+    /// Group issues by file. The span of each returned issue is relative to its file. Issues without a span belong to
     /// the including file.
     pub fn by_file(&self, issues: Vec<Issue>) -> Vec<FileIssues> {
         let mut by_file: Vec<_> = self.files.iter().map(|_| Vec::new()).collect();
@@ -117,10 +117,10 @@ impl Sources {
     }
 }
 
-/// Read the files that a configuration includes. Return the sources, and the issues of `include`.
+/// Read the files that a configuration includes. Return the texts of all files, and the issues of `include`.
 ///
 /// # Errors
-/// Included files that are not UTF-8.
+/// An included file is not UTF-8.
 pub(super) fn read(
     path: &Path,
     text: String,
@@ -143,19 +143,19 @@ pub(super) fn read(
     if faulty.is_empty() { Ok((sources, issues)) } else { Err(faulty) }
 }
 
-/// The files of a configuration as they were read, and the directories in which more files may appear.
+/// The contents of all files of a configuration, and the directories in which more included files may appear.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigFiles {
     /// The including file.
     pub main: FileSnapshot,
     /// The included files.
     pub included: Vec<FileSnapshot>,
-    /// Directories in which files that `include` names exist or may appear.
+    /// Directories to watch: the files that match `include` exist there or may appear there.
     pub directories: BTreeSet<PathBuf>,
 }
 
 impl ConfigFiles {
-    /// Return the files of a configuration.
+    /// Create a `ConfigFiles` from the texts in `sources`.
     pub fn from_sources(sources: &Sources) -> Self {
         let snapshot =
             |path: &Path, text: &str| FileSnapshot { path: path.to_owned(), content: text.as_bytes().to_vec() };
@@ -167,7 +167,7 @@ impl ConfigFiles {
         }
     }
 
-    /// Read the files of a configuration, which may be invalid. Included files that cannot be read are omitted.
+    /// Read the files of a configuration, without validation. Omit included files that cannot be read.
     ///
     /// # Errors
     /// The including file cannot be read.
@@ -182,13 +182,14 @@ impl ConfigFiles {
 /// The files that match the patterns of `include`.
 #[derive(Debug, Default)]
 struct Expansion {
-    /// Path of each file, with the span of its pattern.
+    /// Path of each file, with the span of the pattern that matches it.
     files: Vec<(PathBuf, Range<usize>)>,
     directories: BTreeSet<PathBuf>,
     issues: Vec<Issue>,
 }
 
-/// Expand the patterns of `include` in the text of a file. Errors in the text itself are reported elsewhere.
+/// Expand the patterns of `include` in the text of a file. If the text is not valid TOML, return nothing: the parser
+/// reports the error later.
 fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     let mut expansion = Expansion::default();
     if !text.contains("include") {
@@ -200,7 +201,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     for pattern in patterns.into_iter().flat_map(|patterns| patterns.iter()) {
         let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
         let Some(written) = substituted(written, environment) else {
-            // The unset variable is reported as an error elsewhere. Here, only explain its effect.
+            // The parser reports the unset variable later. Here, report only the consequence.
             expansion
                 .issues
                 .push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
@@ -235,12 +236,12 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     expansion
 }
 
-/// Return the canonical path of a file, which is the same for all its names.
+/// Return the canonical path of a file, so that symbolic links and relative paths compare equal.
 fn canonical(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// Return the files that a pattern matches, sorted by name. Add the directory that must be watched to `directories`.
+/// Return the files that match a pattern, sorted by name. Add the directory to watch to `directories`.
 ///
 /// # Errors
 /// The pattern is not valid, or its directory cannot be read.
@@ -259,9 +260,9 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
         return Err(issue(format!("`{pattern}` has a wildcard in the name of a directory"), hint));
     }
     let base = path.parent().unwrap_or(Path::new(""));
-    // Do not join an empty path, which would append a slash.
+    // Do not join an empty path, because joining would append a slash.
     let directory = if directory.is_empty() { base.to_owned() } else { base.join(directory) };
-    // A directory that does not exist cannot be watched. Watch its parent instead, in which the directory may appear.
+    // A directory that does not exist cannot be watched. Watch the nearest existing parent directory instead.
     let is_present = |directory: &&Path| directory.as_os_str().is_empty() || directory.is_dir();
     directories.extend(directory.ancestors().find(is_present).map(Path::to_owned));
     if !name.contains(['*', '?']) {
@@ -277,15 +278,15 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
     Ok(files)
 }
 
-/// Return whether a file name matches a pattern with `*` (any characters) and `?` (one character). As in shells, only a
-/// pattern that starts with a dot matches hidden files.
+/// Return whether a file name matches a pattern. `*` matches any number of characters, and `?` matches one. As in
+/// shells, a hidden file matches only patterns that start with a dot.
 fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     if name.starts_with('.') && !pattern.starts_with('.') {
         return false;
     }
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
-    // `matched[n]` is true if the pattern up to the current position matches the first n characters of the name.
+    // After each step, `matched[n]` tells whether the pattern so far matches the first n characters of the name.
     let mut matched: Vec<bool> = (0..=name.len()).map(|length| length == 0).collect();
     for sign in pattern {
         let mut next = vec![sign == '*' && matched[0]];
@@ -301,9 +302,9 @@ fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
     matched.last() == Some(&true)
 }
 
-// The combined tables of all files.
+// Merging of the tables of all files.
 
-/// Add an offset to all spans in a table.
+/// Add an offset to the spans of all keys and values in a table.
 pub(super) fn shift_spans<'t>(table: DeTable<'t>, offset: usize) -> DeTable<'t> {
     fn shifted<T>(value: Spanned<T>, offset: usize) -> Spanned<T> {
         let span = value.span();
@@ -329,7 +330,7 @@ pub(super) fn shift_spans<'t>(table: DeTable<'t>, offset: usize) -> DeTable<'t> 
     table.into_iter().map(|(key, value)| (shifted(key, offset), shift_value(value, offset))).collect()
 }
 
-/// Add the tables of an included file to those of the configuration.
+/// Merge the tables of an included file into those of the configuration.
 pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &Sources, issues: &mut Vec<Issue>) {
     let (main, _) = sources.main();
     for (key, value) in included {
@@ -362,7 +363,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
         };
         if !is_expected {
             issues.push(
-                Issue::new(key.span(), format!("`{name}` is not written in the form that the configuration requires"))
+                Issue::new(key.span(), format!("`{name}` has the wrong form for an included file"))
                     .with_hint(TABLE_FORMS),
             );
             continue;
@@ -384,7 +385,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                     }
                 }
             }
-            // Ignore a table of the wrong type, because the deserialization reports an error about it.
+            // Ignore a table of the wrong type. Deserialization reports the error.
             _ => {}
         }
     }

@@ -1,5 +1,5 @@
-//! JSON Schemas of the configuration files, generated from their types. Editors and the tables in the documentation use
-//! them.
+//! JSON Schemas of the configuration files, generated from their types. Editors use the schemas, and the tables in the
+//! documentation are generated from them.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
@@ -18,7 +18,7 @@ pub fn consumers() -> Schema {
     root_schema::<Consumers>("consumers.toml of Sluicegate")
 }
 
-/// Generate a schema of draft 07 without references, which all editors support.
+/// Generate a JSON Schema (draft 07) without references, because not all editors support references.
 fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
     let mut schema = settings.with_transform(TomlSchema).into_generator().into_root_schema_for::<T>();
@@ -26,7 +26,7 @@ fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     schema
 }
 
-/// Adapts a schema to the configuration files: TOML has no null, unknown keys are errors, and any string may contain
+/// Adapts a schema to TOML configuration files: TOML has no null, unknown keys are errors, and any string may contain
 /// `${NAME}`.
 #[derive(Debug, Clone)]
 struct TomlSchema;
@@ -36,10 +36,10 @@ impl Transform for TomlSchema {
         if let Some(object) = schema.as_object_mut() {
             remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
-                // Replace the line breaks of the doc comment in the source code.
+                // Join the lines of the doc comment.
                 *text = text.replace('\n', " ");
             }
-            // The defaults of an absent table are those of its keys. The default of an absent list is the empty list.
+            // Omit these defaults: the defaults of a table are those of its keys, and an absent list is always empty.
             let is_redundant_default =
                 |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
             object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));
@@ -58,7 +58,7 @@ impl Transform for TomlSchema {
     }
 }
 
-/// Remove `null` from the types. A key whose type is `Option` may be absent.
+/// Remove `null` from the allowed types. An optional key may be absent, but not null.
 fn remove_null(object: &mut Map<String, Value>) {
     if let Some(Value::Array(kinds)) = object.get_mut("type") {
         kinds.retain(|kind| kind != "null");
@@ -73,7 +73,7 @@ fn remove_null(object: &mut Map<String, Value>) {
         let only = only.take();
         object.remove("anyOf");
         for (key, value) in only.as_object().into_iter().flatten() {
-            // Do not replace the attributes of the key, because they take precedence over the attributes of its type.
+            // Do not replace attributes of the key, because they take precedence over those of its type.
             object.entry(key).or_insert_with(|| value.clone());
         }
     }
@@ -87,7 +87,7 @@ pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
 }
 
-/// Return the schema of a quota. A count without a time unit is valid only for concurrency limits.
+/// Return the schema of a quota. A quota without a time unit is valid only for concurrency limits.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
 }
@@ -104,7 +104,7 @@ pub(super) fn percentages(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "integer", "minimum": 1, "maximum": 100 }))
 }
 
-/// Return the schema of `cost.tools`: costs by the name of a tool.
+/// Return the schema of `cost.tools`, a table of costs by tool name.
 pub(super) fn tool_costs(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
@@ -116,7 +116,7 @@ pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }
 
-/// Return the schema of a TOML date and time, which editors treat as a string.
+/// Return the schema of a TOML date or time. Editors treat it as a string.
 pub(super) fn timestamp(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]{4}-[0-9]{2}-[0-9]{2}([Tt ][0-9:.]+([Zz]|[+-][0-9]{2}:[0-9]{2}))?$")
 }
@@ -126,7 +126,7 @@ pub(super) fn one_or_many(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 
-/// A value, or alternatives that are a value or a list of values.
+/// Return the schema of a required claim: a value, or a list whose items are a value or a list of values.
 pub(super) fn claim_values(generator: &mut SchemaGenerator) -> Schema {
     json_schema!({ "anyOf": [{ "type": "string" }, array_schema(&one_or_many(generator))] })
 }

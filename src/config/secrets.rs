@@ -1,5 +1,5 @@
-//! Detection and redaction of secrets in a configuration, with one list of names for error reports, the log and
-//! `/api/config`.
+//! Detection and redaction of secrets in a configuration. Error reports, the log and `/api/config` use the same lists
+//! of names.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,8 +12,8 @@ use toml::value::Datetime;
 /// Placeholder for a secret.
 pub(super) const MASK: &str = "***";
 
-/// Parts of the names of keys, headers and query parameters whose values are secrets. `-` and `_` are equal in these
-/// names.
+/// Words that mark the names of secret keys, headers and query parameters. A name that contains one of them has a
+/// secret value. `-` in a name counts as `_`.
 const SECRET_WORDS: [&str; 12] = [
     "token",
     "secret",
@@ -29,32 +29,32 @@ const SECRET_WORDS: [&str; 12] = [
     "mac_key",
 ];
 
-/// Names of keys whose misspellings also count as secrets. `socket` is the name of another key.
+/// Words whose misspellings also mark a name as secret. `socket`, which is similar to `secret`, is not a misspelling.
 const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 
-/// Keys that change headers. A header may contain a credential whatever its name is.
+/// Keys of header rules. Any header may contain a credential, regardless of its name.
 const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
 /// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
 
-/// Keys of `[auth.NAME]` that are not secret, regardless of their names and of the names below them.
+/// Keys of `[auth.NAME]` whose values are not secret, regardless of the names of nested keys.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
-/// Keys in `cost` of a limit that counts the tokens of an LLM API.
+/// Keys in `cost` of a limit that are not secret, although their names contain `token`.
 const PUBLIC_COST_KEYS: [&str; 3] = ["bytes_per_token", "image_tokens", "audio_tokens"];
 
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
-/// Return whether a key with this name has a secret as its value.
+/// Return whether the value of a key with this name is a secret.
 pub(super) fn is_secret_name(name: &str) -> bool {
     let name = name.to_ascii_lowercase().replace('-', "_");
     SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
-/// Return whether the whole value is a secret. `path` contains the keys that lead to the value; items of a list have
-/// the keys of the list.
+/// Return whether the whole value `text` is a secret. `path` contains the keys that lead to the value. The items of a
+/// list have the path of the list.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let ["auth", _, key, ..] = path
         && PUBLIC_AUTH_KEYS.contains(key)
@@ -66,7 +66,7 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if let ["notify", _, "webhook"] = path {
-        // The URL of a webhook is secret as a whole, because many webhooks have a secret in the path.
+        // The whole URL of a webhook is secret, because many webhook URLs contain a secret in the path.
         return true;
     }
     if let ["limit", _, "cost", key] = path
@@ -75,22 +75,22 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
-        // Header names in `remove` are not secret. Values in other positions may be secret.
+        // Header names in `remove` are not secret. All other values in header rules may be secret.
         return path.last() != Some(&"remove");
     }
     if let [.., "keys"] | [.., "keys", "hash"] = path {
-        // The value may be an API key that was pasted instead of its hash.
+        // The operator may have pasted an API key instead of its hash.
         return !text.starts_with("sha256:");
     }
     if let [.., "keys", "created" | "expires"] = path {
-        // The value may be an API key that was pasted instead of a time. A value that is not a string has no text.
+        // The operator may have pasted an API key instead of a time. `text` is empty if the value is not a string.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
     let misspelled = |key: &str| {
         key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
     };
     path.iter().enumerate().any(|(depth, key)| {
-        // The former table `[api_key]` is not secret, because the error about it quotes its values.
+        // A top-level table `[api_key]` is not secret. The error about this unsupported table quotes its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
         // `credentials` in `cors` is a boolean, not a secret.
         let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
@@ -99,12 +99,12 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     })
 }
 
-/// Return the byte ranges of secrets in any text: the credentials of a URL, and query parameters.
+/// Return the byte ranges of secrets in a text: the credentials of a URL, and the values of query parameters.
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // The credentials are everything before the last `@`: a password may contain any character, especially if the
-    // unescaped character is the error.
+    // The credentials extend to the last `@`. The password may contain an unescaped `@` or `/`, which may be the error
+    // that is reported.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {
@@ -128,7 +128,7 @@ pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// Return the text with its secret parts masked.
+/// Return the text with its secrets masked.
 pub(super) fn redact(text: &str) -> String {
     let mut text_without_secrets = text.to_owned();
     for part in secret_ranges(text).into_iter().rev() {
@@ -139,12 +139,12 @@ pub(super) fn redact(text: &str) -> String {
 
 // === Redaction of configuration text: error reports may be written to logs ===
 
-/// A text with its secrets redacted.
+/// A configuration text with its secrets redacted.
 #[derive(Debug)]
 pub(super) struct RedactedText {
-    /// The text with asterisks instead of secrets. Each byte keeps its offset in the text.
+    /// The text with asterisks in place of secrets. Byte offsets are the same as in the original text.
     pub(super) text: String,
-    /// The secrets, as they are written in the file.
+    /// The secrets, as written in the file.
     secrets: Vec<String>,
 }
 
@@ -153,26 +153,27 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // If the text is not valid TOML, redact it line by line. The result may hide more than the secrets, but
-            // never less.
+            // If the text is not valid TOML, redact it line by line. The result may hide other text as well, but it
+            // hides all secrets.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted
     }
 
-    /// Return the message without secrets, and without the secret parts of quoted URLs.
+    /// Return the message with all recorded secrets masked, and with the secret parts of quoted URLs masked.
     pub(super) fn redact_message(&self, text: &str) -> String {
         let message = self.redact_hint(text);
         let mut out = String::new();
         for (index, quoted) in message.split('`').enumerate() {
             out.push_str(if index == 0 { "" } else { "`" });
-            // Messages quote values in backticks. URLs outside of backticks are only examples.
+            // Messages quote values in backticks. URLs outside of backticks are only examples, which contain no
+            // secrets.
             out.push_str(&if index % 2 == 1 { redact(quoted) } else { quoted.to_owned() });
         }
         out
     }
 
-    /// Return the hint without secrets. URLs in hints are only examples.
+    /// Return the hint with all recorded secrets masked. URLs in hints are only examples, which contain no secrets.
     pub(super) fn redact_hint(&self, hint: &str) -> String {
         self.secrets.iter().fold(hint.to_owned(), |redacted_hint, secret| redacted_hint.replace(secret, MASK))
     }
@@ -195,14 +196,15 @@ impl RedactedText {
                 let found = secret_ranges(string);
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
-                    // Short parts of a URL are often common words, so they are not searched for. Messages quote the
-                    // whole URL, which `redact_message` covers.
+                    // Do not record parts of a URL with fewer than 6 bytes, because they may be common words. If a
+                    // message quotes the whole URL, `redact_message` masks them.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
                         self.text = mask_range(&self.text, start + part.start, start + part.end);
                         self.remember_secret(&string[part], 6);
                     }),
-                    // The string contains escape sequences, so the offsets of its parts are unknown.
+                    // The string contains escape sequences, so the offsets of its parts are unknown. Hide the whole
+                    // value.
                     None if !found.is_empty() => self.hide_value(span, string),
                     None => {}
                 }
@@ -215,7 +217,8 @@ impl RedactedText {
         }
     }
 
-    /// Record a secret for `redact_message`. Ignore short texts, because they also occur in words that are not secret.
+    /// Record a secret for `redact_message`. Ignore texts shorter than `min_length`, because they may also occur in
+    /// other words.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -228,7 +231,7 @@ impl RedactedText {
     }
 }
 
-/// Return whether a line of invalid TOML may contain a secret.
+/// Return whether a line may contain a secret. The line need not be valid TOML.
 pub(super) fn has_secret(line: &str) -> bool {
     redact_line(line) != line
 }
@@ -247,7 +250,8 @@ fn redact_line(line: &str) -> String {
     redacted_line
 }
 
-/// Replace letters and digits with asterisks, except in the names of environment variables.
+/// Replace each byte in a range with an asterisk, except whitespace, quotes, brackets, `=` and references to
+/// environment variables.
 fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);
@@ -270,8 +274,8 @@ fn asterisks(text: &str) -> String {
     text.chars().map(hidden).collect()
 }
 
-/// Parse a file and the files that it includes. Return the values of all files as JSON, without substitution of
-/// environment variables and with masked secrets.
+/// Parse the texts of a file and of the files that it includes. Return their merged values as JSON, with masked secrets
+/// and without substituted environment variables.
 ///
 /// # Errors
 /// A text is not valid TOML.
@@ -285,7 +289,7 @@ pub fn redacted_config<'t>(texts: impl IntoIterator<Item = Cow<'t, str>>) -> Res
     Ok(all)
 }
 
-/// Add the tables of an included file.
+/// Add the values of an included file to those of the other files.
 fn merge(all: &mut Value, included: Value) {
     match (all, included) {
         (Value::Array(all), Value::Array(items)) => all.extend(items),
@@ -403,7 +407,7 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://u:p@b:1\"]", "servers = [\"http://a:1\", \"http://***@b:1\"]"),
             ("name = \"search\"\npath = \"/token\"\n", "name = \"search\"\npath = \"/token\"\n"),
             ("[limit.tokens]\nquota = \"1/s\"\n", "[limit.tokens]\nquota = \"1/s\"\n"),
-            // A text that is not valid TOML is redacted as well.
+            // Text that is not valid TOML is redacted line by line.
             ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
             ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
         ] {

@@ -12,13 +12,14 @@ use crate::config::error::Spanned;
 use crate::config::tables::Health;
 use crate::config::{Text, schema};
 
-/// The key `cost`: a number such as `5`, or a table that describes where the cost comes from.
+/// The key `cost`: a number such as `5`, or a table that describes how to determine the cost.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum LimitCost {
-    /// The cost, which is the same for each request.
+    /// A fixed cost per request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
-    /// The value of a header, the tokens of a request to an LLM API, or the MCP tools that a request calls.
+    /// The cost from a header, from the token count of a request to an LLM API, or from the MCP tools that a request
+    /// calls.
     Table(Box<CostTable>),
 }
 
@@ -26,66 +27,65 @@ pub enum LimitCost {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CostTable {
-    /// Request header that contains the cost, read only from trusted proxies. Requires `max`.
+    /// Request header that contains the cost. The gateway reads it only from trusted proxies. Requires `max`.
     pub request_header: Option<Text>,
-    /// Response header with the cost.
+    /// Response header that contains the cost.
     pub response_header: Option<Text>,
-    /// Maximum cost. A larger value counts as this maximum.
+    /// Maximum cost. Larger values are reduced to this maximum.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
-    /// Cost of an MCP call by the name of its tool: `{ search = 5, "sql_*" = 20 }`. `*` stands for any number of
-    /// characters. If several names match, the name with the most other characters applies. A batch costs the sum of
-    /// its messages ([agents and MCP tools](limits.md#agents-and-mcp-tools)).
+    /// Cost of an MCP call by tool name: `{ search = 5, "sql_*" = 20 }`. `*` matches any number of characters. If
+    /// several patterns match, the pattern with the most characters other than `*` wins. A batch costs the sum of its
+    /// messages ([agents and MCP tools](limits.md#agents-and-mcp-tools)).
     #[schemars(schema_with = "schema::tool_costs")]
     pub tools: BTreeMap<String, Spanned<i64>>,
-    /// With `tools`: cost of all other messages, and of requests without a body. 0 = free.
+    /// With `tools`: cost of every other message, and of a request without a body. 0 = free.
     #[schemars(range(min = 0), extend("default" = 1))]
     pub default: Option<Spanned<i64>>,
-    /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of
-    /// the output are reserved before the request, and corrected to the usage that the response reports ([token
-    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. `llm` cannot be combined with `sliding-log`,
-    /// `concurrency` or `prefetch`.
+    /// `"auto"`: the cost is the number of tokens that a request to an LLM API uses. Before the request is forwarded,
+    /// its input and its requested maximum output are reserved. When the response reports the usage, the charge is
+    /// corrected ([token budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Cannot be combined with
+    /// `sliding-log`, `concurrency` or `prefetch`.
     #[schemars(extend("enum" = ["auto"]))]
     pub llm: Option<Text>,
-    /// With `llm`: output tokens to reserve if the request contains no maximum.
+    /// With `llm`: number of output tokens to reserve if the request sets no maximum.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1024))]
     pub default_output: Option<Spanned<i64>>,
-    /// With `llm`: bytes of text per token. The value is used to estimate the input, and the output of a stream without
-    /// usage.
+    /// With `llm`: average number of bytes of text per token. The gateway uses it to estimate the input tokens, and the
+    /// output tokens of a stream that reports no usage.
     #[schemars(range(min = 1, max = 1000), extend("default" = 4))]
     pub bytes_per_token: Option<Spanned<i64>>,
-    /// With `llm`: estimated tokens of an image.
+    /// With `llm`: estimated number of tokens of an image.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
     pub image_tokens: Option<Spanned<i64>>,
-    /// With `llm`: estimated tokens of an audio part.
+    /// With `llm`: estimated number of tokens of an audio part.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
     pub audio_tokens: Option<Spanned<i64>>,
     /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With
     /// `unit = "usd-micros"`, a weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
-    /// With `llm`: weights by model. `*` in a name stands for any number of characters. If several names match, the
-    /// name with the most other characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing in a
-    /// pattern has its value in `weights`.
+    /// With `llm`: weights by model name: `{ "gpt-5*" = { output = 8 } }`. `*` in a name matches any number of
+    /// characters. If several patterns match, the pattern with the most characters other than `*` wins. For a weight
+    /// that a pattern does not set, the value in `weights` applies.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
-    /// With `llm`: maximum size of the request body, which is read before the limits are checked. A larger body gets
-    /// 413, unless `reserve` is set. Default: `server.inspect_body`.
+    /// With `llm`: maximum size of the request body that the gateway reads before the rate limit check. A larger body
+    /// gets 413, unless `reserve` is set. Default: `server.inspect_body`.
     #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
-    /// With `llm`: cost to reserve for a request whose body the gateway cannot read, because the body is longer than
+    /// With `llm`: cost to reserve if the gateway cannot read the request body, because the body is larger than
     /// `inspect_body`, compressed, or not a JSON object. Default: such requests get 400 or 413.
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub reserve: Option<Spanned<i64>>,
-    /// With `llm`: handling of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`:
+    /// With `llm`: what to do if the output of a stream of server-sent events exceeds the reserved maximum. `"finish"`:
     /// forward the whole stream and charge the excess. `"cut"`: end the stream with the final event of the API, and
-    /// abort the response of the provider.
+    /// abort the provider's response.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
-    /// With `llm`: request the usage of streams from OpenAI's API if the client does not request it, and hide the
-    /// additional event from the client. This option changes the request body. The option applies only to paths that
-    /// end with `/completions`.
+    /// With `llm`: request the usage of streams from OpenAI's API if the client does not, and hide the additional event
+    /// from the client. This option changes the request body. It applies only to paths that end with `/completions`.
     #[schemars(extend("default" = false))]
     pub include_usage: Option<Spanned<bool>>,
-    /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with their own
+    /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with another
     /// format: `{ input = "/meta/in", output = "/meta/out" }`. Default: the formats of OpenAI, Anthropic, Gemini,
     /// Ollama, Mistral and Cohere.
     pub usage: Option<Spanned<UsagePointers>>,
@@ -95,13 +95,13 @@ pub struct CostTable {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct TokenWeights {
-    /// Cost of an input token, with up to three decimal places.
+    /// Cost of one input token, with up to three decimal places.
     #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
     pub input: Option<Spanned<f64>>,
-    /// Cost of an input token that the provider read from its cache. Default: as `input`.
+    /// Cost of one input token that the provider read from its cache. Default: the value of `input`.
     #[schemars(range(min = 0, max = 1_000_000))]
     pub cached_input: Option<Spanned<f64>>,
-    /// Cost of an output token.
+    /// Cost of one output token.
     #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
     pub output: Option<Spanned<f64>>,
 }
@@ -111,11 +111,11 @@ pub struct TokenWeights {
 #[serde(default)]
 #[schemars(extend("required" = ["input", "output"]))]
 pub struct UsagePointers {
-    /// Input tokens, including cached ones.
+    /// JSON pointer to the number of input tokens, including cached tokens.
     pub input: Option<Text>,
-    /// Cached input tokens. Default: none.
+    /// JSON pointer to the number of cached input tokens. Default: none.
     pub cached_input: Option<Text>,
-    /// Output tokens.
+    /// JSON pointer to the number of output tokens.
     pub output: Option<Text>,
 }
 
@@ -134,23 +134,23 @@ pub enum AccessLog {
 #[serde(default)]
 #[schemars(extend("required" = ["to"]))]
 pub struct AccessLogTable {
-    /// Destination: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to.
+    /// Destination: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or the path of a file to append to.
     pub to: Option<Text>,
-    /// syslog and journald: path of the daemon's socket. Default: `"/dev/log"` for syslog,
+    /// syslog and journald: path of the daemon's Unix socket. Default: `"/dev/log"` for syslog,
     /// `"/run/systemd/journal/socket"` for journald.
     pub socket: Option<Text>,
-    /// syslog: format of the message header. `"rfc3164"`: the header of syslog(3), which journald and rsyslog with its
-    /// default parser read on `/dev/log` ([syslog](access-log.md#syslog)).
+    /// syslog: format of the message header. `"rfc3164"` is the format of syslog(3). On `/dev/log`, journald and the
+    /// default parser of rsyslog read this format ([syslog](access-log.md#syslog)).
     #[schemars(extend("enum" = ["rfc5424", "rfc3164"], "default" = "rfc5424"))]
     pub protocol: Option<Text>,
     /// syslog: facility of the messages.
     #[schemars(extend("enum" = ["user", "mail", "daemon", "auth", "syslog", "lpr", "news", "uucp", "cron", "authpriv", "ftp", "local0", "local1", "local2", "local3", "local4", "local5", "local6", "local7"], "default" = "local0"))]
     pub facility: Option<Text>,
-    /// syslog and journald: name of the program in the messages (`APP-NAME`, `SYSLOG_IDENTIFIER`).
+    /// syslog and journald: program name in the messages (`APP-NAME`, `SYSLOG_IDENTIFIER`).
     #[schemars(extend("default" = "sluicegate"))]
     pub tag: Option<Text>,
-    /// Share of the successful requests whose records are written, above 0 and up to 1, such as 0.01. Errors and
-    /// denials are always written ([sampling](access-log.md#sampling)).
+    /// Fraction of successful requests to log, above 0 and up to 1, such as 0.01. Errors and denials are always logged
+    /// ([sampling](access-log.md#sampling)).
     #[schemars(extend("exclusiveMinimum" = 0, "maximum" = 1, "default" = 1))]
     pub sample: Option<Spanned<f64>>,
 }
@@ -173,11 +173,12 @@ pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<Str
 #[derive(Debug, Default, JsonSchema)]
 pub struct HeaderNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
 
-/// `"keys"` or `["mtls", "tokens"]`: providers that are required together.
+/// `"keys"` or `["mtls", "tokens"]`: providers that must all verify the request.
 #[derive(Debug, Default, JsonSchema)]
 pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
 
-/// `"write"` or `["admin", ["read", "write"]]`: alternatives, each with all values that a claim must have.
+/// `"write"` or `["admin", ["read", "write"]]`: alternatives. For each alternative, the claim must have all of its
+/// values.
 #[derive(Debug, Default, JsonSchema)]
 pub struct ClaimValues(#[schemars(schema_with = "schema::claim_values")] pub Vec<Requirement>);
 
@@ -187,7 +188,7 @@ pub struct ClaimValues(#[schemars(schema_with = "schema::claim_values")] pub Vec
 pub enum ConsumerKey {
     /// The hash of a key that is valid on all routes and never expires.
     Hash(#[schemars(schema_with = "schema::key_hash")] String),
-    /// The hash of a key, with the restrictions of the key.
+    /// The hash of a key, and the restrictions of the key.
     Table(KeyTable),
 }
 
@@ -196,27 +197,28 @@ pub enum ConsumerKey {
 #[serde(default)]
 #[schemars(extend("required" = ["hash"]))]
 pub struct KeyTable {
-    /// SHA-256 of the key.
+    /// SHA-256 hash of the key.
     #[schemars(schema_with = "schema::key_hash")]
     pub hash: Option<Text>,
-    /// Name of the key, for `sluicegate key list` and the log.
+    /// Name of the key. `sluicegate key list` and the log show this name.
     pub name: Option<Text>,
-    /// Time at which the key was created, such as `2026-01-01T00:00:00Z`.
+    /// Time at which the key was created, such as `2026-01-01T00:00:00Z`. For information only.
     #[schemars(schema_with = "schema::timestamp")]
     pub created: Option<Spanned<Datetime>>,
-    /// Time at which the key expires: a time with an offset, or a day, which means its start (00:00 UTC). Requests with
-    /// an expired key get 401.
+    /// Time at which the key expires: a time with a UTC offset, or a date, which means 00:00 UTC on that day. Requests
+    /// with an expired key get 401. Default: never.
     #[schemars(schema_with = "schema::timestamp")]
     pub expires: Option<Spanned<Datetime>>,
     /// Disable the key: requests with it get 401.
     #[schemars(extend("default" = false))]
     pub disabled: bool,
-    /// Names of the routes that the key is valid for. Requests with the key on other routes get 403. Default: all.
+    /// Names of the routes on which the key is valid. Requests with the key on other routes get 403. Default: all
+    /// routes.
     pub routes: Option<Vec<Text>>,
 }
 
-/// Return a time with an offset, or the start of a day in UTC, in µs since the Unix epoch. Times before the epoch are
-/// 0. Return `None` for a time without an offset.
+/// Convert a time with a UTC offset, or the start of a day in UTC, to µs since the Unix epoch. Return 0 for times
+/// before the epoch, and `None` for a time without an offset.
 pub fn datetime_us(written: &Datetime) -> Option<u64> {
     let text = match (written.date, written.time, written.offset) {
         (Some(_), Some(_), Some(_)) => written.to_string(),
@@ -233,7 +235,7 @@ pub fn datetime_us(written: &Datetime) -> Option<u64> {
 pub enum UpstreamWeights {
     /// All requests go to one upstream.
     Single(String),
-    /// Requests are split by weight.
+    /// Requests are split between upstreams by weight.
     Weighted(#[schemars(schema_with = "schema::weights")] BTreeMap<String, Spanned<i64>>),
 }
 
@@ -241,9 +243,9 @@ pub enum UpstreamWeights {
 #[derive(Debug, Default, JsonSchema)]
 #[schemars(with = "ServerForms")]
 pub struct UpstreamServer {
-    /// Scheme, host and port.
+    /// Scheme, host and port of the server.
     pub url: String,
-    /// Weight relative to the other servers.
+    /// Weight relative to the upstream's other servers.
     pub weight: Option<Spanned<i64>>,
 }
 
@@ -427,13 +429,13 @@ impl<'de> Deserialize<'de> for LimitCost {
     }
 }
 
-/// `"NAME"` of a destination, or a table with thresholds.
+/// The name of a destination, or a table with the name and thresholds.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum LimitNotify {
-    /// The destination.
+    /// Name of the destination.
     To(String),
-    /// The destination and the thresholds.
+    /// Name of the destination, and the thresholds.
     Table(LimitNotifyTable),
 }
 
@@ -442,9 +444,9 @@ pub enum LimitNotify {
 #[serde(default)]
 #[schemars(extend("required" = ["to"]))]
 pub struct LimitNotifyTable {
-    /// Name of the destination `[notify.NAME]`.
+    /// Name of a `[notify.NAME]` destination.
     pub to: Option<Text>,
-    /// Thresholds in percent of the capacity, from 1 to 100.
+    /// Thresholds in percent of the limit's capacity (its `burst`, otherwise the count of its quota), from 1 to 100.
     #[schemars(schema_with = "schema::percentages", extend("default" = [80, 100]))]
     pub at: Option<Vec<Spanned<i64>>>,
 }
@@ -471,9 +473,9 @@ impl<'de> Deserialize<'de> for LimitNotify {
 /// The table form of a server.
 #[derive(Debug, Deserialize, JsonSchema)]
 pub(super) struct ServerTable {
-    /// Scheme, host and port.
+    /// Scheme, host and port of the server.
     url: String,
-    /// Weight relative to the other servers. 0 = drained: the server gets no new requests.
+    /// Weight relative to the upstream's other servers. 0 = drained: the server gets no new requests.
     #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
     weight: Option<Spanned<i64>>,
 }

@@ -1,4 +1,4 @@
-//! The tables `[[route]]`, `[limit.NAME]` and `[upstream.NAME]`, as they are written.
+//! The tables `[[route]]`, `[limit.NAME]` and `[upstream.NAME]`, as written in the configuration file.
 
 use std::collections::BTreeMap;
 
@@ -18,73 +18,78 @@ use crate::config::{Text, schema};
 pub struct Route {
     /// Unique name of the route.
     pub name: Option<Text>,
-    /// Hosts without port: `["api.example.com", "*.example.org"]`. `*.` matches all subdomains. Default: any host.
+    /// Host names without port: `["api.example.com", "*.example.org"]`. `*.` matches all subdomains, but not the domain
+    /// itself. Default: any host.
     pub hosts: Option<Vec<Text>>,
-    /// Names of listeners: the route matches only requests on connections of these listeners. Default: all listeners.
+    /// Names of listeners. The route matches only requests on connections to these listeners. Default: all listeners.
     pub listeners: Option<Vec<Text>>,
-    /// Path pattern: `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` matches `/v1/` and all paths below it,
-    /// `"/{*rest}"` matches every path. A route has either `path` or `path_regex`.
+    /// Path pattern. `"/v1/search"` matches only this path. In `"/v1/users/{id}"`, `{id}` matches one segment.
+    /// `"/v1/{*rest}"` matches `/v1/` and all paths below it. `"/{*rest}"` matches every path. A route has either
+    /// `path` or `path_regex`.
     pub path: Option<Text>,
-    /// Regular expression that must match the whole path, such as `'/v[0-9]+/(?<name>[^/]+)'`. Named groups of the
-    /// expression are path parameters.
+    /// Regular expression that must match the whole path, such as `'/v[0-9]+/(?<name>[^/]+)'`. Named groups are path
+    /// parameters.
     pub path_regex: Option<Text>,
-    /// `"strict"`: `/a` does not match `/a/`. `"same"`: the route matches both. `"redirect"`: the other form is
-    /// redirected with 308 to the form of the route. For `/a/{*rest}`, the other form is `/a`.
+    /// How to handle a path that differs from `path` only in a trailing slash. `"strict"`: it does not match. `"same"`:
+    /// it matches as well. `"redirect"`: redirect it to the form in `path` with 308. For `/a/{*rest}`, the other form
+    /// is `/a`.
     #[schemars(extend("enum" = ["strict", "same", "redirect"], "default" = "strict"))]
     pub trailing_slash: Option<Text>,
-    /// HTTP methods, such as `["GET"]`. Default: all.
+    /// HTTP methods of the route, such as `["GET"]`. Default: all methods.
     pub methods: Option<Vec<Text>>,
-    /// Conditions on headers, query parameters and values of a JSON body. The request must meet all conditions:
-    /// `{ headers = { x-version = { exact = "2" } } }`.
+    /// Conditions on headers, query parameters and values in a JSON body: `{ headers = { x-version = { exact = "2" } }
+    /// }`. A request must meet all of them.
     #[serde(rename = "match")]
     pub conditions: Option<Spanned<MatchRules>>,
-    /// Name of an upstream, or several upstreams with weights: `{ api = 9, canary = 1 }`. A route has exactly one of
+    /// Name of an upstream, or several names with weights: `{ api = 9, canary = 1 }`. A route has exactly one of
     /// `upstream`, `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
-    /// Response that the gateway sends without an upstream: `{ status = 200, body = "…", content_type = "text/plain"
-    /// }`.
+    /// Response that the gateway sends itself, without an upstream: `{ status = 200, body = "…", content_type =
+    /// "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
-    /// Redirect: `{ to = "/v1/{rest}", status = 308 }`, or to another scheme with the same host, path and query:
-    /// `{ scheme = "https" }`.
+    /// Redirect to a path or URL: `{ to = "/v1/{rest}", status = 308 }`. Or redirect to another scheme, with the same
+    /// host, path and query: `{ scheme = "https" }`.
     pub redirect: Option<Spanned<Redirect>>,
-    /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
-    /// ([access rules](#access-rules)). Default: all.
+    /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403 ([access
+    /// rules](#access-rules)). Default: all networks.
     pub allow: Option<Vec<Text>>,
     /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
     /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of
     /// all responses of the route ([CORS](#cors)). Default: the upstream answers preflights and sets CORS headers.
     pub cors: Option<Spanned<Cors>>,
-    /// Providers (`[auth.NAME]`) of which one must verify the request: `["keys", ["mtls", "tokens"]]`. The gateway
-    /// tries the providers in order; a nested list requires all of its members. If the credential is absent or in
-    /// another format, the next alternative is tried. Requests with an invalid credential, or without any credential,
-    /// get 401. Requests with a valid credential without permission get 403. Default: no credential is required.
+    /// Authentication providers (`[auth.NAME]`), at least one of which must verify the request: `["keys", ["mtls",
+    /// "tokens"]]`. A nested list requires all of its providers. The gateway tries the alternatives in order. If the
+    /// credential of an alternative is absent or has another format, the gateway tries the next one. A request with an
+    /// invalid credential, or without any credential, gets 401. A request whose valid credential lacks permission gets
+    /// 403. Default: no credential is required.
     pub require: Option<Spanned<Vec<Spanned<Requirement>>>>,
-    /// Providers that verify a credential if the request has one, for limits by credential. Requests with an invalid
-    /// credential get 401.
+    /// Authentication providers that verify a credential only if the request has one. Use this key for limits by
+    /// credential. A request with an invalid credential gets 401.
     pub identify: Option<Vec<Text>>,
-    /// Names of up to 16 limits. One atomic check charges all limits or none of them.
+    /// Names of up to 16 limits. One atomic check charges all of these limits, or none of them if one denies the
+    /// request.
     pub limits: Vec<Text>,
-    /// Cost of a request on each of these limits.
+    /// Cost of a request, for the limits of the route that have no `cost`.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64), extend("default" = 1))]
     pub cost: Option<Spanned<i64>>,
-    /// Path prefix that is removed before the request is forwarded, such as `"/v1"`. The prefix must consist of whole
-    /// segments.
+    /// Path prefix to remove before the request is forwarded, such as `"/v1"`. It must consist of whole path segments.
     pub strip_prefix: Option<Text>,
-    /// Path that the upstream gets, such as `"/internal/{rest}"`. It may contain parameters of `path`.
+    /// Path of the upstream request, such as `"/internal/{rest}"`. It may contain path parameters.
     pub rewrite: Option<Text>,
     /// Maximum time for a request, from its headers to the end of the response, such as `"10s"`. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub timeout: Option<Text>,
-    /// Maximum size of a request body, such as `"1MiB"`. A larger body gets 413: at once if its `Content-Length` is
-    /// larger, otherwise when the maximum is reached. In the second case, the upstream request is aborted. Default: no
-    /// maximum.
+    /// Maximum size of a request body, such as `"1MiB"`. A larger body gets 413. If its `Content-Length` is too large,
+    /// the gateway rejects it at once. Otherwise, the gateway aborts the upstream request when the body reaches the
+    /// maximum. Default: no maximum.
     #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
-    /// Changes to the request headers that the upstream gets: `{ set = { x-user = "{consumer}" }, remove = ["x-debug"]
-    /// }` ([variables](http.md#variables-in-header-rules)).
+    /// Changes to the headers of the upstream request: `{ set = { x-user = "{consumer}" }, remove = ["x-debug"] }`
+    /// ([variables](http.md#variables-in-header-rules)).
     pub request_headers: Option<Spanned<HeaderRules>>,
-    /// Changes to the response headers: `{ set = { x-request-id = "{request_id}" }, remove = ["server"] }`.
+    /// Changes to the response headers that the client receives: `{ set = { x-request-id = "{request_id}" }, remove =
+    /// ["server"] }`.
     pub response_headers: Option<Spanned<ResponseHeaderRules>>,
     /// Send a copy of each forwarded request to another upstream and discard its response:
     /// `{ upstream = "next", percent = 10 }` ([mirroring](../how-to/mirror.md)).
@@ -92,14 +97,15 @@ pub struct Route {
     /// Allow protocol upgrades, such as WebSocket.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
-    /// Styles of the RateLimit headers: `draft-11` (all limits), `draft-07`, `draft-03`, `github`, `openai` or
-    /// `anthropic`. `ietf` is the newest draft, `draft-11`. `[]` = no headers. All other styles describe only one
-    /// limit: the violated limit with the longest wait, otherwise the limit with the smallest remaining share. `openai`
-    /// and `anthropic` describe one limit for each `unit`.
+    /// Styles of the RateLimit headers: `draft-11`, `draft-07`, `draft-03`, `github`, `openai` or `anthropic`. `ietf`
+    /// is the newest draft, `draft-11`. `[]` = no headers. `draft-11` describes all limits. `openai` and `anthropic`
+    /// describe one limit for each `unit`. The other styles describe one limit: the violated limit with the longest
+    /// wait, otherwise the limit with the smallest share of its quota left.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
-    /// Add `Access-Control-Expose-Headers` with the RateLimit headers and `Retry-After` to the CORS headers of the
-    /// upstream. The key has no effect on a route with `cors`, which always exposes these headers.
+    /// Add an `Access-Control-Expose-Headers` header that lists the RateLimit headers and `Retry-After` to responses,
+    /// in addition to the CORS headers of the upstream. Has no effect on a route with `cors`, which always exposes
+    /// these headers.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
@@ -108,29 +114,30 @@ pub struct Route {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MatchRules {
-    /// Conditions by header name.
+    /// Conditions on headers, by header name.
     pub headers: BTreeMap<String, Spanned<ValueRule>>,
-    /// Conditions by name of a query parameter. Names are compared after decoding.
+    /// Conditions on query parameters, by name. Parameters are decoded before the comparison.
     pub query: BTreeMap<String, Spanned<ValueRule>>,
-    /// Conditions by JSON pointer (RFC 6901) into the request body: `{ "/model" = { prefix = "gpt-" } }`. The gateway
-    /// reads the body before it routes the request, if all other conditions of the route are met ([routes by
-    /// body](../how-to/routing.md#by-the-body)).
+    /// Conditions on values in the request body, by JSON pointer (RFC 6901): `{ "/model" = { prefix = "gpt-" } }`. If a
+    /// request meets all other conditions of the route, the gateway reads the body before it selects the route ([routes
+    /// by body](../how-to/routing.md#by-the-body)).
     pub json: BTreeMap<String, Spanned<ValueRule>>,
 }
 
-/// `{ exact = "…" }`, or another single key: a condition on a header, a query parameter or a value of a JSON body.
+/// A condition on a header, a query parameter or a value in a JSON body. The table has exactly one key, such as `{
+/// exact = "…" }`.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ValueRule {
-    /// The value is equal to this text. Several values do not meet the condition.
+    /// The value must be equal to this text. If there are several values, the condition is not met.
     pub exact: Option<Text>,
-    /// The value begins with this text. Several values do not meet the condition.
+    /// The value must start with this text. If there are several values, the condition is not met.
     pub prefix: Option<Text>,
-    /// The regular expression matches the whole value. Several values do not meet the condition.
+    /// The regular expression must match the whole value. If there are several values, the condition is not met.
     pub regex: Option<Text>,
-    /// `true`: there is a value, or there are several values.
+    /// `true`: there must be at least one value.
     pub present: Option<Spanned<bool>>,
-    /// `true`: there is no value.
+    /// `true`: there must be no value.
     pub absent: Option<Spanned<bool>>,
 }
 
@@ -138,11 +145,11 @@ pub struct ValueRule {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct HeaderRules {
-    /// Headers to set. The value replaces all existing lines of the header. The value may contain variables:
-    /// `{client_ip}`, `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a
-    /// variable has no content, the header is removed. `{{` and `}}` are literal braces.
+    /// Headers to set. The value replaces all occurrences of the header. It may contain variables: `{client_ip}`,
+    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a variable is empty, the
+    /// header is removed. `{{` and `}}` are literal braces.
     pub set: BTreeMap<String, Text>,
-    /// Headers to remove, with all their lines.
+    /// Headers to remove. If a header occurs several times, all occurrences are removed.
     pub remove: Vec<Text>,
 }
 
@@ -151,20 +158,20 @@ pub struct HeaderRules {
 #[serde(default)]
 #[schemars(extend("required" = ["origins"]))]
 pub struct Cors {
-    /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`, where `*`
-    /// stands for one or more labels. Scheme and port must match. `["*"]` = all origins, without credentials.
+    /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`. `*` matches
+    /// one or more DNS labels. Scheme and port must match. `["*"]` = all origins, without credentials.
     pub origins: Vec<Text>,
-    /// Methods that preflights allow, in addition to GET, HEAD and POST. `["*"]` = any method. Default: `methods` of
-    /// the route.
+    /// Methods that preflight responses allow, in addition to GET, HEAD and POST. `["*"]` = any method. Default:
+    /// `methods` of the route.
     pub methods: Option<Vec<Text>>,
-    /// Request headers that preflights allow, in addition to headers that need no preflight. `["*"]` = any headers.
-    /// Default: none.
+    /// Request headers that preflight responses allow, in addition to headers that need no preflight. `["*"]` = any
+    /// header. Default: none.
     pub headers: Option<Vec<Text>>,
-    /// Whether browsers may send cookies, client certificates and HTTP authentication.
+    /// Allow browsers to send cookies, client certificates and HTTP authentication.
     #[schemars(extend("default" = false))]
     pub credentials: Option<Spanned<bool>>,
-    /// Time for which browsers may cache a preflight, in whole seconds. Browsers limit it to their own maximum.
-    /// Default: the default of the browser, usually 5s.
+    /// Time for which browsers may cache a preflight response, in whole seconds. Browsers reduce it to their own
+    /// maximum. Default: the browser's default, usually 5s.
     #[schemars(schema_with = "schema::duration")]
     pub max_age: Option<Text>,
     /// Response headers that scripts may read, in addition to `Retry-After` and the RateLimit headers of the route's
@@ -176,12 +183,13 @@ pub struct Cors {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ResponseHeaderRules {
-    /// Headers to set, as in `request_headers`.
+    /// Headers to set. Values and variables are the same as in `request_headers`.
     pub set: BTreeMap<String, Text>,
-    /// Headers to remove, with all their lines.
+    /// Headers to remove. If a header occurs several times, all occurrences are removed.
     pub remove: Vec<Text>,
     /// Also set the headers on error responses that the gateway generates for requests of the route, such as 401, 413,
-    /// 429 and 502. Headers that such a response already has, such as `Cache-Control` and `Retry-After`, do not change.
+    /// 429 and 502. Headers that such a response already has, such as `Cache-Control` and `Retry-After`, are not
+    /// replaced.
     #[schemars(extend("default" = false))]
     pub on_errors: bool,
 }
@@ -191,17 +199,17 @@ pub struct ResponseHeaderRules {
 #[serde(default)]
 #[schemars(extend("required" = ["upstream"]))]
 pub struct Mirror {
-    /// Name of the upstream that gets the copies. Its timeouts apply to the copies, but its `retries` do not.
+    /// Name of the upstream that gets the copies. The timeouts of this upstream apply to copies. Its `retries` do not.
     pub upstream: Option<Text>,
-    /// Percentage of the requests that are copied, such as 10 or 0.1. 0 = none.
+    /// Percentage of the route's requests to copy, such as 10 or 0.1. 0 = none.
     #[schemars(range(min = 0, max = 100), extend("default" = 100))]
     pub percent: Option<Spanned<f64>>,
-    /// Maximum size of a body that is copied. Requests with a larger body are not copied. The bodies of all copies use
-    /// at most a quarter of `server.max_buffered`, in addition to the memory of `server.max_buffered`.
-    /// 0B = copy only requests without a body.
+    /// Maximum size of the body of a copied request. Requests with larger bodies are not copied. The bodies of all
+    /// copies together use at most a quarter of `server.max_buffered`. This memory is in addition to
+    /// `server.max_buffered`. 0B = copy only requests without a body.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub max_body: Option<Text>,
-    /// Maximum number of copies in flight per worker. When the maximum is reached, further requests are not copied.
+    /// Maximum number of copies in flight per worker. While this maximum is reached, requests are not copied.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub max_in_flight: Option<Spanned<i64>>,
 }
@@ -211,12 +219,12 @@ pub struct Mirror {
 #[serde(default)]
 #[schemars(extend("required" = ["status"]))]
 pub struct DirectResponse {
-    /// Status of the response.
+    /// Status code of the response.
     #[schemars(range(min = 200, max = 599))]
     pub status: Option<Spanned<i64>>,
-    /// Body of the response. Default: empty.
+    /// Body of the response. Default: an empty body.
     pub body: Option<Text>,
-    /// Content type of the body.
+    /// Value of the `Content-Type` header.
     #[schemars(extend("default" = "text/plain; charset=utf-8"))]
     pub content_type: Option<Text>,
 }
@@ -225,17 +233,17 @@ pub struct DirectResponse {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Redirect {
-    /// Path, or `http://` or `https://` URL with a host. The value may contain parameters of the path: `"/v1/{rest}"`.
-    /// A redirect has either `to` or `scheme`.
+    /// Path or absolute URL of the redirect, such as `"/v1/{rest}"` or `"https://example.com/"`. It may contain path
+    /// parameters. A redirect has either `to` or `scheme`.
     pub to: Option<Text>,
-    /// Scheme to redirect to. The redirect keeps the host, path and query of the request.
+    /// Scheme of the redirect. The redirect keeps the host, path and query of the request.
     #[schemars(extend("enum" = ["http", "https"]))]
     pub scheme: Option<Text>,
-    /// Port to redirect to, together with `scheme`. Default: the port of the scheme, 80 or 443.
+    /// Port of the redirect, in addition to `scheme`. Default: the default port of the scheme, 80 or 443.
     #[schemars(range(min = 1, max = 65535))]
     pub port: Option<Spanned<i64>>,
-    /// Status of the redirect: 308 or 301 (permanent), 307 or 302 (temporary), or 303 (the client sends GET to another
-    /// URL).
+    /// Status code of the redirect: 308 or 301 (permanent), 307 or 302 (temporary), or 303 (the client sends a GET
+    /// request to the target).
     #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
     pub status: Option<Spanned<i64>>,
 }
@@ -245,122 +253,126 @@ pub struct Redirect {
 #[serde(default)]
 #[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
-    /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
-    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (of an authentication server),
-    /// `host`, `route`, `method`, `json:POINTER` (a value of the JSON body, such as `json:/model`), `mcp:tool`,
-    /// `mcp:method`, `jsonrpc:method`, `global`, or a list of them. A list counts each combination of values
-    /// separately. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or
-    /// `identify` of the route. The first provider that has verified a credential determines the identity.
+    /// Identity to which the limit applies: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`,
+    /// `query:NAME`, `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (a header from an
+    /// authentication server), `host`, `route`, `method`, `json:POINTER` (a value in the JSON body, such as
+    /// `json:/model`), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `global`, or a list of these. With a list, each
+    /// combination of values is a separate identity. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider
+    /// of that kind in `require` or `identify` of the route. If several providers verify a credential, the first one
+    /// determines the identity.
     pub by: Option<Spanned<OneOrMany>>,
-    /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
-    /// `concurrency` limits requests in flight: `quota = "20"`.
+    /// Algorithm of the limit. `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` supports quotas
+    /// of up to 10,000. `concurrency` limits the number of requests in flight: `quota = "20"`.
     #[schemars(extend("enum" = ["token-bucket", "gcra", "leaky-bucket", "fixed-window", "sliding-log", "sliding-window", "sliding-buckets", "concurrency"], "default" = "token-bucket"))]
     pub algorithm: Option<Text>,
-    /// Quota per time unit, such as `"600/min"`.
+    /// Quota per unit of time, such as `"600/min"`.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: capacity of the bucket. Default: the count of the quota.
+    /// token-bucket: capacity of the bucket. Default: the count in `quota`.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
-    /// fixed-window: `"aligned"` windows follow the clock; with `"first-request"`, a window begins with the first
-    /// request.
+    /// fixed-window: when windows start. `"aligned"`: at clock and calendar boundaries, such as each full hour.
+    /// `"first-request"`: a window starts with the first request of an identity.
     #[schemars(extend("enum" = ["aligned", "first-request"], "default" = "aligned"))]
     pub start: Option<Text>,
     /// sliding-buckets: number of buckets in the window.
     #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
     pub buckets: Option<Spanned<i64>>,
-    /// fixed-window by day, week, month or year, and `usage`: time zone of the calendar, such as `"Europe/Berlin"`.
-    /// Days on which daylight saving time begins or ends have 23 or 25 hours.
+    /// Time zone of the calendar, such as `"Europe/Berlin"`, for `usage` and for fixed windows of a day, week, month or
+    /// year. Days on which daylight saving time begins or ends have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
-    /// Handling of requests without the identity. `"reject"`: the request gets 400, or 401 for an API key, token or
-    /// client certificate. `"skip"`: the limit does not apply. `"ip"`: the client network is the identity. Default:
-    /// `"reject"`, except that a limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` does not apply to requests
-    /// without such a message.
+    /// How to handle requests without the identity. `"reject"`: reject with 401 if an API key, token or client
+    /// certificate is missing, otherwise with 400. `"skip"`: do not apply the limit. `"ip"`: use the client network as
+    /// the identity. Default: `"reject"`. For limits with `mcp:tool`, `mcp:method` or `jsonrpc:method`, the default is
+    /// not to apply the limit to requests without such a message.
     #[schemars(extend("enum" = ["reject", "skip", "ip"]))]
     pub on_missing: Option<Text>,
-    /// Fallback while the store is unavailable. `"local"`: the local share of this gateway. `"allow"`: fail open.
-    /// `"deny"`: fail closed with 503.
+    /// Fallback while the store is unavailable. `"local"`: enforce the local share of this gateway. `"allow"`: fail
+    /// open. `"deny"`: fail closed with 503.
     #[schemars(extend("enum" = ["local", "allow", "deny"], "default" = "local"))]
     pub on_store_error: Option<Text>,
-    /// Shadow mode: the limit decides and logs (`shadow_denied` in the access log), but never denies and sends no
-    /// response headers.
+    /// Shadow mode: check the limit and log denials (`shadow_denied` in the access log), but never deny a request, and
+    /// send no response headers for this limit.
     #[schemars(extend("default" = false))]
     pub shadow: bool,
     /// Announce the limit to clients in the RateLimit headers and in `violated-policies`. `false` hides the limit: a
-    /// denial has `Retry-After`, but does not name the limit.
+    /// denial still has `Retry-After`, but does not name the limit.
     #[schemars(extend("default" = true))]
     pub announce: Option<Spanned<bool>>,
     /// Quota unit in the RateLimit headers (`qu`): `requests`, `tokens` or another name of up to 32 lowercase letters,
-    /// digits and `-`. The unit only names what `cost` counts. The key is not available for `concurrency`, whose unit
-    /// is `concurrent-requests`.
+    /// digits and `-`. It is only a name for what `cost` counts. Not available for `concurrency`, whose unit is
+    /// `concurrent-requests`.
     #[schemars(schema_with = "schema::unit", extend("default" = "requests"))]
     pub unit: Option<Text>,
-    /// HTTP methods that the limit applies to, such as `["POST"]`. Default: all.
+    /// HTTP methods to which the limit applies, such as `["POST"]`. Default: all methods.
     pub methods: Option<Vec<Text>>,
-    /// Identities to which the limit does not apply: `SOURCE=VALUE` with a source in `by`, such as `"api-key=batch"` (a
-    /// consumer, never an unknown key) or `"client-cert=CN=alice,O=Acme"`. The value starts after the first `=`.
-    /// `"ip=10.0.0.0/8"` also applies if the client network replaces another source. With `by = "ip"`, the network
-    /// alone is sufficient.
+    /// Identities to which the limit does not apply: `SOURCE=VALUE`, where `SOURCE` is a source in `by`. Examples are
+    /// `"api-key=batch"` (the name of a consumer, never an unknown key) and `"client-cert=CN=alice,O=Acme"`. The value
+    /// starts after the first `=`. `"ip=10.0.0.0/8"` also exempts requests for which the client network replaces
+    /// another source. With `by = "ip"`, the network alone is sufficient.
     pub exempt: Vec<Text>,
-    /// Quotas by tier: `{ free = { quota = "60/min", burst = 10 } }`. `[tiers]` selects the source of the tier. The
-    /// default is the consumer, which requires `api-key` in `by`.
+    /// Quotas by tier: `{ free = { quota = "60/min", burst = 10 } }`. `[tiers]` selects the source of the tier. By
+    /// default, the consumer determines the tier, which requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
-    /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`;
-    /// `{ llm = "auto" }`; `{ tools = { search = 5 } }`. Default: the cost of the route.
+    /// Cost of a request, in one of these forms: `5`; `{ request_header = "x-cost", max = 100 }`;
+    /// `{ response_header = "x-tokens-used" }`; `{ llm = "auto" }`; `{ tools = { search = 5 } }`. Default: the `cost`
+    /// of the route.
     pub cost: Option<Spanned<LimitCost>>,
-    /// Response statuses for which the charge is refunded: `["5xx", "404"]`. Default: none; with `cost.llm`,
-    /// `["4xx", "5xx"]`.
+    /// Response statuses for which the charge is refunded, such as `["5xx", "404"]`. Default: none. With `cost.llm`,
+    /// the default is `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Option<Vec<Text>>,
-    /// Queue timeout: maximum time that a request waits in a queue instead of being denied. Default: no queue.
+    /// Queue timeout: maximum time for which a request waits in a queue before it is denied. Default: no queue.
     #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,
-    /// Maximum number of queued requests per identity on each gateway. Further requests are denied.
+    /// Maximum number of queued requests per identity on each gateway. Excess requests are denied.
     #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Maximum number of tokens that a gateway may prefetch for an identity with many requests. 0 = no prefetching.
+    /// Maximum number of tokens that a gateway may prefetch for an identity that sends many requests. 0 = no
+    /// prefetching.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
     pub prefetch: Option<Spanned<i64>>,
-    /// Add up the charged cost by identity and day (of `time_zone`) in the store, and keep it for 400 days.
-    /// `sluicegate usage` prints these totals. The key is not available for `concurrency`.
+    /// Store the total charged cost of each identity for each day (in `time_zone`), and keep the totals for 400 days.
+    /// `sluicegate usage` prints them. Not available for `concurrency`.
     #[schemars(extend("default" = false))]
     pub usage: Option<Spanned<bool>>,
-    /// Send a quota event when an identity has used 80 % and 100 % of the quota: `"NAME"` of a destination
-    /// `[notify.NAME]`, or `{ to = "NAME", at = [50, 100] }`. All gateways together send one event for each threshold
-    /// and window ([quota events](../how-to/events.md)). The key is not available for `concurrency`. Default: no
-    /// events.
+    /// Send a quota event when an identity has used 80 % and 100 % of the quota. The value is `"NAME"` of a
+    /// `[notify.NAME]` destination, or `{ to = "NAME", at = [50, 100] }`. All gateways together send one event per
+    /// threshold and window ([quota events](../how-to/events.md)). Not available for `concurrency`. Default: no events.
     pub notify: Option<Spanned<LimitNotify>>,
 }
 
-/// `[notify.NAME]`: a destination of quota events, either `webhook` or `stream`.
+/// `[notify.NAME]`: a destination of quota events. Either `webhook` or `stream` is set.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Notify {
-    /// URL that gets each event as a POST request, signed according to the Standard Webhooks specification.
+    /// URL to which the gateway posts each event, signed according to the Standard Webhooks specification.
     pub webhook: Option<Text>,
-    /// Key of a Redis stream on the server of the store, to which events are added.
+    /// Key of a Redis stream in the store, to which the gateway adds each event.
     pub stream: Option<Text>,
-    /// webhook: key of the signature: `whsec_` and 24 to 64 bytes in base64. Required.
+    /// webhook: signing key, written as `whsec_` and 24 to 64 bytes in base64. Required for webhooks.
     pub secret: Option<Text>,
-    /// webhook with `https://`: PEM file of CA certificates for the server. Default: the trust roots of the system.
+    /// webhook with `https://`: PEM file of CA certificates that verify the server. Default: the trust roots of the
+    /// system.
     pub ca: Option<Text>,
-    /// webhook: maximum time for a request and its response.
+    /// webhook: maximum time for a request, including its response.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub timeout: Option<Text>,
-    /// stream: approximate number of entries that Redis keeps.
+    /// stream: approximate maximum number of entries. Redis removes the oldest entries.
     #[schemars(range(min = 1, max = 1_000_000_000), extend("default" = 10000))]
     pub max_length: Option<Spanned<i64>>,
 }
 
-/// `{ quota = "…", burst = … }`: a different quota of a limit, for a tier or a consumer.
+/// `{ quota = "…", burst = … }`: a quota of a limit that applies to a tier or a consumer.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LimitVariant {
-    /// Quota that replaces the quota of the limit. Without `quota` and `burst`, the values of the limit apply.
+    /// Quota that replaces the `quota` of the limit. If neither `quota` nor `burst` is set, the values of the limit
+    /// apply.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: capacity of the bucket. Default: the count of the `quota` in the same table.
+    /// token-bucket: capacity of the bucket. Default: the count in the `quota` of this table.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
 }
@@ -371,57 +383,59 @@ pub struct LimitVariant {
 #[schemars(extend("required" = ["servers"]))]
 pub struct Upstream {
     /// URLs of the servers: `["http://10.0.0.1:9000", { url = "http://10.0.0.2:9000", weight = 2 }]`. `https://`
-    /// selects TLS. Default port: 80 or 443.
+    /// selects TLS. Default port: 80 for `http://`, 443 for `https://`.
     pub servers: Vec<Spanned<UpstreamServer>>,
-    /// `"http1"`, or `"http2"`, which uses prior knowledge over plaintext and ALPN over TLS. With HTTP/2, all requests
-    /// share one connection per worker and server. gRPC requires HTTP/2.
+    /// Protocol of the servers: `"http1"` or `"http2"`. HTTP/2 uses prior knowledge over plaintext, and ALPN over TLS.
+    /// With HTTP/2, all requests of a worker to a server share one connection. gRPC requires HTTP/2.
     #[schemars(extend("enum" = ["http1", "http2"], "default" = "http1"))]
     pub protocol: Option<Text>,
-    /// Maximum time to connect, for all attempts together, including the TLS handshake. If connecting takes longer, the
-    /// client gets 502.
+    /// Maximum time to connect, including the TLS handshake and all connection attempts. If it expires, the client gets
+    /// 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub connect_timeout: Option<Text>,
-    /// Maximum time from the end of the request to the response headers. If they arrive later, the client gets 504. The
-    /// time in which the gateway waits for the body of the client does not count.
+    /// Maximum time from the end of the request to the response headers. If it expires, the client gets 504. Time in
+    /// which the gateway waits for the client's request body does not count.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub response_timeout: Option<Text>,
-    /// Maximum idle time after which a connection is still reused. With HTTP/2, a connection is idle if it has no
-    /// request for this time.
+    /// Maximum time for which an idle connection is kept for reuse. With HTTP/2, a connection is idle while it has no
+    /// requests in flight.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
     /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`.
     #[schemars(schema_with = "schema::balance", extend("default" = "least-requests"))]
     pub balance: Option<Text>,
-    /// Maximum number of requests in flight per server, from all workers. 0 = no limit.
+    /// Maximum number of requests in flight per server, counted over all workers. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_requests: Option<Spanned<i64>>,
-    /// Maximum number of queued requests while all servers have `max_requests` requests in flight. A request waits at
-    /// most `connect_timeout`. Further requests get 503.
+    /// Maximum number of requests that wait while all servers have `max_requests` requests in flight. A request waits
+    /// for at most `connect_timeout`. Excess requests get 503.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. A server gets no
-    /// requests after `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
+    /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. After
+    /// `unhealthy_threshold` failed checks, a server gets no requests until `healthy_threshold` checks pass. Default:
+    /// no health checks.
     pub health_check: Option<Spanned<HealthCheck>>,
-    /// Outlier detection (`{}` = the defaults). After `consecutive_errors`, a server is ejected for
-    /// `base_ejection_time` multiplied by the number of recent ejections, at most by 10.
+    /// Outlier detection. `{}` enables it with default settings. After `consecutive_errors` errors, a server is ejected
+    /// for `base_ejection_time`, multiplied by the number of its recent ejections (at most 10). Default: disabled.
     pub outlier_detection: Option<Spanned<Eject>>,
-    /// Time in which the weight of a recovered server rises to its full value. `"0s"` = at once.
+    /// Time in which the weight of a recovered server increases to its full value. `"0s"` = immediately.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub slow_start: Option<Text>,
-    /// Maximum number of retries on other servers, for GET, HEAD and OPTIONS requests without a body whose connection
-    /// fails before the response. The retry budget is 20 % of all requests, plus 10 per second.
+    /// Maximum number of retries on other servers. A request is retried if its connection fails before the response,
+    /// its method is GET, HEAD or OPTIONS, and it has no body. The retry budget is 20 % of all requests, plus 10
+    /// retries per second.
     #[schemars(range(min = 0, max = 10), extend("default" = 0))]
     pub retries: Option<Spanned<i64>>,
-    /// Send the verified certificate of the client in `Client-Cert`, and its chain in `Client-Cert-Chain` (RFC 9440).
-    /// If a client sends headers with these names, they are removed, even if a trusted proxy sent them.
+    /// Send the client's verified certificate in `Client-Cert`, and its chain in `Client-Cert-Chain` (RFC 9440). The
+    /// gateway removes headers with these names from all client requests, even if a trusted proxy sent them.
     #[schemars(extend("default" = false))]
     pub client_cert_header: Option<Spanned<bool>>,
-    /// `"v2"`: each connection to a server starts with a PROXY protocol header that contains the address of the client.
-    /// Requests of different clients then share no connection. `proxy_protocol` cannot be combined with
-    /// `protocol = "http2"`. Default: no header.
+    /// `"v2"`: start each connection to a server with a PROXY protocol header that contains the client address.
+    /// Requests of different clients then never share a connection. Cannot be combined with `protocol = "http2"`.
+    /// Default: no header.
     #[schemars(extend("enum" = ["v2"]))]
     pub proxy_protocol: Option<Text>,
-    /// TLS to servers at `https://`: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
+    /// TLS settings for `https://` servers: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
     /// "gate.key" }`. Each key is optional, but `cert` and `key` require each other.
     pub tls: Option<Spanned<UpstreamTls>>,
 }
@@ -430,11 +444,11 @@ pub struct Upstream {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpstreamTls {
-    /// PEM file of CA certificates for the servers. Default: the trust roots of the system.
+    /// PEM file of CA certificates that verify the servers. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// Name for which the server certificates must be valid, and which is sent as SNI. Default: the host of the URL.
+    /// Server name for SNI and for the verification of server certificates. Default: the host of the URL.
     pub server_name: Option<Text>,
-    /// PEM file of the client certificate. Requires `key`.
+    /// PEM file of the client certificate that the gateway sends to servers. Requires `key`.
     pub cert: Option<Text>,
     /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
@@ -445,21 +459,21 @@ pub struct UpstreamTls {
 #[serde(default)]
 #[schemars(extend("required" = ["path"]))]
 pub struct Health {
-    /// Path and query of the check, such as `"/healthz"`.
+    /// Path and query of the health check request, such as `"/healthz"`.
     pub path: Option<Text>,
-    /// Response statuses of a healthy server.
+    /// Response statuses that mean that the server is healthy.
     #[schemars(extend("default" = [200]))]
     pub status: Option<Vec<Spanned<i64>>>,
-    /// Time between two checks of a server.
+    /// Time between two checks of the same server.
     #[schemars(schema_with = "schema::duration", extend("default" = "5s"))]
     pub interval: Option<Text>,
-    /// Maximum time for a check, including the connection.
+    /// Maximum time for a check, including the time to connect.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub timeout: Option<Text>,
-    /// Consecutive failed checks after which a server is unhealthy.
+    /// Number of consecutive failed checks after which a server is unhealthy.
     #[schemars(range(min = 1, max = 100), extend("default" = 3))]
     pub unhealthy_threshold: Option<Spanned<i64>>,
-    /// Consecutive passed checks after which a server is healthy again.
+    /// Number of consecutive passed checks after which a server is healthy again.
     #[schemars(range(min = 1, max = 100), extend("default" = 2))]
     pub healthy_threshold: Option<Spanned<i64>>,
 }
@@ -468,7 +482,7 @@ pub struct Health {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Eject {
-    /// Consecutive errors after which a server is ejected.
+    /// Number of consecutive errors after which a server is ejected.
     #[schemars(range(min = 1, max = 1000), extend("default" = 5))]
     pub consecutive_errors: Option<Spanned<i64>>,
     /// Duration of the first ejection.

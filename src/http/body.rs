@@ -22,21 +22,21 @@ use crate::http::upgrade::Tunnel;
 
 /// Callbacks for a response body.
 pub trait OnComplete: Send {
-    /// Called with each chunk before it is sent. The callback may change the chunk if the length of the body is
-    /// unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
+    /// Called with each chunk before it is sent. The callback may change the chunk only if the length of the body is
+    /// not declared. `Break` ends the body after this chunk, and aborts the upstream response.
     fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
-    /// Called when the body is dropped, either after its end (`complete`) or before. `bytes_sent` is the number of body
-    /// bytes that were sent.
+    /// Called when the body is dropped. `complete` is true if the body was sent to its end. `bytes_sent` is the number
+    /// of body bytes that were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
-/// The resources that an upstream response occupies until its data has been read: a connection and a request permit.
+/// The resources that an upstream response occupies until its body has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
-    /// Called when the data has been read to its end, so that the connection can be reused. If a lease is dropped
-    /// without a release, the connection is closed.
+    /// Called when the response body has been read to its end, so that the connection can be reused. If a lease is
+    /// dropped without a release, its HTTP/1.1 connection is closed.
     fn release(self: Box<Self>);
 }
 
@@ -49,15 +49,15 @@ pub struct Body {
     bytes_sent: u64,
     complete: bool,
     on_complete: Option<Box<dyn OnComplete>>,
-    /// Keeps the request in flight on its connection, and records data that is pending for the client.
+    /// Counts the request as in flight on its connection, and records whether data is pending for the client.
     in_flight: Option<InFlightRequest>,
 }
 
 enum BodyKind {
     Full(Option<Bytes>),
     Upstream(UpstreamBody),
-    /// A tunnel after a protocol upgrade, through which bytes flow in both directions. The guard holds the connection
-    /// and the permit of the upstream.
+    /// A tunnel after a protocol upgrade, through which bytes flow in both directions. The guard holds the request
+    /// permit of the upstream endpoint.
     Tunnel {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
@@ -67,13 +67,13 @@ enum BodyKind {
 /// The body of an upstream response.
 struct UpstreamBody {
     incoming: Incoming,
-    /// `None` after the end of the data.
+    /// `None` after the body was read to its end.
     lease: Option<Box<dyn UpstreamLease>>,
     /// Time at which the body is aborted with an error.
     deadline: Option<Deadline>,
-    /// Set only if the length is known. Other bodies, such as server-sent events, may pause.
+    /// Set only if the length of the body is known. Bodies of unknown length, such as server-sent events, may pause.
     idle_timer: Option<IdleTimer>,
-    /// Limits how far the upstream connection reads ahead of the body.
+    /// Limits how much data the upstream connection reads in advance.
     read_bound: Option<ReadBound>,
 }
 
@@ -85,8 +85,8 @@ impl Body {
         Body::new(BodyKind::Full((!complete).then_some(bytes)), complete)
     }
 
-    /// Create a body from an upstream response. `read_bound` is the read limit of an upstream connection that carries
-    /// only this response. The limit follows the buffer budget of the client.
+    /// Create a body from an upstream response. `read_bound` limits the reads of the upstream connection, if the
+    /// connection carries only this response. The body adapts this limit to the buffer budget of the client connection.
     pub fn from_upstream(
         incoming: Incoming,
         limits: BodyLimits,
@@ -100,8 +100,8 @@ impl Body {
         Body::new(BodyKind::Upstream(upstream), complete)
     }
 
-    /// Create the body of a response that switches protocols. The upstream connection occupies `guard` until the tunnel
-    /// ends.
+    /// Create the body of a response that switches protocols. The body holds `guard`, the request permit of the
+    /// upstream endpoint, until the tunnel ends.
     pub fn from_upgrade(guard: Box<dyn Any + Send>) -> Self {
         Body::new(BodyKind::Tunnel { tunnel: None, _guard: Some(guard) }, false)
     }
@@ -110,7 +110,8 @@ impl Body {
         Body { kind, bytes_sent: 0, complete, on_complete: None, in_flight: None }
     }
 
-    /// Set the tunnel that follows a protocol upgrade. The completion hook then reports the end of the tunnel.
+    /// Set the tunnel that follows a protocol upgrade. The `on_complete` callback is then called at the end of the
+    /// tunnel.
     pub fn with_tunnel(mut self, new: Tunnel) -> Self {
         if let BodyKind::Tunnel { tunnel, .. } = &mut self.kind {
             *tunnel = Some(Box::new(new));
@@ -127,12 +128,12 @@ impl Body {
         }
     }
 
-    /// Set the hook for the end of the body.
+    /// Set the callbacks for the data and the end of the body.
     pub fn on_complete(&mut self, hook: Box<dyn OnComplete>) {
         self.on_complete = Some(hook);
     }
 
-    /// Keep the request in flight until the body is dropped.
+    /// Count the request as in flight until the body is dropped.
     pub fn track_in_flight(&mut self, in_flight: InFlightRequest) {
         let flow = in_flight.flow();
         flow.mark_data_pending();
@@ -140,14 +141,15 @@ impl Body {
         self.in_flight = Some(in_flight);
     }
 
-    /// Take the content of a local reply, to replace it.
+    /// Remove the content of a local reply and return it, so that the caller can replace it. Return `None` for other
+    /// bodies.
     pub fn take_content(&mut self) -> Option<Bytes> {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         bytes.take()
     }
 
-    /// Discard the content of a local reply and return its length in bytes. For HEAD requests, hyper discards the
-    /// content only in HTTP/1.1. In HTTP/2, hyper would send the content (RFC 9110 §9.3.2).
+    /// Discard the content of a local reply and return its length in bytes. The response to a HEAD request must not
+    /// have content (RFC 9110 §9.3.2). hyper discards the content for HTTP/1.1, but sends it for HTTP/2.
     pub fn discard_content(&mut self) -> Option<u64> {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
@@ -192,8 +194,8 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // The frame has no data for the client. Poll again, because the upstream has not returned `Pending`
-                    // yet.
+                    // The callback has removed all data of this frame. Wake the task at once, because the upstream may
+                    // have more data: it has not returned `Pending`.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }
@@ -205,7 +207,8 @@ impl HttpBody for Body {
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
         if is_ended {
             if let BodyKind::Upstream(upstream) = kind {
-                // Limit further reads, as when the body is dropped, because the body has ended.
+                // The callback has ended the body. Resume the reads of the upstream connection: hyper detects the
+                // dropped upstream body only when it reads, and then closes the connection.
                 upstream.limit_reads(ReadLimit::Small);
             }
             *kind = BodyKind::Full(None);
@@ -218,8 +221,8 @@ impl HttpBody for Body {
         Poll::Ready(Some(Ok(match multiplexed {
             Some(flow) => {
                 let chunk = frame.map_data(|bytes| DataChunk::tracked(bytes, flow));
-                // Pause the reads of the connection, unless the response is complete: another request may then use the
-                // connection.
+                // Pause the reads of the upstream connection. After a complete response, do not pause them, because
+                // another request may already use the connection.
                 if !*complete {
                     upstream.limit_reads(ReadLimit::Paused);
                 }
@@ -257,16 +260,16 @@ impl BodyKind {
 }
 
 impl UpstreamBody {
-    /// Return ready when the next data may be read. `multiplexed` is the flow of an HTTP/2 stream, whose response may
-    /// be buffered only within a budget.
+    /// Return `Poll::Ready` when the next chunk may be read from the upstream. `multiplexed` is the flow of the
+    /// client's HTTP/2 stream, whose response is buffered only within a budget. It is `None` for HTTP/1.x clients.
     fn poll_ready(
         &mut self,
         multiplexed: Option<&StreamFlow>,
         bytes_sent: u64,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), BodyError>> {
-        // The timeout is checked even while data is available, because a client that reads slowly also uses up the
-        // route timeout.
+        // Check the route timeout even while data is available, because it also limits the time in which a slow client
+        // reads the response.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Err(BodyError::RouteTimeout));
         }
@@ -295,7 +298,7 @@ impl UpstreamBody {
         }
     }
 
-    /// Release the lease if the data has been read to its end, and return whether it has.
+    /// Release the lease if the body has been read to its end. Return whether this is the case.
     fn release_at_end(&mut self) -> bool {
         let is_end = self.incoming.is_end_stream();
         if is_end {
@@ -326,8 +329,8 @@ impl Drop for Body {
         if let BodyKind::Upstream(upstream) = &self.kind
             && !self.complete
         {
-            // Let the connection read, because hyper detects a dropped body only when it reads, and then closes the
-            // connection.
+            // Resume the reads of the upstream connection: hyper detects the dropped body only when it reads, and then
+            // closes the connection.
             upstream.limit_reads(ReadLimit::Small);
         }
         if let Some(hook) = self.on_complete.take() {
@@ -336,10 +339,9 @@ impl Drop for Body {
     }
 }
 
-// === Framing of upstream responses: reject what other servers would interpret differently from hyper ===
+// === Framing of upstream responses: reject responses that other servers would interpret differently from hyper ===
 
-/// Return the error in the framing of a response, with or without a body (RFC 9112 §6, RFC 9113 §8.2.1). Return `None`
-/// if the framing is valid.
+/// Return the framing error of a response (RFC 9112 §6, RFC 9113 §8.2.1), or `None` if the framing is valid.
 pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     let headers = response.headers();
     if response.version() == Version::HTTP_2 && has_padding(headers) {
@@ -364,8 +366,8 @@ pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     (response.version() == Version::HTTP_10).then_some("a Transfer-Encoding in HTTP/1.0")
 }
 
-/// Return whether a response that must not have a body declares one. The server may send the body later, and the
-/// gateway would read it as the response to the next request.
+/// Return whether a response declares a body although its status (204 or 304) does not allow one. The server may send
+/// the body later, and the gateway would read it as the response to the next request.
 pub fn declares_forbidden_body(status: StatusCode, headers: &HeaderMap) -> bool {
     matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
         && (headers.contains_key(TRANSFER_ENCODING)

@@ -20,11 +20,11 @@ use crate::http::flow::StreamFlow;
 /// The timeouts and bounds of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct BodyLimits {
-    /// Time at which the route timeout expires for the exchange, including its bodies.
+    /// Time at which the route timeout expires. The timeout covers the whole exchange, including both bodies.
     pub deadline: Option<Instant>,
     /// Timeouts and bounds for the client while it sends the request body.
     pub upload: UploadLimits,
-    /// Maximum time without data from the upstream, in a response of known length.
+    /// Maximum time without data from the upstream. It applies only to response bodies of known length.
     pub idle_timeout: Duration,
     /// Maximum length of the request body in bytes.
     pub max_body: Option<u64>,
@@ -48,7 +48,7 @@ pub enum BodyError {
     RouteTimeout,
 }
 
-/// The time at which a body is aborted.
+/// A time at which a body is aborted, with its timer.
 #[derive(Debug)]
 pub(super) struct Deadline {
     pub(super) instant: Instant,
@@ -85,7 +85,8 @@ impl IdleTimer {
         self.deadline = None;
     }
 
-    /// Poll the timer while no data is available. Return ready when no data has been available for the timeout.
+    /// Poll the timer. The caller must do this only while no data is available. Return `Poll::Ready` when `timeout` has
+    /// passed without data.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + self.timeout);
         self.timer.poll(deadline, cx)
@@ -94,11 +95,11 @@ impl IdleTimer {
 
 // === Minimum upload rate: only the time in which the gateway waits for the client counts ===
 
-/// Time that a client may keep the gateway waiting before the minimum rate applies, as in Kestrel's
-/// `MinRequestBodyDataRate`.
+/// Total time for which the gateway waits for a client before it enforces the minimum rate. Kestrel's
+/// `MinRequestBodyDataRate` has the same grace period.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// The value that disables the total timeout: it is longer than any upload.
+/// Total timeout if none is configured. It is longer than any upload.
 const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Timeouts and bounds for a client that sends a body.
@@ -108,12 +109,13 @@ pub struct UploadLimits {
     pub idle_timeout: Duration,
     /// Minimum rate in bytes per second. 0 disables the check.
     pub min_rate: u64,
-    /// Maximum time from the first wait for the client to the end of the body.
+    /// Maximum time from the first wait for the client to the end of the body. `None` disables this timeout.
     pub total_timeout: Option<Duration>,
 }
 
-/// Time credit of a client. Each second of waiting costs one second of credit, and `min_rate` bytes earn one second. No
-/// timer is set for a body that is available when it is polled.
+/// Time credit of a client for one request body. Each second for which the gateway waits for the client costs one
+/// second of credit, and `min_rate` received bytes earn one second. No timer is set if data is available when the body
+/// is polled.
 #[derive(Debug)]
 pub(super) struct MinRateTimer {
     limits: UploadLimits,
@@ -140,7 +142,8 @@ impl MinRateTimer {
         }
     }
 
-    /// Poll the timer while no data is available. Return ready when the client has used up its time.
+    /// Poll the timer. The caller must do this only while no data is available. Return `Poll::Ready` when the client
+    /// has used up its credit, the idle timeout or the total timeout.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
         let since = *self.waiting_since.get_or_insert_with(Instant::now);
@@ -151,13 +154,15 @@ impl MinRateTimer {
 
 // === A timer whose deadline moves often and is rarely reached ===
 
-/// A timer whose deadline is an argument of each poll. The timer is reset only when it fires before the deadline, not
-/// each time the deadline changes. Requests and chunks that arrive in time therefore never reset it.
+/// A timer whose deadline is an argument of each poll. The tokio timer is reset only if it fires before the deadline,
+/// or if the deadline moves to an earlier time. A deadline that moves to a later time, as after each request or chunk,
+/// therefore causes no reset.
 #[derive(Debug, Default)]
 pub struct LazyTimer(Option<Pin<Box<Sleep>>>);
 
 impl LazyTimer {
-    /// Return ready when `deadline` has passed. The task may also be woken earlier, by the deadline of an earlier poll.
+    /// Return `Poll::Ready` when `deadline` has passed. The task may also be woken earlier, by the deadline of an
+    /// earlier poll.
     pub fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let timer = self.0.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         if timer.deadline() > deadline {
@@ -173,19 +178,19 @@ impl LazyTimer {
     }
 }
 
-// === Buffer budgets, per connection and per process. Beyond a budget, each stream buffers only what it needs to make
-// progress ===
+// === Buffer budgets, per connection and per process. If a budget is used up, each stream buffers only what it needs to
+// make progress ===
 
-/// Bytes that are counted for each chunk in addition to its data: its frame, and the part of a read buffer that the
-/// chunk keeps in memory.
+/// Number of bytes that are counted for each chunk in addition to its data, for its frame and for the part of a read
+/// buffer that the chunk keeps in memory.
 const CHUNK_OVERHEAD: usize = 256;
 
-/// A maximum number of buffered bytes, which can be part of a parent budget.
+/// A maximum number of buffered bytes. If the budget has a parent, the bytes count against both.
 #[derive(Debug)]
 pub struct BufferBudget {
     used: AtomicUsize,
     max: AtomicUsize,
-    /// The budget that contains this budget.
+    /// The budget against which the bytes of this budget count as well.
     parent: Option<Arc<BufferBudget>>,
 }
 
@@ -194,20 +199,20 @@ pub struct BufferBudget {
 pub struct BufferReservation {
     budget: Arc<BufferBudget>,
     size: usize,
-    /// The share of the client network that the bytes count against as well.
+    /// The share of the client network, against which the bytes count in addition to the budget.
     share: Option<NetworkShare>,
 }
 
-/// Divisor of `max_buffered`: the part that one connection, and one client network, may use for request bodies that the
-/// gateway has to read.
+/// Divisor of `server.max_buffered`. The quotient limits the bytes of inspected request bodies, which are those that
+/// the gateway has to read, per HTTP/2 connection and per client network.
 pub const INSPECTED_SHARE: usize = 4;
 
-/// Bytes of the inspected request bodies of each client network. Only networks with such bytes have an entry. The hasher
-/// of std has a random key, because clients choose the keys of this map.
+/// Bytes of the inspected request bodies of each client network. Only networks with such bytes have an entry. The map
+/// uses the hasher of std, whose random key prevents collision attacks by clients, which choose the keys.
 #[derive(Debug, Default)]
 pub struct InspectedByNetwork(Mutex<HashMap<IpAddr, usize>>);
 
-/// The bytes of one body that count against the share of its client network. Dropping the share releases them.
+/// The bytes of one body that count against the share of its client network. Dropping the value releases the bytes.
 #[derive(Debug)]
 pub struct NetworkShare {
     networks: Arc<InspectedByNetwork>,
@@ -217,7 +222,8 @@ pub struct NetworkShare {
 }
 
 impl InspectedByNetwork {
-    /// Return the share of a body without bytes. All bodies of the network may have `max` bytes together.
+    /// Return the share of a new body, which has no bytes yet. All inspected bodies of the network together may have
+    /// `max` bytes.
     pub fn share(self: &Arc<Self>, network: IpAddr, max: usize) -> NetworkShare {
         NetworkShare { networks: self.clone(), network, max, size: 0 }
     }
@@ -228,7 +234,7 @@ impl InspectedByNetwork {
 }
 
 impl NetworkShare {
-    /// Count `bytes` more. Return false and count nothing if the network would exceed its share.
+    /// Add `bytes` to this body. Return false and add nothing if the network would exceed its maximum.
     fn try_grow(&mut self, bytes: usize) -> bool {
         let mut networks = self.networks.lock();
         let used = networks.get(&self.network).copied().unwrap_or(0);
@@ -262,7 +268,7 @@ pub struct DataChunk {
     reservation: Option<ChunkReservation>,
 }
 
-/// Bytes that a chunk uses of the budget of its stream.
+/// Number of bytes with which a chunk counts against the budget of its stream.
 #[derive(Debug)]
 struct ChunkReservation {
     flow: Arc<StreamFlow>,
@@ -376,8 +382,8 @@ impl Drop for ChunkReservation {
 }
 
 // === Read limits ===
-// hyper reads one chunk ahead of the chunk that it returns, and larger chunks as the response continues. If a client
-// does not read many of its streams, these chunks use most of the memory.
+// hyper always reads one chunk more than its caller has taken, and the chunks become larger as a response continues. If
+// a client opens many streams and does not read them, these chunks use most of the memory.
 
 /// Maximum number of bytes per read of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -385,13 +391,13 @@ impl Drop for ChunkReservation {
 pub enum ReadLimit {
     /// Do not read from the connection.
     Paused = 0,
-    /// One page. hyper allocates a buffer of 8 KiB for each read, and the kernel provides memory only for pages that
-    /// are written.
+    /// One memory page (4 KiB). hyper allocates a buffer of 8 KiB for each read, but the kernel provides memory only
+    /// for the pages that are written.
     Page = 4 << 10,
     /// One byte less than hyper's first buffer of 8 KiB. If a read filled this buffer, hyper would allocate a larger
     /// one for the next read.
     Small = (8 << 10) - 1,
-    /// Read at most as much as hyper's whole buffer holds.
+    /// No limit except the size of hyper's buffer.
     Any = u64::MAX,
 }
 
@@ -418,7 +424,7 @@ impl ReadBound {
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
-        // Store the limit only if it changes, because this is rare.
+        // Write the limit only if it changes, which is rare.
         let before = most.load(Ordering::Relaxed);
         if reads != before {
             most.store(reads, Ordering::Release);
@@ -483,8 +489,8 @@ mod min_rate_tests {
 
     use super::*;
 
-    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms, or `None` if this takes
-    /// more than an hour.
+    /// Simulate a client that sends `bytes` bytes every `every` ms. Return the seconds until it times out, or `None` if
+    /// this takes more than an hour.
     async fn seconds_until_timeout(demand: UploadLimits, bytes: usize, every: u64) -> Option<u64> {
         let (mut pace, begun) = (MinRateTimer::new(demand), Instant::now());
         while begun.elapsed() < Duration::from_secs(3600) {
@@ -531,14 +537,14 @@ mod min_rate_tests {
             });
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
-            assert!(paused.await.is_err(), "earned by what it has sent");
+            assert!(paused.await.is_err(), "the bytes sent earlier have earned enough credit for the pause");
             pace.received(1);
             // During the next 600 s, the gateway does not wait for the client, so the time does not count.
             advance(Duration::from_secs(600)).await;
             sleep(Duration::ZERO).await;
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
-            assert!(paused.await.is_err(), "the time of others");
+            assert!(paused.await.is_err(), "time in which the gateway does not wait for the client costs no credit");
             // Credit that was used and not earned again is lost.
             pace.received(240);
             let begun = Instant::now();
@@ -563,12 +569,13 @@ mod timer_tests {
             let mut timer = LazyTimer::default();
             let start = Instant::now();
             let after = |ms| start + Duration::from_millis(ms);
-            // The wait ends at once, and the timer stays set for an hour.
+            // Poll the timer once. It then stays set for an hour.
             let is_pending = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
-            assert!(is_pending, "an hour has not passed");
+            assert!(is_pending, "the timer must not fire before its deadline");
             let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));
             short.await.expect("an earlier deadline resets the timer");
-            // The wait ends at once again. When the timer fires, the task waits for a later deadline.
+            // Poll the timer once with a near deadline, and then wait for a later one. The timer fires at the near
+            // deadline, and must then be reset to the later one.
             let soon = Instant::now() + Duration::from_millis(5);
             poll_fn(|cx| Poll::Ready(_ = timer.poll(soon, cx))).await;
             let later = Instant::now() + Duration::from_millis(40);
@@ -592,14 +599,15 @@ mod network_tests {
         assert!(networks.lock().is_empty(), "a body without bytes has no entry");
         assert!(first.try_grow(60) && second.try_grow(40));
         assert!(!second.try_grow(1) && !body(one).try_grow(1), "the share is used up");
-        assert!(third.try_grow(100) && !third.try_grow(1), "another network has its own");
+        assert!(third.try_grow(100) && !third.try_grow(1), "another network has its own share");
         drop(first);
         assert!(second.try_grow(60) && !second.try_grow(1), "released bytes can be used again");
-        // Bytes that the budget of all connections rejects are released with the body.
+        // If the budget of all connections rejects bytes, the share of the network has already counted them. They are
+        // released when the body is dropped.
         let mut large = budget.try_reserve(0).unwrap().within(Some(networks.share(IpAddr::from([192, 0, 2, 3]), 2000)));
         assert!(!large.try_grow(900) && large.try_grow(800));
         drop((second, third, large));
         assert!(networks.lock().is_empty());
-        assert!(budget.try_reserve(1000).is_some(), "no bytes are left");
+        assert!(budget.try_reserve(1000).is_some(), "all bytes of the budget are released");
     }
 }

@@ -14,12 +14,12 @@ use http::{HeaderMap, Method};
 /// Prefix of the response headers that the CORS protocol defines.
 const CORS_PREFIX: &str = "access-control-";
 
-/// `Vary` of a response to a preflight: the requested method selects the route, and values may be copied from the
-/// request.
+/// `Vary` of a preflight response. The requested method selects the route, and the gateway may copy the requested
+/// method and headers into the response.
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
-/// `Vary` of a response to a preflight, if the policy lists origins, so that the response depends on the origin.
+/// `Vary` of a preflight response if the policy lists origins. The response then also depends on the origin.
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 
@@ -32,7 +32,7 @@ pub struct CorsPolicy {
     pub methods: AllowedNames,
     /// Value of `Access-Control-Allow-Headers`.
     pub headers: AllowedNames,
-    /// Whether requests may contain cookies, client certificates and the browser's `Authorization`.
+    /// Whether browsers may send credentials: cookies, client certificates and their own `Authorization` header.
     pub credentials: bool,
     /// Value of `Access-Control-Max-Age` in seconds.
     pub max_age: Option<HeaderValue>,
@@ -59,13 +59,13 @@ pub enum AllowedOrigins {
 pub enum AllowedNames {
     /// The methods or headers that the preflight names.
     Requested,
-    /// The methods or headers in this list. With `None`, the gateway sends no header, so browsers send only requests
+    /// The methods or headers in this list. With `None`, the gateway omits the header, so browsers send only requests
     /// that need no preflight.
     Listed(Option<HeaderValue>),
 }
 
 impl AllowedOrigins {
-    /// Create the set from patterns.
+    /// Create the allowed origins from the patterns in the configuration.
     pub fn new(patterns: impl IntoIterator<Item = OriginPattern>) -> Self {
         let (mut exact, mut wildcards) = (HashSet::new(), Vec::new());
         for pattern in patterns {
@@ -89,11 +89,12 @@ impl AllowedOrigins {
     }
 }
 
-/// The policy applied to one request.
+/// The result of applying a policy to one request.
 #[derive(Debug)]
 pub struct CorsDecision<'p> {
     policy: &'p CorsPolicy,
-    /// Value of `Access-Control-Allow-Origin`. `None` if the request has no origin, or an origin that is not allowed.
+    /// Value of `Access-Control-Allow-Origin`. `None` if the policy lists origins, and the request has no origin or an
+    /// origin that is not allowed.
     allow_origin: Option<HeaderValue>,
     is_preflight: bool,
 }
@@ -118,7 +119,7 @@ impl CorsDecision<'_> {
         self.allow_origin.is_some()
     }
 
-    /// Set the headers of a response. The caller must have removed the CORS headers of the upstream
+    /// Set the CORS headers of a response. The caller must have removed the CORS headers of the upstream
     /// ([`remove_headers`]).
     pub fn apply(&self, response: &mut HeaderMap) {
         if let Some(origin) = &self.allow_origin {
@@ -138,8 +139,8 @@ impl CorsDecision<'_> {
         }
     }
 
-    /// Return the headers of a response to a preflight with the headers `request`, in addition to those of every
-    /// response.
+    /// Return the CORS headers that only preflight responses have. `request` contains the headers of the preflight.
+    /// [`Self::apply`] sets the other CORS headers.
     pub fn preflight_headers(&self, request: &HeaderMap) -> HeaderMap {
         let mut headers = HeaderMap::new();
         if !self.is_allowed() {
@@ -159,7 +160,8 @@ impl CorsDecision<'_> {
 impl AllowedNames {
     fn value<'a>(&'a self, request: &'a HeaderMap, requested: &HeaderName) -> Option<&'a HeaderValue> {
         match self {
-            // `*` has no meaning for requests with credentials, and does not include `Authorization`.
+            // Copy the requested names instead of sending `*`. For requests with credentials, browsers treat `*` as a
+            // name, and `*` never includes `Authorization`.
             AllowedNames::Requested => single(request, requested),
             AllowedNames::Listed(value) => value.as_ref(),
         }
@@ -207,7 +209,7 @@ fn add_vary_origin(response: &mut HeaderMap) {
 
 // === Origins in the configuration ===
 
-/// An origin in the form of the configuration.
+/// An origin, or a pattern for origins, in the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OriginPattern {
     /// `*`, which stands for all origins.
@@ -228,7 +230,7 @@ pub struct WildcardOrigin {
 }
 
 impl WildcardOrigin {
-    /// Return whether an origin has the scheme and port, and a host with one or more labels before the suffix.
+    /// Return whether an origin has the scheme and port of this pattern, and its host is a subdomain at any depth.
     fn matches(&self, origin: &[u8]) -> bool {
         let rest = origin.strip_prefix(self.prefix.as_bytes());
         let labels = rest.and_then(|rest| rest.strip_suffix(self.suffix.as_bytes()));
@@ -245,7 +247,7 @@ pub enum OriginError {
     /// The text does not start with a scheme such as `https://`.
     #[error("begin the origin with its scheme")]
     MissingScheme,
-    /// The text has a path, query or fragment in addition to this origin.
+    /// The text has a path, query or fragment. The variant contains the origin without this part.
     #[error("an origin has no path: browsers send the scheme, the host and the port")]
     HasPath(String),
     /// The host or the port is invalid, or there is a user name.
@@ -297,7 +299,7 @@ impl std::str::FromStr for OriginPattern {
         if name.contains('*') {
             return Err(OriginError::MisplacedWildcard);
         }
-        // A fully qualified name with a final dot is another origin.
+        // Allow a final dot, because `example.com.` is a valid host. It is a different origin than `example.com`.
         if !name.strip_suffix('.').unwrap_or(name).split('.').all(|label| is_label(label.as_bytes())) {
             return Err(OriginError::Malformed);
         }
@@ -486,7 +488,7 @@ mod tests {
         assert_eq!(listed.decide(&request, true).preflight_headers(&request), map(&expected));
         let other = map(&[("origin", "https://b.test"), ("access-control-request-method", "PUT")]);
         assert_eq!(listed.decide(&other, true).preflight_headers(&other), HeaderMap::new());
-        // The response to a preflight exposes no headers, because scripts cannot read it.
+        // A preflight response has no `Access-Control-Expose-Headers`, because scripts cannot read it.
         let mut response = HeaderMap::new();
         listed.decide(&request, true).apply(&mut response);
         let vary = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers";

@@ -1,5 +1,5 @@
-//! State of a downstream connection: its activity, for header and idle timeouts, and the flow of each stream, for write
-//! timeouts.
+//! State of a client connection. Its activity determines header and idle timeouts. The flow of each stream determines
+//! write timeouts.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -21,20 +21,21 @@ use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
-/// Number of references to the activity that a connection itself holds: one in the connection and one in its monitored
-/// stream. Each request in flight holds one more reference.
+/// Number of references to [`ConnectionActivity`] that a connection holds without requests: one in `HttpConnection` and
+/// one in its `MonitoredStream`. Each request in flight holds at least one more.
 const CONNECTION_REFS: usize = 2;
 
-/// Whether requests are in flight on a connection, and since when it has been idle. The reference count is the number
-/// of requests in flight, because each request holds a reference.
+/// Whether requests are in flight on a connection, and since when it has been idle. Each request in flight holds a
+/// reference, so the reference count shows whether requests are in flight.
 #[derive(Debug)]
 pub struct ConnectionActivity {
     opened_at: Instant,
     /// End of the last response in ms after `opened_at`, or 0 before the first response.
     last_response_end_ms: AtomicU64,
-    /// Twice the number of request headers that have begun, minus one while the last headers are incomplete.
+    /// Incremented when incomplete request headers arrive, and again when they are complete. The value is odd while
+    /// request headers are incomplete.
     headers_counter: AtomicU64,
-    /// Whether responses announce that the connection will be closed.
+    /// Whether responses announce with `Connection: close` that the connection will be closed.
     announces_close: AtomicBool,
     /// Whether a request is in flight, or a part of its response is not written yet.
     has_unwritten_response: AtomicBool,
@@ -50,7 +51,7 @@ pub struct InFlightRequest {
 }
 
 impl ConnectionActivity {
-    /// Create the activity of a connection that opens now.
+    /// Create the activity of a new connection.
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter, announces_close, has_unwritten_response, tunnel) =
             Default::default();
@@ -71,8 +72,8 @@ impl ConnectionActivity {
         InFlightRequest { activity: self.clone(), flow }
     }
 
-    /// Record bytes from the client. `is_partial` is true if they include a part of incomplete request headers. Bytes
-    /// received while a request is in flight belong to that request.
+    /// Record that bytes have arrived from the client. `is_partial` is true if they end within request headers. Bytes
+    /// that arrive while a request is in flight are considered a part of that request.
     pub fn record_headers(&self, is_partial: bool) {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         if is_partial != (counter & 1 == 1) {
@@ -80,13 +81,13 @@ impl ConnectionActivity {
         }
     }
 
-    /// Return the counter of incomplete request headers on a kept-alive connection without a request in flight, or
-    /// `None` if there are none.
+    /// Return the headers counter if request headers are incomplete on a kept-alive connection without a request in
+    /// flight. Otherwise return `None`.
     pub fn partial_headers(self: &Arc<Self>) -> Option<u64> {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         let is_kept_alive = || self.last_response_end_ms.load(Ordering::Relaxed) > 0;
-        // No request is in flight if only the two references of the connection exist, because each request holds one
-        // more.
+        // If only the two references of the connection exist, no request is in flight, because each request holds
+        // another one.
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
@@ -102,7 +103,8 @@ impl ConnectionActivity {
         self.has_unwritten_response.load(Ordering::Relaxed)
     }
 
-    /// Set whether responses announce from now on that the connection will be closed (RFC 9112 §9.6).
+    /// Set whether later responses announce with `Connection: close` that the connection will be closed (RFC 9112
+    /// §9.6).
     pub fn announce_close(&self, announce: bool) {
         self.announces_close.store(announce, Ordering::Relaxed);
     }
@@ -112,7 +114,9 @@ impl ConnectionActivity {
         self.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Return the time until the header timeout or idle timeout of the connection, or `None` if it has expired.
+    /// Return the remaining time of the connection: of the header timeout before the first response, of the idle
+    /// timeout after it. Return `None` if the timeout has expired. While a request is in flight, return the whole
+    /// `idle_timeout`.
     pub fn time_left(self: &Arc<Self>, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
@@ -129,7 +133,7 @@ impl ConnectionActivity {
 }
 
 impl InFlightRequest {
-    /// Return another handle for a part of the same request.
+    /// Return another handle of the same request. The request stays in flight until all its handles are dropped.
     pub(super) fn share(&self) -> Self {
         InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
     }
@@ -171,39 +175,39 @@ impl Drop for InFlightRequest {
 
 // === Flow: whether a client reads the response that is pending for it ===
 
-/// Number of bytes at the start of a response that are read with small reads.
+/// Number of bytes at the start of a response for which [`ReadLimit::Small`] applies.
 const READ_SMALL: u64 = 64 << 10;
 
-/// The epoch to which the stored times are relative.
+/// The epoch of `StreamFlow::deadline_us`.
 static EPOCH: LazyLock<time::Instant> = LazyLock::new(time::Instant::now);
 
 /// The state of a stream: an HTTP/2 stream, or an HTTP/1.x connection, which has one request at a time.
 #[derive(Debug)]
 pub struct StreamFlow {
-    /// Buffer budget, shared with other streams.
+    /// Buffer budget. The streams of an HTTP/2 connection share one budget, and all HTTP/1.x connections share one.
     budget: Arc<BufferBudget>,
-    /// Budget of request bodies that the gateway has to read, shared with the other streams of the connection.
+    /// Budget of inspected request bodies, which the gateway has to read. The other streams of the connection share it.
     inspected: Arc<BufferBudget>,
-    /// Whether the connection has several streams, each of which buffers chunks of its response.
+    /// Whether this is an HTTP/2 stream. Each stream of an HTTP/2 connection buffers chunks of its response.
     is_multiplexed: bool,
     /// Buffered bytes of the response.
     buffered: AtomicUsize,
     /// Waker of the task that waits until buffered bytes are written.
     written_waker: AtomicWaker,
-    /// Twice the number of chunks that were passed to hyper, plus one while the last chunk prevents hyper from taking
-    /// the next one.
+    /// Twice the number of chunks that were passed to hyper, plus one while hyper still holds data for the client and
+    /// does not poll for the next chunk.
     chunk_counter: AtomicU64,
-    /// Whether a request was not read to its end.
+    /// Whether the gateway has stopped reading a request before its end.
     request_abandoned: AtomicBool,
     /// Whether only the end of the connection delimits the response.
     is_close_delimited: AtomicBool,
-    /// The number of request bodies of unknown length that have started, and the number of those that were read to
-    /// their end or abandoned.
+    /// Number of request bodies of unknown length that have started.
     bodies_started: AtomicU32,
+    /// Number of these bodies that were read to their end or abandoned.
     bodies_ended: AtomicU32,
     /// Wakes the next request when a body has ended.
     body_ended: Notify,
-    /// Time at which the response must end, in µs after the epoch, or 0 if there is no deadline.
+    /// Time at which the response must end, in µs after `EPOCH`, or 0 if there is no deadline.
     deadline_us: AtomicU64,
 }
 
@@ -236,7 +240,7 @@ impl StreamFlow {
         })
     }
 
-    /// Return the read limit of a response of which `sent` bytes have been sent.
+    /// Return the read limit of the upstream connection after `sent` bytes of the response were sent.
     pub fn reads(&self, sent: u64) -> ReadLimit {
         match sent {
             _ if !self.is_multiplexed => ReadLimit::Any,
@@ -261,13 +265,13 @@ impl StreamFlow {
         self.budget.try_reserve(bytes)
     }
 
-    /// Start a reservation for a body that the gateway has to read.
+    /// Create an empty reservation for a body that the gateway has to read.
     pub(super) fn reserve_inspected(&self) -> Option<BufferReservation> {
         self.inspected.try_reserve(0)
     }
 
-    /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each
-    /// stream can therefore make progress, however much memory other streams use.
+    /// Return `Poll::Ready` when the next chunk may be buffered: all buffered chunks of this stream are written, or the
+    /// budget has capacity. Each stream can therefore make progress even if other streams have used up the budget.
     pub(super) fn poll_capacity(&self, cx: &Context<'_>) -> Poll<()> {
         let has_capacity = || self.buffered.load(Ordering::Acquire) == 0 || self.budget.has_capacity();
         if has_capacity() {
@@ -308,7 +312,8 @@ impl StreamFlow {
         self.is_close_delimited.store(true, Ordering::Relaxed);
     }
 
-    /// Return whether an aborted response would look complete to the client.
+    /// Return whether an aborted response would look complete to the client, because only the end of the connection
+    /// delimits it.
     pub fn is_close_delimited(&self) -> bool {
         self.is_close_delimited.load(Ordering::Relaxed)
     }
@@ -335,15 +340,16 @@ impl StreamFlow {
         self.body_ended.notify_one();
     }
 
-    /// Return the number of bodies that have started if the bytes received now may not be a request; see
-    /// [`StreamFlow::wait_for_bodies`].
+    /// Return the number of started bodies if an earlier body has not ended yet or was abandoned. The next bytes may
+    /// then be a part of that body instead of a request; see [`StreamFlow::wait_for_bodies`].
     pub fn unfinished_bodies(&self) -> Option<u32> {
         let bodies = self.bodies_started.load(Ordering::Relaxed);
         (self.is_request_abandoned() || self.bodies_ended.load(Ordering::Relaxed) != bodies).then_some(bodies)
     }
 
-    /// Wait until `bodies` bodies have ended, and return whether a request follows them. hyper may read the end of a
-    /// body and the next headers before the task that forwards the body has processed its trailers.
+    /// Wait until `bodies` bodies have ended. Return false if a request was abandoned, because the following bytes may
+    /// then not be a request. The wait is necessary because hyper may read the end of a body and the next headers
+    /// before the task that forwards the body has processed its trailers.
     pub async fn wait_for_bodies(&self, bodies: u32) -> bool {
         while self.bodies_ended.load(Ordering::Acquire) != bodies {
             self.body_ended.notified().await;
@@ -356,21 +362,21 @@ impl StreamFlow {
         self.request_abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Return whether the client may still be sending a request that is not read.
+    /// Return whether the client may still be sending a request that the gateway does not read.
     pub fn is_request_abandoned(&self) -> bool {
         self.request_abandoned.load(Ordering::Relaxed)
     }
 }
 
-/// Polls the future that serves a flow, until the client has not read pending data for `timeout`, or the deadline has
-/// passed.
+/// Polls the future that serves a flow. It stops if the client has not read pending data for `timeout`, or if data is
+/// pending when the deadline of the flow has passed.
 #[derive(Debug)]
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
     timeout: Duration,
     /// Value of the chunk counter when the deadline was set.
     seen_counter: u64,
-    /// Time at which the client has not read the pending data for too long.
+    /// Time at which the pending data will have been unread for `timeout`.
     deadline: time::Instant,
     timer: LazyTimer,
 }
@@ -393,8 +399,8 @@ impl WriteWatchdog {
         }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
-            // Clear the deadline if the client reads the response, because the body itself then aborts the response at
-            // the deadline.
+            // No data is pending, so the client reads the response. The body itself aborts the response at its
+            // deadline.
             return Poll::Pending;
         }
         if self.flow.is_past_deadline() {

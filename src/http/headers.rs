@@ -10,7 +10,8 @@ use http::header::{
 };
 use http::{HeaderMap, Method, Request, Version};
 
-/// Headers that concern only one connection (RFC 9110 §7.6.1), and two headers that old clients send.
+/// Headers that concern only one connection (RFC 9110 §7.6.1), including `Keep-Alive` and `Proxy-Connection`, which old
+/// clients send.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -80,14 +81,15 @@ impl ProtectedHeaders {
         self.names[..self.proxy_only_count].contains(name)
     }
 
-    /// Return whether a folded name is that of a header that only trusted proxies may set.
+    /// Return whether a folded name (see [`fold_name`]) is equal to that of a header that only trusted proxies may set.
     fn has_proxy_only_alias(&self, folded: &str) -> bool {
         self.aliases.folded[..self.proxy_only_count].iter().any(|name| **name == *folded)
     }
 }
 
-/// Names that servers treat as equal to certain headers because they convert names to variables (CGI, RFC 3875
-/// §4.1.18): `X_User_Id`, `X.User.Id` and `X!User!Id` all become `HTTP_X_USER_ID`.
+/// Aliases of certain headers. Some servers do not distinguish them from these headers, because they convert names to
+/// variables (CGI, RFC 3875 §4.1.18): `X-User-Id`, `X_User_Id`, `X.User.Id` and `X!User!Id` all become
+/// `HTTP_X_USER_ID`.
 #[derive(Debug, Default)]
 pub struct HeaderAliases {
     folded: Vec<Box<str>>,
@@ -112,12 +114,13 @@ impl HeaderAliases {
         self.folded.is_empty()
     }
 
-    /// Return whether servers treat a header as equal to one of these names.
+    /// Return whether a header is an alias of one of these names.
     pub fn contains(&self, name: &HeaderName) -> bool {
         let name = name.as_str();
         match has_special_characters(name) {
             true => self.has_folded(&fold_name(name)),
-            // Most names have only letters, digits and hyphens, so there is no alias to compare.
+            // A name with only letters, digits and hyphens can be an alias only of a name with other characters. Most
+            // configurations have no such name.
             false => self.has_special && self.has_folded(name),
         }
     }
@@ -127,22 +130,21 @@ impl HeaderAliases {
     }
 }
 
-/// Return whether a name has characters other than letters, digits and hyphens, which servers replace.
+/// Return whether a name has characters other than letters, digits and hyphens. Some servers replace these characters.
 fn has_special_characters(name: &str) -> bool {
     name.bytes().any(|byte| !byte.is_ascii_alphanumeric() && byte != b'-')
 }
 
-/// Replace all characters of a name other than letters and digits with hyphens. lighttpd replaces this set of
-/// characters.
+/// Replace all characters of a name other than letters and digits with hyphens. lighttpd replaces the same characters.
 pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
 /// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).
 ///
-/// `Connection` cannot remove the headers in `protected` and the gateway's own headers. Some proxies forward
-/// `Connection`, although they should not. If `Connection` could remove `X-Forwarded-For`, for example, the upstream
-/// would take the gateway for the client.
+/// `Connection` cannot remove the headers in `protected` or the gateway's own headers. Some proxies forward the
+/// `Connection` header of a client, although they must not. If it could remove `X-Forwarded-For`, for example, the
+/// upstream would mistake the address of the gateway for that of the client.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     // Iterate once over the headers of the request: this costs less than a lookup of each hop-by-hop header, because
     // requests have few headers.
@@ -174,7 +176,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             headers.remove(name);
         }
     }
-    // Remove `Content-Length` if both framings are present, because `chunked` takes precedence (RFC 9112 §6.3).
+    // Remove `Content-Length` if `Transfer-Encoding` is present, which takes precedence (RFC 9112 §6.3).
     if transfer_encoding {
         headers.remove(CONTENT_LENGTH);
     }
@@ -205,8 +207,9 @@ fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     }
 }
 
-/// Set the framing of the body once: its length if it is known, else `chunked` (RFC 9112 §6.3). HTTP/2 permits several
-/// equal lengths, and hyper sends no body with a GET that has no framing header.
+/// Set at most one framing header: `Content-Length` if the length of the body is known, else `Transfer-Encoding:
+/// chunked` (RFC 9112 §6.3). The received headers are not sufficient: HTTP/2 permits several equal `Content-Length`
+/// headers, and hyper sends no body with a GET that has no framing header.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
@@ -216,9 +219,8 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
-/// Bring the headers of a received request into the form in which the upstream gets them, before routing and limits
-/// read them. Routing, limits and the upstream therefore use the same headers. See [`strip_untrusted`] and
-/// [`join_cookies`].
+/// Normalize the headers of a received request before routing and limits read them. Routing, limits and the upstream
+/// therefore use the same headers. See [`strip_untrusted`] and [`join_cookies`].
 pub fn normalize_received(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
     strip_untrusted(headers, protected, trusted);
     join_cookies(headers);
@@ -237,7 +239,8 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
             false if protected.aliases.has_special => Cow::Borrowed(name.as_str()),
             false => return false,
         };
-        // An alias of a header that identifies the client is removed even if the gateway reads it.
+        // Remove an alias of a header that identifies the client, even if the alias itself is a header that the gateway
+        // reads.
         let is_identity =
             protected.has_proxy_only_alias(&folded) || (*folded != *name.as_str() && is_gateway_header(&folded));
         is_identity || protected.aliases.has_folded(&folded) && !protected.names.contains(name)
@@ -248,7 +251,7 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
-/// Remove the names that servers treat as equal to `name`, which has only letters, digits and hyphens. Also remove
+/// Remove the aliases of `name` (see [`HeaderAliases`]), which must have only letters, digits and hyphens. Also remove
 /// `name` itself, unless the peer is `trusted`.
 pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
     let is_alias =
@@ -268,7 +271,7 @@ fn is_forwarding_header(name: &str) -> bool {
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
-        // The client certificate in the form in which a proxy forwards it (RFC 9440 §2).
+        // Headers in which a proxy forwards the certificate of a client (RFC 9440 §2).
         b'c' => matches!(name, "client-cert" | "client-cert-chain"),
         _ => false,
     }
@@ -278,8 +281,8 @@ fn is_gateway_header(name: &str) -> bool {
     is_forwarding_header(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
 }
 
-/// Set the forwarding headers and `Via`, and extend the values of trusted proxies. For other peers, see
-/// [`strip_untrusted`].
+/// Set the forwarding headers and `Via`. Values from trusted proxies are kept or extended. The values from other peers
+/// were removed by [`strip_untrusted`].
 pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: Option<&HeaderValue>, version: Version) {
     if headers.contains_key(FORWARDED) {
         let mut element = b"for=".to_vec();
@@ -323,27 +326,27 @@ pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static
     }
 }
 
-/// Append an element to a list header, whose lines are joined into one.
+/// Append an element to a list header. If the header occurs more than once, its values are joined into one.
 fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValue) {
     match headers.entry(name) {
         Entry::Vacant(entry) => drop(entry.insert(element)),
         Entry::Occupied(mut entry) => {
             let lines = entry.iter().chain([&element]).map(HeaderValue::as_bytes);
             let joined = HeaderValue::from_bytes(&lines.collect::<Vec<_>>().join(&b", "[..]));
-            // The parts are valid header values. If the joined value is invalid nevertheless, send only the new
-            // element.
+            // The conversion cannot fail, because the parts are valid header values. The new element alone is only a
+            // fallback.
             entry.insert(joined.unwrap_or(element));
         }
     }
 }
 
-/// Join the lines of `Cookie` into one. HTTP/2 permits several lines, but HTTP/1.1 does not (RFC 9113 §8.2.3). Servers
-/// join several lines with semicolons, with commas or not at all. The lines of HTTP/1.1 clients are therefore joined as
-/// well.
+/// Join several `Cookie` headers into one. HTTP/2 permits several `Cookie` headers, but HTTP/1.1 does not (RFC 9113
+/// §8.2.3). Servers join them with semicolons, with commas or not at all. The gateway therefore also joins the `Cookie`
+/// headers of HTTP/1.1 clients.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.len() == headers.keys_len() {
-        // If no header has several lines, there is at most one `Cookie` line.
+        // No header occurs more than once, so there is at most one `Cookie` header.
         return;
     }
     if headers.get_all(&name).iter().nth(1).is_some() {
@@ -355,22 +358,22 @@ pub fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// Return the number of header lines that a request would have in HTTP/1.1: the `Cookie` lines of HTTP/2 count as one
-/// (RFC 9113 §8.2.3).
+/// Return the number of headers that a request would have in HTTP/1.1. The `Cookie` headers of HTTP/2 count as one (RFC
+/// 9113 §8.2.3).
 pub fn http1_header_count(headers: &HeaderMap) -> usize {
     let cookies = headers.get_all(http::header::COOKIE).iter().count();
     headers.len() - cookies.saturating_sub(1)
 }
 
 /// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids such whitespace (RFC 9113 §8.2.1), and
-/// HTTP/1.1 removes it: the next server would see a different value than routing and limits have used.
+/// HTTP/1.1 removes it. The next server would then see another value than routing and limits.
 pub fn has_padding(headers: &HeaderMap) -> bool {
     let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
     headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))
 }
 
-/// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. All other requests get ordinary
-/// responses, which caches may store depending on their status.
+/// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. Only such requests get gRPC
+/// errors, which have the HTTP status 200. All other requests get HTTP errors.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
     *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
 }
@@ -399,7 +402,8 @@ pub enum Direction {
     Response,
 }
 
-/// Headers to remove, and headers to set to a single value that replaces existing values.
+/// Header changes of a route: headers to remove, and headers to set. A set value replaces all existing values of the
+/// header.
 #[derive(Debug, Default)]
 pub struct HeaderMutations {
     /// Headers to set, with their values.
@@ -408,7 +412,7 @@ pub struct HeaderMutations {
     pub templates: Vec<(HeaderName, ValueTemplate)>,
     /// Names of the headers to remove.
     pub remove: Vec<HeaderName>,
-    /// Aliases of the headers to set and to remove, which are also removed from requests.
+    /// Aliases of the headers to set and to remove. They are also removed. Empty for the changes of responses.
     pub aliases: HeaderAliases,
     /// Whether the changes apply to responses with which the gateway rejects a request.
     pub on_errors: bool,
@@ -459,14 +463,16 @@ impl HeaderMutations {
         for (index, (name, _)) in self.templates.iter().enumerate() {
             match values.get(index) {
                 Some(value) => drop(headers.insert(name.clone(), value.clone())),
-                // If a value has no content, the received header must not reach the upstream.
+                // If the value has no content for this request, remove the header, so that the received value does not
+                // reach the upstream.
                 None => drop(headers.remove(name)),
             }
         }
     }
 
-    /// Set the headers on a response with which the gateway rejects a request. The headers of the rejection itself do
-    /// not change: a rule must not make it cacheable, or hide when to retry.
+    /// Set the headers on a response with which the gateway rejects a request. Headers that the response already has,
+    /// such as `Cache-Control` and `Retry-After`, do not change: a rule must not make the rejection cacheable or hide
+    /// when to retry.
     pub fn apply_to_rejection(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         if !self.on_errors {
             return;
@@ -483,7 +489,8 @@ impl HeaderMutations {
 
 /// Return why only the gateway may change a header, or `None` if rules may change it.
 pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'static str> {
-    // On servers that convert header names to variables, an alias is the same as the header itself.
+    // Treat an alias like the header itself, because servers that convert header names to variables do not distinguish
+    // them.
     let folded = fold_name(name.as_str());
     let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
     if is_one_of(&HOP_BY_HOP) {
@@ -544,7 +551,8 @@ impl Variable {
         ("scheme", Variable::Scheme),
     ];
 
-    /// Return whether `%` in the value of the variable is data. In a path, `%` starts an encoded byte (RFC 3986 §2.1).
+    /// Return whether `%` in the content of the variable must be percent-encoded. In a path, `%` already starts an
+    /// encoded byte (RFC 3986 §2.1).
     fn escapes_percent(self) -> bool {
         self != Variable::Path
     }
@@ -641,8 +649,8 @@ impl ValueTemplate {
         })
     }
 
-    /// Return a template with `placeholder` instead of each literal part. The output shows the value without the parts
-    /// of the configuration that may be secret.
+    /// Return a copy of the template with `placeholder` instead of each literal part. Literal parts may be secret, so
+    /// only the copy may be shown to users.
     pub fn with_literals_replaced(&self, placeholder: &str) -> Self {
         let replaced = |part: &Part| match part {
             Part::Literal(_) => Part::Literal(placeholder.to_owned()),
@@ -654,9 +662,9 @@ impl ValueTemplate {
     /// Return the value for a request, or `None` if a variable has no content. `content` returns the content of a
     /// variable.
     ///
-    /// Some bytes are not valid in a header value, or servers interpret them differently: control characters, spaces at
-    /// either end, and bytes beyond ASCII. Such bytes in the content are percent-encoded. `%` is percent-encoded as
-    /// well, except in paths, which are already percent-encoded.
+    /// Percent-encode the bytes of the content that are invalid in header values, or that servers interpret
+    /// differently: control characters, spaces at the start or end, and bytes that are not ASCII. Also percent-encode
+    /// `%`, except in paths, which are already percent-encoded.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> Option<HeaderValue> {
         let mut value = Vec::new();
         for part in &self.0 {
@@ -668,7 +676,8 @@ impl ValueTemplate {
                 }
             }
         }
-        // The conversion cannot fail, because the literal parts were checked when they were compiled.
+        // The conversion cannot fail, because the configuration was checked for valid literal parts, and the content is
+        // percent-encoded.
         HeaderValue::from_bytes(&value).ok()
     }
 }
@@ -746,7 +755,7 @@ mod tests {
             let lines: Vec<_> = sent.iter().map(|length| ("content-length", *length)).collect();
             let mut headers = map(&lines);
             set_framing(&mut headers, length);
-            assert_eq!(headers, map(expected), "{sent:?} of a body of {length:?}");
+            assert_eq!(headers, map(expected), "received Content-Length {sent:?}, body of length {length:?}");
         }
     }
 

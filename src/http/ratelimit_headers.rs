@@ -29,27 +29,29 @@ const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 /// Maximum value of an Integer in a structured field (RFC 9651 §3.3.1).
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
-/// The status of one limit in the form in which it is sent to the client.
+/// The status of one limit as the headers report it to the client.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitStatus<'a> {
     /// Name of the limit. The name contains only characters that need no escaping in a structured-field string.
     pub name: &'a str,
     /// Quota in tokens per window.
     pub quota: u64,
-    /// Quota unit, which names what the quota counts, such as `requests`. Lowercase letters, digits and `-`.
+    /// Quota unit: the name of what the quota counts, such as `requests`. It has only lowercase letters, digits and
+    /// `-`.
     pub unit: &'a str,
     /// How the quota becomes available again.
     pub period: QuotaPeriod,
-    /// Whole tokens that remain available to the client.
+    /// Number of whole tokens that remain available to the client.
     pub remaining: u64,
-    /// Time in µs until the whole quota is available again, or until the denied request would be admitted.
+    /// Time in µs until the whole quota is available again. For a violated limit, time in µs until the denied request
+    /// would be admitted.
     pub reset_us: u64,
 }
 
 /// How a quota becomes available again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaPeriod {
-    /// The quota becomes available again with time.
+    /// The quota becomes available again as time passes.
     Window {
         /// Length of the window in whole seconds, rounded up, or `None` for calendar windows.
         seconds: Option<u64>,
@@ -69,7 +71,8 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }
 }
 
-/// Return the value of `RateLimit-Policy` for these limits, which is sent with every response to which they applied.
+/// Return the value of `RateLimit-Policy` for these limits. The gateway sends this header with each response to a
+/// request that was checked against them.
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
@@ -81,7 +84,9 @@ pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Op
     })
 }
 
-/// The header styles in which the gateway sends the status of limits to clients.
+/// Styles of the response headers that report the status of limits. If a style reports a single limit, it is the
+/// effective limit: the violated limit with the longest wait, otherwise the limit with the smallest remaining share of
+/// its quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeaderStyle {
     /// draft-ietf-httpapi-ratelimit-headers-11: all limits, as structured fields.
@@ -114,12 +119,12 @@ impl HeaderStyle {
         }
     }
 
-    /// Return whether the style has headers for each quota unit, and `retry-after-ms`.
+    /// Return whether the style has separate headers for each quota unit, and the header `retry-after-ms`.
     fn is_by_unit(self) -> bool {
         matches!(self, HeaderStyle::OpenAi | HeaderStyle::Anthropic)
     }
 
-    /// Return the name of the header with a number of the limit in this quota unit. `part` is one of [`UNIT_HEADERS`].
+    /// Return the name of a header for the limits with this quota unit. `part` is one of [`UNIT_HEADERS`].
     fn unit_header_name(self, part: &str, unit: &str) -> String {
         match self {
             HeaderStyle::Anthropic => format!("anthropic-ratelimit-{unit}-{part}"),
@@ -128,9 +133,10 @@ impl HeaderStyle {
     }
 }
 
-/// Append the RateLimit headers about the announced limits of a decision. For a denial, the headers describe the
-/// violated limits with their waits. `Retry-After` is set if the same request can be admitted later. `policy` is the
-/// value of `RateLimit-Policy` if it is known. With `None`, it is derived from the decision.
+/// Append the RateLimit headers for the announced limits of a decision. For a denial, the headers describe only the
+/// violated limits, with the time until the request would be admitted. `Retry-After` is set if the same request can be
+/// admitted later. `policy` is the value of `RateLimit-Policy` if it is known. With `None`, it is derived from the
+/// decision.
 pub fn append_decision_headers(
     headers: &mut HeaderMap,
     styles: &[HeaderStyle],
@@ -143,7 +149,7 @@ pub fn append_decision_headers(
             HeaderStyle::Draft11 => {
                 let policy = policy.cloned().or_else(|| ratelimit_policy(announced().map(limit_status)));
                 append_header(headers, RATELIMIT_POLICY, policy);
-                // The outcomes of limits that do not deny the request are unknown.
+                // If the request is denied, only the outcomes of the violated limits are known.
                 if decision.admitted {
                     append_style_headers(headers, *style, announced().map(limit_status), decision.now_us);
                 } else {
@@ -168,7 +174,8 @@ pub fn append_decision_headers(
     if let Some(retry_us) = decision.retry_us().filter(|_| !decision.admitted) {
         set_retry_after(headers, retry_us);
         if styles.iter().any(|style| style.is_by_unit()) {
-            // The time of the next free concurrency permit is unknown.
+            // If only concurrency limits deny the request, `retry_us` is 0, because it is unknown when a permit becomes
+            // available. Send one second instead.
             let retry_ms = if retry_us == 0 { 1000 } else { retry_us.div_ceil(1000) };
             headers.insert(RETRY_AFTER_MS, HeaderValue::from(retry_ms));
         }
@@ -192,13 +199,13 @@ where
 {
     let violated = violated_statuses(results.clone()).max_by_key(|status| status.reset_us);
     let statuses = results.filter(|result| admitted || result.denies()).map(limit_status);
-    // Compare r1/q1 < r2/q2 without division.
+    // Compare the remaining shares of two limits without division: r1/q1 < r2/q2 is equivalent to r1*q2 < r2*q1.
     let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
     violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
 }
 
-/// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest wait is
-/// equal to `Retry-After`.
+/// Return the status of each violated limit. `reset_us` is the time until the request would be admitted, rounded up to
+/// whole seconds, so that the largest value is equal to `Retry-After`.
 fn violated_statuses<'a, 'b>(
     results: impl Iterator<Item = &'b LimitResult<'a>>,
 ) -> impl Iterator<Item = LimitStatus<'a>>
@@ -211,10 +218,11 @@ where
     })
 }
 
-/// Append the headers of one style to those that the upstream has sent about its own limits. Draft 11 lists all
-/// `limits`, and `RateLimit-Policy` is set separately. All other styles describe a single limit. Styles by unit
-/// describe one limit for each unit. These headers replace the upstream's headers, because their clients read a single
-/// value. `now_us` is the current time in µs since the Unix epoch.
+/// Append the headers of one style. `Draft11` lists all `limits`, and the caller sets `RateLimit-Policy`. `OpenAi` and
+/// `Anthropic` set headers for each of the `limits`, which must have different units. All other styles use only the
+/// first of the `limits`. `OpenAi` and `Anthropic` replace headers with the same name from the upstream, because SDKs
+/// read a single value. The other styles keep the headers that the upstream has sent about its own limits. `now_us` is
+/// the current time in µs since the Unix epoch.
 pub fn append_style_headers<'a>(
     headers: &mut HeaderMap,
     style: HeaderStyle,
@@ -223,8 +231,8 @@ pub fn append_style_headers<'a>(
 ) {
     match style {
         HeaderStyle::Draft11 => {
-            // The number is formatted with itoa: it is part of every response, and the formatting of std would be a
-            // considerable share of the cost of a decision.
+            // Format the numbers with itoa, because they are part of every response. The formatting of std would take a
+            // considerable part of the CPU time of a decision.
             let statuses = structured_list(limits, |out, limit| {
                 let mut digits = itoa::Buffer::new();
                 for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
@@ -279,7 +287,8 @@ pub fn append_style_headers<'a>(
     }
 }
 
-/// The numbers that styles with separate headers for each quota unit send, each in its own header.
+/// The parts of header names in the styles with separate headers for each quota unit. There is one header per part and
+/// unit.
 const UNIT_HEADERS: [&str; 3] = ["limit", "remaining", "reset"];
 
 fn append_triple<'a>(
@@ -323,7 +332,8 @@ fn append_header(headers: &mut HeaderMap, name: HeaderName, value: Option<Header
     }
 }
 
-/// Set `Retry-After` to the time in µs after which the request would be admitted, rounded up to at least one second.
+/// Set `Retry-After` to `retry_us`, the time in µs until the request would be admitted. The value is rounded up to
+/// whole seconds, and is at least 1.
 pub fn set_retry_after(headers: &mut HeaderMap, retry_us: u64) {
     headers.insert(RETRY_AFTER, HeaderValue::from(ceil_seconds(retry_us).max(1)));
 }

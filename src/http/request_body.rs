@@ -28,7 +28,7 @@ pub struct RequestBody(Option<Box<RequestBodyInner>>);
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
-    /// Minimum rate of the client, or `None` until the limits are applied, because the rate does not matter before.
+    /// Timer for the minimum rate of the client. `None` until the limits are applied.
     rate_timer: Option<MinRateTimer>,
     /// Number of bytes that the maximum length still allows.
     remaining: u64,
@@ -39,15 +39,16 @@ struct RequestBodyInner {
     is_http2: bool,
     /// Whether the next request of the flow waits for the end of this body.
     is_counted: bool,
-    /// Keeps the request in flight, even after the response.
+    /// Keeps the request in flight until the body ends, even if the response ends earlier.
     in_flight: Option<InFlightRequest>,
     /// Receives a copy of the data that the client sends.
     tee: Option<Box<BodyTee>>,
-    /// The part that was read of a body that was too long to be buffered.
+    /// The part that was already read of a body that could not be read as a whole, with its reservation. The part is
+    /// sent before the rest of the body.
     prefix: Option<(Bytes, BufferReservation)>,
 }
 
-/// A body that was read before it is sent to an upstream.
+/// Result of reading a body before it is sent to an upstream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadBody {
     /// The body was read to its end.
@@ -74,7 +75,7 @@ pub struct UploadProgress {
     frame_count: AtomicU64,
     stage: AtomicU8,
     response_started: AtomicBool,
-    /// Total time for which the upstream connection has waited for data of the client, in µs.
+    /// Total time for which the upstream connection has waited for data from the client, in µs.
     client_wait_us: AtomicU64,
     /// Start of the current wait for the client, in µs after `started_at`. 0 if the upstream connection does not wait.
     waiting_since_us: AtomicU64,
@@ -91,11 +92,11 @@ impl Default for StartTime {
     }
 }
 
-/// The upstream connection has received all available data, and may not have sent it yet.
+/// The upstream connection has taken all available data, but may not have sent it yet.
 const SENDING: u8 = 0;
 /// The upstream connection has polled for more data, and the client has not sent it yet.
 const WAITING: u8 = 1;
-/// The upstream connection has received the whole body.
+/// The upstream connection has taken the whole body.
 const DONE: u8 = 2;
 /// The body has exceeded the maximum length.
 const TOO_LARGE: u8 = 3;
@@ -128,14 +129,15 @@ impl UploadProgress {
         self.stage() == STALLED
     }
 
-    /// Record that the response has begun, so that from now on both sides may send alternately.
+    /// Record that the response has begun. Client and upstream may then send alternately, so a request body of unknown
+    /// length may pause.
     pub fn mark_response_started(&self) {
         self.response_started.store(true, Ordering::Relaxed);
     }
 
     /// Return whether the client caused a timeout of the request: the gateway still waits for the body, or has waited
-    /// for it at least half of the time. Without the second condition, a client could withhold its last byte until just
-    /// before the timeout.
+    /// for it at least half of the elapsed time. Without the second condition, a client could send its last byte just
+    /// before the timeout, and the timeout would count as a failure of the upstream.
     pub fn is_delayed_by_client(&self) -> bool {
         let elapsed = self.started_at.0.elapsed().as_micros() as u64;
         self.is_waiting_for_client() || self.client_wait_us.load(Ordering::Relaxed) >= elapsed / 2
@@ -160,13 +162,14 @@ impl UploadProgress {
 }
 
 impl RequestBody {
-    /// Create the body of a request without limits. The request stays in flight until the body is read to its end.
-    /// `is_http2` is true if the request came over HTTP/2.
+    /// Create the body of a received request. It has no limits until [`Self::apply_limits`] is called. The request
+    /// stays in flight until the body is read to its end. `is_http2` is true if the request came over HTTP/2.
     pub fn new(body: Incoming, is_http2: bool, in_flight: &InFlightRequest) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
-        // Trailers are possible only in chunked bodies.
+        // Count only HTTP/1.x bodies of unknown length, because only these can have trailers, which must be checked
+        // before the next request.
         let is_counted = !is_http2 && body.size_hint().exact().is_none();
         let flow = is_counted.then(|| in_flight.flow().clone());
         flow.iter().for_each(|flow| flow.start_body());
@@ -185,7 +188,7 @@ impl RequestBody {
         })))
     }
 
-    /// Create a body of bytes in memory. The body must not be empty.
+    /// Create a body from bytes in memory. `bytes` must not be empty.
     fn from_bytes(bytes: Bytes, reservation: BufferReservation) -> Self {
         RequestBody(Some(Box::new(RequestBodyInner {
             source: BodySource::Buffered { bytes: Some(bytes), _reservation: reservation },
@@ -209,8 +212,8 @@ impl RequestBody {
         }
     }
 
-    /// Apply timeouts and bounds to a body that is sent to an upstream from now on. Return the progress of the body, or
-    /// `None` if the body is empty.
+    /// Apply timeouts and bounds to the body before it is read or sent to an upstream. Return the progress of the body,
+    /// or `None` if the body is empty.
     pub fn apply_limits(&mut self, limits: BodyLimits) -> Option<Arc<UploadProgress>> {
         let inner = self.0.as_mut()?;
         inner.rate_timer = Some(MinRateTimer::new(limits.upload));
@@ -224,11 +227,11 @@ impl RequestBody {
         Some(self.0.as_ref()?.progress.clone())
     }
 
-    /// Read the whole body from the client, so that sending it does not wait for the client. If the buffer budget is
-    /// exhausted, the body does not change. A body of one chunk is not copied.
+    /// Read the whole body from the client into memory, so that the upstream does not wait for the client. If the
+    /// buffer budget is exhausted, the body is not read. A body of one chunk is not copied.
     ///
     /// # Errors
-    /// The body was aborted, too slow or too long.
+    /// The client aborted the body or sent it too slowly, or the body is longer than the route allows.
     pub async fn buffer(&mut self, limits: BodyLimits) -> Result<(), BodyError> {
         self.apply_limits(limits);
         if self.is_buffered() {
@@ -259,11 +262,11 @@ impl RequestBody {
         Ok(())
     }
 
-    /// Read the whole body from the client if it is not longer than `max` bytes. The upstream then gets the same body.
-    /// The received bytes count against the buffer budget, and against `share` of the client network.
+    /// Read the whole body from the client if it is not longer than `max` bytes. The upstream still gets the same body.
+    /// The received bytes count against the buffer budget and against `share`, the share of the client network.
     ///
     /// # Errors
-    /// The body was aborted, too slow, or too long for its route.
+    /// The client aborted the body or sent it too slowly, or the body is longer than the route allows.
     pub async fn read(
         &mut self,
         limits: BodyLimits,
@@ -320,13 +323,13 @@ impl RequestBody {
         RequestBody(None)
     }
 
-    /// From now on, the connection ends unless the body is read to its end.
+    /// Close the client connection after the response unless the body is read to its end.
     pub fn require_end(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
-    /// Forward trailers. Call this method for upstream connections that can send trailers. Trailers are dropped unless
-    /// `allow_trailers` is called.
+    /// Forward trailers, which are dropped by default. Call this method only if the upstream connection can send
+    /// trailers.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
     }
@@ -350,7 +353,7 @@ impl RequestBodyInner {
         is_timed && self.rate_timer.as_mut().is_some_and(|timer| timer.poll(cx).is_ready())
     }
 
-    /// Let the next request of the flow continue.
+    /// Let the next request of the flow continue if it waits for the end of this body.
     fn release_next_request(&mut self) {
         if let Some(flow) = self.flow.as_ref().filter(|_| self.is_counted) {
             flow.end_body();
@@ -377,9 +380,9 @@ impl RequestBodyInner {
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
-            // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, the trailers include the next
-            // request, and other servers would see two requests (RFC 9112 §7.1). An empty trailer section can only come
-            // from such a line.
+            // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, these trailers can include the next
+            // request, where other servers see two requests (RFC 9112 §7.1). hyper reports an empty trailer section
+            // only after such a line.
             if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
@@ -397,7 +400,8 @@ impl RequestBodyInner {
                 return (STALLED, Poll::Ready(Some(Err(BodyError::ClientTimeout))));
             }
             Poll::Pending => return (WAITING, polled),
-            // hyper does not poll a body of known length after its last byte.
+            // A body of unknown length has ended. hyper does not poll a body of known length after its last byte, so
+            // such a body is recognized below.
             Poll::Ready(None) => return (DONE, polled),
             Poll::Ready(Some(Ok(frame))) => {
                 let length = frame.data_ref().map_or(0, Bytes::len);
@@ -407,14 +411,14 @@ impl RequestBodyInner {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            // The body ended with an error, so its end was not reached although no data follows.
+            // The body ended with an error. It is not `DONE`, although no data follows.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
     }
 }
 
-// === A copy of a body, taken while it passes to an upstream ===
+// === A copy of a body, made while the body is sent to an upstream ===
 
 /// The reason why a body was not copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -425,23 +429,23 @@ pub enum TeeError {
     Incomplete,
 }
 
-/// Hook for the end of a body that is copied.
+/// Callback for the end of a body that is copied.
 type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 
-/// Copies a body while it is read. The bytes are copied, because chunks would keep the buffers in memory that they were
-/// read into.
+/// Copies a body while it is read. The bytes are copied, because each chunk would keep the whole buffer in memory into
+/// which it was read.
 pub struct BodyTee {
     content: Vec<u8>,
     /// Maximum length of the copy in bytes. The gateway reserves memory for this length.
     max: usize,
     reservation: Option<BufferReservation>,
-    /// `None` after the hook was called.
+    /// `None` after the callback was called.
     on_end: Option<OnTeeEnd>,
 }
 
 impl BodyTee {
-    /// Create a copy of at most `max` bytes, for which memory is reserved. `on_end` is called once, with the copy or
-    /// with the reason why there is none.
+    /// Create the receiver of a copy of at most `max` bytes, for which `reservation` has reserved memory. `on_end` is
+    /// called once, with the copy or with the reason why there is none.
     pub fn new(
         max: usize,
         reservation: BufferReservation,
@@ -473,7 +477,7 @@ impl BodyTee {
         self.end(Ok(body));
     }
 
-    /// Call the hook unless it was called before.
+    /// Call the callback, unless it was already called.
     fn end(&mut self, result: Result<RequestBody, TeeError>) {
         (self.content, self.reservation) = (Vec::new(), None);
         if let Some(on_end) = self.on_end.take() {
@@ -543,7 +547,8 @@ impl HttpBody for RequestBody {
 
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
-        // Poll the body, because the end of a chunked body is unknown until the body is polled.
+        // Abandon the request if the body was not polled to its end. The end of a chunked body is known only after a
+        // poll.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }
@@ -553,19 +558,20 @@ impl Drop for RequestBodyInner {
 
 // === Responses sent before the request is read to its end: they must reach a client that is still sending ===
 
-/// Maximum length in bytes of a request body that is read to its end so that the connection can be reused.
+/// Maximum length in bytes of a request body that the gateway reads and discards so that the connection can be reused.
 const MAX_DRAINED_BODY: u64 = 64 << 10;
 
 /// Maximum time to read and discard the rest of a request body after an early response.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Return whether the response may be sent before the request has been read, so that the connection must then be
-/// closed. For HTTP/2, hyper resets the stream instead (RFC 9113 §8.1).
+/// Return whether a part of the request may still be unread when the response is sent. If the part stays unread, the
+/// connection must be closed. For HTTP/2, hyper resets the stream instead (RFC 9113 §8.1).
 pub fn has_unread_body(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream() && !request.body().is_buffered()
 }
 
-/// Read to the end or abandon the body of a request that will not be forwarded.
+/// Discard the body of a request that will not be forwarded: read a short body to its end in the background, and
+/// abandon any other body.
 pub fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) {
     if !has_unread_body(&request) {
         return;

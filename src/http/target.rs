@@ -12,8 +12,8 @@ use http::{HeaderMap, Uri, Version};
 /// `Host` header. The result is empty if an HTTP/1.0 request has no host.
 ///
 /// # Errors
-/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the text
-/// of the problem detail.
+/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the
+/// `detail` of the problem document.
 pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err("the scheme of the request target is neither http nor https");
@@ -100,15 +100,15 @@ pub enum PathError {
     NotAbsolute,
     #[error("the path has a `%` that is not followed by two hex digits")]
     InvalidPercentEncoding,
-    #[error("the path has an encoded or raw NUL, slash, backslash or control character")]
+    #[error("the path has a backslash, a NUL or another control character, or an encoded slash (`%2F`)")]
     ForbiddenCharacter,
-    #[error("the rewritten path has dot segments, or percent-encoding that is cut off")]
+    #[error("the rewritten path has dot segments or incomplete percent-encoding")]
     NotCanonical,
 }
 
 /// Return the canonical form of a path. Characters that are permitted in a path are decoded, and all others are
-/// percent-encoded in upper case. Dot segments are resolved, and `//` is merged (RFC 3986 §6.2.2; servers merge slashes
-/// as well).
+/// percent-encoded with uppercase digits. Dot segments are resolved (RFC 3986 §6.2.2). Consecutive slashes are merged,
+/// as many servers do.
 ///
 /// # Errors
 /// Servers could interpret the path differently; see [`PathError`].
@@ -158,8 +158,8 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     Ok(Cow::Owned(out))
 }
 
-/// Return whether the path is already canonical, with a fast check. For a `.` at the start of a segment, return
-/// `false`, so that the slow code handles it.
+/// Return whether the path is already canonical. This fast check returns `false` for every `.` at the start of a
+/// segment, even if the path is canonical. [`normalize`] then examines the segments.
 fn is_canonical(path: &[u8]) -> bool {
     let mut previous = b'.';
     path.iter().all(|&byte| {
@@ -286,7 +286,7 @@ mod path_tests {
         ] {
             let once = canonical_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: the canonical form is its own");
+            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: the canonical form is stable");
         }
     }
 
@@ -300,8 +300,8 @@ mod path_tests {
         ] {
             let once = forwarded_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: the forwarded form is its own");
-            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: one canonical form");
+            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: the forwarded form is stable");
+            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: same canonical form");
         }
     }
 
@@ -309,7 +309,7 @@ mod path_tests {
     fn canonical_path_rejects_ambiguous_paths() {
         for path in ["", "a", "*", "/%00", "/a%2Fb", "/a%2fb", "/a%5Cb", "/a\\b", "/%0a", "/%7f", "/a%", "/a%2", "/%zz"]
         {
-            assert!(canonical_path(path).is_err(), "{path:?} must be refused");
+            assert!(canonical_path(path).is_err(), "{path:?} must be rejected");
         }
     }
 }

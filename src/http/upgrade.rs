@@ -1,5 +1,5 @@
-//! Protocol upgrades (RFC 9110 §7.8): the protocols that a client offers, the choice of the upstream, and the tunnel
-//! between them.
+//! Protocol upgrades (RFC 9110 §7.8): the protocols that a client offers, the protocols that the upstream selects, and
+//! the tunnel between client and upstream.
 
 use std::io;
 use std::pin::{Pin, pin};
@@ -17,7 +17,8 @@ use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
 
-/// Protocols that contain HTTP or TLS requests. Inside a tunnel, such requests would bypass routes and limits.
+/// Protocols that carry HTTP requests, possibly inside TLS. Inside a tunnel, such requests would bypass routes and
+/// limits.
 const REQUEST_PROTOCOLS: [&str; 5] = ["h2c", "h2", "h3", "http", "tls"];
 
 /// The protocols to which a client offers to upgrade.
@@ -27,7 +28,8 @@ pub struct UpgradeRequest(HeaderValue);
 impl UpgradeRequest {
     /// Return the offered protocols that may be forwarded, or `None` if there are none.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
-        // Without the option `upgrade` in `Connection`, the `Upgrade` header belongs to another connection.
+        // A client that offers an upgrade also sends the option `upgrade` in `Connection`. Without this option, ignore
+        // `Upgrade`, because it was meant for another connection (RFC 9110 §7.8).
         if !tokens(headers, &CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade")) {
             return None;
         }
@@ -36,7 +38,7 @@ impl UpgradeRequest {
         value.filter(|value| !value.is_empty()).map(UpgradeRequest)
     }
 
-    /// Add the offer to upgrade to the headers of the upstream request.
+    /// Set `Connection` and `Upgrade` in the headers of the upstream request.
     pub fn insert_into(&self, headers: &mut HeaderMap) {
         set_upgrade_headers(headers, self.0.clone());
     }
@@ -84,7 +86,7 @@ pub struct Tunnel {
 
 impl Tunnel {
     /// Copy bytes in both directions, and count the bytes sent to the client. The end of one direction is forwarded,
-    /// and the other direction stays open. Return whether both directions ended regularly.
+    /// and the other direction stays open. Return whether both directions ended without an error or a timeout.
     pub async fn run(self, bytes_sent: &mut u64) -> bool {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
         let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };

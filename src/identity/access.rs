@@ -1,4 +1,5 @@
-//! Access rules: the networks whose clients are allowed or denied, in the configuration or from files.
+//! Access rules: the networks whose clients are allowed or denied. Networks are in the configuration or in separate
+//! files.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Range;
@@ -12,16 +13,15 @@ use crate::config::file::FileSnapshot;
 /// Length of the prefix `::ffff:0:0/96` of IPv4-mapped IPv6 addresses (RFC 4291 §2.5.5.2).
 const MAPPED_PREFIX_LENGTH: u8 = 96;
 
-/// A set of networks, stored as the disjoint address ranges of each family in sorted order. A lookup is a binary
-/// search, so its cost grows with the logarithm of the number of networks. IPv4-mapped IPv6 addresses and networks
-/// count as IPv4.
+/// A set of networks, stored as sorted, disjoint address ranges for each address family. A lookup is a binary search,
+/// so its cost is logarithmic in the number of networks. IPv4-mapped IPv6 addresses and networks count as IPv4.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetworkSet {
     ipv4: Vec<AddressRange<u32>>,
     ipv6: Vec<AddressRange<u128>>,
 }
 
-/// All addresses from the first to the last address.
+/// A range of addresses, including both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AddressRange<A> {
     first: A,
@@ -29,7 +29,7 @@ struct AddressRange<A> {
 }
 
 impl NetworkSet {
-    /// Create the set of all addresses of these networks.
+    /// Create the set of all addresses in these networks.
     pub fn new(networks: impl IntoIterator<Item = IpNet>) -> Self {
         let (mut ipv4, mut ipv6) = (Vec::new(), Vec::new());
         for network in networks {
@@ -45,7 +45,7 @@ impl NetworkSet {
         NetworkSet { ipv4: merge(ipv4, u32::checked_add), ipv6: merge(ipv6, u128::checked_add) }
     }
 
-    /// Return whether a network of the set contains this address.
+    /// Return whether the set contains this address.
     pub fn contains(&self, address: IpAddr) -> bool {
         match address.to_canonical() {
             IpAddr::V4(address) => contains(&self.ipv4, address.to_bits()),
@@ -53,21 +53,21 @@ impl NetworkSet {
         }
     }
 
-    /// Return whether the set has no network.
+    /// Return whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.ipv4.is_empty() && self.ipv6.is_empty()
     }
 
-    /// Return whether every address of a network is in the set.
+    /// Return whether the set contains all addresses of a network.
     pub fn covers(&self, network: IpNet) -> bool {
-        // Ranges are merged, so all addresses of a network are in a single range.
+        // Adjacent ranges are merged, so all addresses of a contained network are in one range.
         match canonical_network(network) {
             IpNet::V4(network) => covers(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
             IpNet::V6(network) => covers(&self.ipv6, network.network().to_bits(), network.broadcast().to_bits()),
         }
     }
 
-    /// Return whether an address of a network is in the set.
+    /// Return whether the set contains at least one address of a network.
     pub fn intersects(&self, network: IpNet) -> bool {
         match canonical_network(network) {
             IpNet::V4(network) => intersects(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
@@ -76,7 +76,7 @@ impl NetworkSet {
     }
 }
 
-/// Convert a network of IPv4-mapped addresses to IPv4.
+/// Convert a network of IPv4-mapped IPv6 addresses to an IPv4 network.
 fn canonical_network(network: IpNet) -> IpNet {
     let IpNet::V6(mapped) = network else { return network };
     let Some(prefix_length) = mapped.prefix_len().checked_sub(MAPPED_PREFIX_LENGTH) else { return network };
@@ -84,7 +84,7 @@ fn canonical_network(network: IpNet) -> IpNet {
     address.and_then(|address| IpNet::new(address, prefix_length).ok()).unwrap_or(network)
 }
 
-/// Sort ranges, and join ranges that overlap or are adjacent.
+/// Sort ranges, and merge ranges that overlap or are adjacent.
 fn merge<A: Copy + Ord + From<u8>>(
     mut ranges: Vec<AddressRange<A>>,
     checked_add: impl Fn(A, A) -> Option<A>,
@@ -93,7 +93,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match merged.last_mut() {
-            // A range that ends at the last address of its family includes all later ranges.
+            // A range that ends at the last address of its family absorbs all later ranges.
             Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
                 last.last = last.last.max(range.last);
             }
@@ -104,7 +104,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     merged
 }
 
-/// Return the only range that can contain an address: the last one that does not begin after it.
+/// Return the only range that can contain an address: the last range that starts at or before it.
 fn candidate<A: Copy + Ord>(ranges: &[AddressRange<A>], address: A) -> Option<&AddressRange<A>> {
     ranges[..ranges.partition_point(|range| range.first <= address)].last()
 }
@@ -121,27 +121,27 @@ fn intersects<A: Copy + Ord>(ranges: &[AddressRange<A>], first: A, last: A) -> b
     candidate(ranges, last).is_some_and(|range| first <= range.last)
 }
 
-/// Parse a network in CIDR notation or an address.
+/// Parse an address, or a network in CIDR notation.
 pub fn parse_network(text: &str) -> Option<IpNet> {
     text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
 }
 
-// === Files of networks ===
+// === Network files ===
 
-/// A line of a file that is not a network.
+/// A line in a network file that is neither a network nor an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InvalidLine {
-    /// Byte range of the text in the file, without the surrounding spaces and the comment.
+    /// Byte range of the line's text in the file, without surrounding spaces and the comment.
     pub span: Range<usize>,
 }
 
-/// Maximum number of invalid lines that are reported. A file in another format has many invalid lines.
+/// Maximum number of invalid lines to report. If the file has another format, almost all of its lines are invalid.
 const MAX_INVALID_LINES: usize = 5;
 
-/// Parse a file of networks: one per line, with comments from `#` to the end of the line.
+/// Parse a network file. It has one network per line. Comments extend from `#` to the end of the line.
 ///
 /// # Errors
-/// The error contains the first invalid lines, and the number of further ones.
+/// The file has invalid lines. The error contains the first invalid lines, and the number of other invalid lines.
 pub fn parse_networks(text: &str) -> Result<NetworkSet, (Vec<InvalidLine>, usize)> {
     let (mut networks, mut invalid, mut further) = (Vec::new(), Vec::new(), 0);
     let mut line_start = 0;
@@ -162,20 +162,20 @@ pub fn parse_networks(text: &str) -> Result<NetworkSet, (Vec<InvalidLine>, usize
     if invalid.is_empty() { Ok(NetworkSet::new(networks)) } else { Err((invalid, further)) }
 }
 
-/// A file of networks that rules name. All rules that name the file share this value.
+/// A network file. All rules that refer to the file share this value.
 #[derive(Debug)]
 pub struct NetworkFile {
-    /// Name of the file as it is written in the first rule.
+    /// Path of the file as written in the first rule that refers to it.
     pub name: Box<str>,
-    /// The file as the loader has read it.
+    /// The file as it was when the configuration was loaded.
     pub file: FileSnapshot,
-    /// The networks. The value is replaced when the file changes.
+    /// The current networks. They are replaced when the file changes.
     pub networks: ArcSwap<NetworkSet>,
 }
 
 // === Rules ===
 
-/// `allow` and `deny` of a listener or a route. `deny` takes precedence.
+/// `allow` and `deny` of a listener or a route. If a client is in both, it is denied.
 #[derive(Debug)]
 pub struct AccessRules {
     /// Clients that are allowed. `None` allows all clients.
@@ -187,13 +187,13 @@ pub struct AccessRules {
 /// The networks of `allow` or `deny`.
 #[derive(Debug, Default)]
 pub struct NetworkList {
-    /// Networks in the configuration file.
+    /// Networks that are written in the configuration file.
     pub inline: NetworkSet,
-    /// Files of networks.
+    /// Network files that the list refers to.
     pub files: Vec<Arc<NetworkFile>>,
 }
 
-/// The reason why a rule allows or denies a client.
+/// Why access rules allow or deny a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AccessDecision<'r> {
     /// The rules have no `allow`, and no network of `deny` contains the client address.
@@ -206,12 +206,12 @@ pub enum AccessDecision<'r> {
     NotAllowed,
 }
 
-/// Where the configuration lists a network.
+/// The place where a network is listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListSource<'r> {
     /// The network is written in the configuration file.
     Inline,
-    /// The network is in this file of networks.
+    /// The network is in this network file.
     File(&'r str),
 }
 
@@ -223,7 +223,7 @@ impl AccessDecision<'_> {
 }
 
 impl AccessRules {
-    /// Decide whether the rules allow a client address.
+    /// Return whether the rules allow a client address, and why.
     pub fn decide(&self, client: IpAddr) -> AccessDecision<'_> {
         if let Some(source) = self.deny.find(client) {
             return AccessDecision::Denied(source);
@@ -244,17 +244,17 @@ impl NetworkList {
         Some(ListSource::File(&file.name))
     }
 
-    /// Return whether neither the configuration nor a file has a network.
+    /// Return whether the list contains no network, neither in the configuration nor in its files.
     pub fn is_empty(&self) -> bool {
         self.inline.is_empty() && self.files.iter().all(|file| file.networks.load().is_empty())
     }
 
-    /// Return whether an address of a network is in one of the sets.
+    /// Return whether the list contains at least one address of a network.
     pub fn intersects(&self, network: IpNet) -> bool {
         self.inline.intersects(network) || self.files.iter().any(|file| file.networks.load().intersects(network))
     }
 
-    /// Return whether all addresses of a network are in one of the sets.
+    /// Return whether the inline networks or one of the files contain all addresses of a network.
     pub fn covers(&self, network: IpNet) -> bool {
         self.inline.covers(network) || self.files.iter().any(|file| file.networks.load().covers(network))
     }
@@ -280,7 +280,7 @@ mod tests {
         assert_eq!((networks.ipv4.len(), networks.ipv6.len()), (2, 1));
         assert_eq!(set(&["0.0.0.0/0", "255.255.255.255"]), set(&["0.0.0.0/0"]));
         assert_eq!(set(&["::/0", "ffff::/16"]), set(&["::/0"]));
-        // Address bits after the prefix are ignored.
+        // The address bits after the prefix are ignored.
         assert_eq!(set(&["10.1.2.3/8"]), set(&["10.0.0.0/8"]));
     }
 
@@ -291,7 +291,7 @@ mod tests {
         for inside in ["10.9.9.9", "::ffff:10.9.9.9", "192.0.2.1", "::ffff:c000:201"] {
             assert!(networks.contains(address(inside)), "{inside}");
         }
-        // An IPv6 network contains no IPv4 address, even if it includes the mapped addresses.
+        // An IPv6 network contains no IPv4 addresses, even if it includes the range of IPv4-mapped addresses.
         assert!(!set(&["::/0"]).contains(address("::ffff:10.0.0.1")));
         assert!(set(&["::ffff:0:0/96"]).contains(address("10.0.0.1")));
     }
@@ -312,7 +312,7 @@ mod tests {
         let rules = AccessRules { allow: None, deny: list(&["2001:db8::/32"]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotDenied);
         assert!(!rules.decide(address("2001:db8::1")).is_allowed());
-        // `allow` with no network, for example from an empty file, allows no client.
+        // An `allow` list without networks, for example from an empty file, allows no client.
         let rules = AccessRules { allow: Some(list(&[])), deny: list(&[]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotAllowed);
     }

@@ -1,4 +1,4 @@
-//! API keys and consumers. Keys are stored as hashes, and all keys of a consumer have the same identity.
+//! API keys and their consumers. Keys are stored as hashes. All keys of a consumer have the same identity.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -21,16 +21,16 @@ pub type KeyHash = [u8; 32];
 /// A provider of kind `api-key`.
 #[derive(Debug)]
 pub struct ApiKeyProvider {
-    /// Headers that may contain the key. The list has 1 to [`MAX_PLACES`] headers.
+    /// Headers that may contain the key: 1 to [`MAX_PLACES`] headers.
     pub places: Vec<KeyPlace>,
-    /// The consumers. The value is replaced when the consumers file changes. Providers with the same file share these
-    /// consumers.
+    /// The current consumers. They are replaced when the consumers file changes. Providers with the same file share
+    /// them.
     pub consumers: Arc<ArcSwap<Consumers>>,
-    /// `identify`: whether requests without a key are anonymous.
+    /// `on_missing`: whether requests without a key are anonymous. Applies only to routes with `identify`.
     pub anonymous_if_missing: bool,
-    /// `identify`: handling of unknown keys.
+    /// `on_unknown`: how to handle unknown keys. Applies only to routes with `identify`.
     pub on_unknown: OnUnknownKey,
-    /// The text about a missing key, such as "an API key is required in the header `x-api-key`".
+    /// Error message for a missing key, such as "an API key is required in the header `x-api-key`".
     pub missing: Arc<str>,
 }
 
@@ -42,33 +42,33 @@ pub const MAX_PLACES: usize = 8;
 pub struct KeyPlace {
     /// Name of the header.
     pub header: HeaderName,
-    /// Scheme before the key, which is compared case-insensitively. `None` if the whole value is the key.
+    /// Authentication scheme before the key, compared case-insensitively. If `None`, the whole header value is the key.
     pub scheme: Option<Box<str>>,
 }
 
-/// An API key in the form in which the client sent it.
+/// The API key that a client sent, and how it was sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PresentedKey<'h> {
     pub(super) key: &'h [u8],
-    /// Bit set of the headers that contain the key.
+    /// Bit set of the headers that contain the key: bit n is the header at index n of [`ApiKeyProvider::places`].
     pub(super) places: u32,
     pub(super) source: KeySource,
-    /// Whether the key follows a scheme and has the form of another provider's token.
+    /// Whether the key follows a scheme and looks like a JWT, so that it may be a token for another provider.
     is_jwt_shaped: bool,
 }
 
-/// Handling of unknown keys.
+/// How to handle unknown keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnUnknownKey {
     /// Reject the request with 401.
     Reject,
-    /// Treat the request as anonymous, so that the client network is the identity.
+    /// Treat the request as anonymous: the client network is the identity.
     Anonymous,
     /// Treat each key as a separate identity.
     Accept,
 }
 
-/// Consumers, by the hashes of their keys.
+/// Consumer keys, indexed by the first 8 bytes of their hashes.
 #[derive(Debug, Default)]
 pub struct Consumers(HashMap<[u8; 8], ConsumerKey>);
 
@@ -86,36 +86,36 @@ pub struct ConsumerKey {
 /// Restrictions that apply to an API key, such as its expiry and routes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeyTerms {
-    /// Name of the key, for logs.
+    /// Name of the key, which appears in logs.
     pub name: Option<Box<str>>,
     /// Time at which the key expires, in µs since the Unix epoch.
     pub expires_us: Option<u64>,
     /// Whether the key is disabled.
     pub disabled: bool,
-    /// Names of the routes for which the key is valid. `None` for all routes.
+    /// Names of the routes on which the key is valid. `None` means all routes.
     pub routes: Option<Vec<Box<str>>>,
 }
 
-/// A consumer: an API client with keys.
+/// A consumer: an API client that has one or more keys.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Consumer {
     /// Name of the consumer, which is its identity.
     pub name: Box<str>,
-    /// Tier that selects the variant of each limit.
+    /// Tier of the consumer, which selects the variant of each limit.
     pub tier: Option<Box<str>>,
-    /// Variants of this consumer, by limit name. These variants take precedence over the tier.
+    /// Variants that apply only to this consumer, by limit name. They take precedence over the tier.
     pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }
 
 /// Tier of anonymous clients.
 const ANONYMOUS_TIER: &str = "anonymous";
 
-/// The caller of a request, determined by its API key.
+/// The caller of a request, as determined from its API key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Caller {
     /// The key belongs to this consumer.
     Consumer(Arc<Consumer>),
-    /// The key is unknown, and is accepted as an identity.
+    /// The key is unknown, and is used as the identity (`on_unknown = "accept"`).
     Accepted(Box<[u8]>),
     /// The key is unknown or missing, and the client network is the identity.
     Anonymous,
@@ -126,14 +126,15 @@ pub enum Caller {
 /// The caller of a request without a key.
 pub static MISSING_CALLER: Caller = Caller::Missing;
 
-/// The consumers of all files. The consumers of all files share one namespace.
+/// The consumers of all consumers files. They share one namespace.
 #[derive(Debug, Default)]
 pub struct ConsumerDirectory(pub Vec<Arc<Consumers>>);
 
 impl Consumers {
-    /// Add a key.
+    /// Add a key of a consumer.
     ///
-    /// # Errors The key belongs to a consumer already. The error contains the consumer that has the key.
+    /// # Errors
+    /// A consumer already has this key. The error contains that consumer.
     pub fn insert(&mut self, key: ConsumerKey) -> Result<(), Arc<Consumer>> {
         match self.0.insert(hash_prefix(&key.hash), key) {
             None => Ok(()),
@@ -146,12 +147,12 @@ impl Consumers {
         self.0.values()
     }
 
-    /// Return the consumers. A consumer is repeated for each of its keys.
+    /// Return the consumer of each key. A consumer with several keys occurs several times.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
         self.0.values().map(|key| &key.consumer)
     }
 
-    /// Return whether no consumer has a key.
+    /// Return whether there are no keys.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -161,15 +162,15 @@ impl Consumers {
             return None;
         }
         let found = digest(&SHA256, key);
-        // The table is indexed by 8 bytes of the hash. The whole hash is compared in constant time, so that response
-        // times reveal nothing about known hashes.
+        // The table is indexed by the first 8 bytes of the hash. Compare the whole hash in constant time, so that
+        // response times reveal nothing about known hashes.
         let known = self.0.get(found.as_ref().first_chunk()?)?;
         verify_slices_are_equal(&known.hash, found.as_ref()).ok().map(|()| known)
     }
 }
 
 impl ConsumerDirectory {
-    /// Return the consumers. A consumer is repeated for each of its keys.
+    /// Return the consumer of each key. A consumer with several keys occurs several times.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
         self.0.iter().flat_map(|consumers| consumers.iter())
     }
@@ -187,7 +188,7 @@ fn hash_prefix(hash: &KeyHash) -> [u8; 8] {
 }
 
 impl Consumer {
-    /// Return the identity of the consumer for limits by API key alone.
+    /// Return the consumer's identity for limits whose only descriptor is the API key.
     pub fn identity(&self, hasher: &IdentityHasher) -> Identity {
         let mut encoder = IdentityEncoder::default();
         encoder.push(CONSUMER_TAG, self.name.as_bytes());
@@ -196,7 +197,7 @@ impl Consumer {
 }
 
 impl KeyPlace {
-    /// Return the key in the value of the header. Return `None` if the header has another scheme, or no key.
+    /// Return the key in the value of this header. Return `None` if the value has another scheme or contains no key.
     fn key<'h>(&self, value: &'h [u8]) -> Option<&'h [u8]> {
         let key = match &self.scheme {
             None => value,
@@ -210,7 +211,7 @@ impl KeyPlace {
         (!key.is_empty()).then_some(key)
     }
 
-    /// Return whether the header of a request is a key. Without a scheme, any value is a key.
+    /// Return whether the request contains a key in this header. Without a scheme, any value is a key.
     pub(super) fn is_present(&self, headers: &HeaderMap) -> bool {
         self.scheme.is_none() || headers.get_all(&self.header).iter().any(|value| self.key(value.as_bytes()).is_some())
     }
@@ -240,7 +241,7 @@ impl ApiKeyProvider {
             let (consumer, key) = (&*consumer.name, terms.name.as_deref());
             if terms.disabled {
                 debug!(consumer, key, "API key is disabled");
-                // Use the message for unknown keys, so that a client does not learn that the disabled key exists.
+                // Return the error for unknown keys, so that the client does not learn that the key is disabled.
                 return Verification::Invalid(AuthError::UnknownApiKey(presented.source));
             }
             if terms.expires_us.is_some_and(|expires| expires <= request.now_us) {
@@ -248,17 +249,17 @@ impl ApiKeyProvider {
                 return Verification::Invalid(AuthError::ExpiredApiKey(presented.source));
             }
             if terms.routes.as_ref().is_some_and(|routes| !routes.iter().any(|route| **route == *request.route)) {
-                debug!(consumer, key, route = request.route, "API key is not for this route");
+                debug!(consumer, key, route = request.route, "API key is not valid for this route");
                 return Verification::Forbidden(AuthError::ApiKeyRoute);
             }
         }
         Verification::Valid(Proof::ApiKey(Caller::Consumer(consumer.clone()), presented.places))
     }
 
-    /// Read the API key of a request.
+    /// Return the API key of a request, or `None` if it has none.
     ///
     /// # Errors
-    /// A header is present twice, or two headers have different keys.
+    /// A header occurs twice, or two headers contain different keys.
     pub(super) fn read<'h>(&self, headers: &'h HeaderMap) -> Result<Option<PresentedKey<'h>>, AuthError> {
         let mut found: Option<(PresentedKey<'h>, &HeaderName)> = None;
         for (index, place) in self.places.iter().enumerate() {
@@ -279,7 +280,7 @@ impl ApiKeyProvider {
                 Some((first, header)) if first.key == key => {
                     (PresentedKey { places: first.places | presented.places, ..first }, header)
                 }
-                // The request has a token for another provider, in addition to a key.
+                // One of the two values is a token for another provider. Use the value that does not look like a JWT.
                 Some((first, _)) if first.is_jwt_shaped && !presented.is_jwt_shaped => (presented, &place.header),
                 Some(first) if presented.is_jwt_shaped && !first.0.is_jwt_shaped => first,
                 Some((_, header)) => {
@@ -292,8 +293,8 @@ impl ApiKeyProvider {
 }
 
 impl Caller {
-    /// Return the variant of a limit for this caller: the variant of the consumer, else of the tier, else the default
-    /// variant.
+    /// Return the variant of a limit that applies to this caller. The consumer's own variant comes first, then that of
+    /// its tier, then the default variant.
     pub fn variant<'v>(&'v self, limit: &'v LimitSpec) -> &'v Arc<LimitVariant> {
         let tier = || match self {
             Caller::Consumer(consumer) => limit.tiers.get(consumer.tier.as_deref()?),
@@ -303,7 +304,7 @@ impl Caller {
         self.own_variant(limit).or_else(tier).unwrap_or(&limit.default_variant)
     }
 
-    /// Return the variant of a limit that belongs to the consumer itself.
+    /// Return the variant of a limit that applies only to this consumer.
     pub fn own_variant(&self, limit: &LimitSpec) -> Option<&Arc<LimitVariant>> {
         match self {
             Caller::Consumer(consumer) => consumer.variants.get(&limit.name),
@@ -312,7 +313,7 @@ impl Caller {
     }
 }
 
-/// Parse `sha256:` followed by 64 lower-case hex digits.
+/// Parse the hash of a key: `sha256:` followed by 64 lower-case hexadecimal digits.
 pub fn parse_key_hash(text: &str) -> Option<KeyHash> {
     let digits = text.strip_prefix("sha256:")?.as_bytes();
     let value = |digit: u8| match digit {
@@ -334,7 +335,7 @@ pub fn parse_key_hash(text: &str) -> Option<KeyHash> {
 mod tests {
     use super::*;
 
-    // printf %s secret | sha256sum
+    // Output of `printf %s secret | sha256sum`.
     const SECRET: &str = "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
 
     #[test]

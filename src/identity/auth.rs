@@ -1,4 +1,4 @@
-//! Authentication: verifies the credentials of a request with the providers of its route. Pure and synchronous.
+//! Authentication: verifies the credentials of a request with the providers of its route. This module does no I/O.
 
 use std::slice::from_ref;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::identity::forward::{Admission, Denial, ForwardProvider};
 use crate::identity::jwt::{self, Claims, JwtVerifier, TokenError};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 
-/// A provider, `[auth.NAME]`, which verifies one kind of credential.
+/// An authentication provider (`[auth.NAME]`). It verifies one kind of credential.
 #[derive(Debug)]
 pub struct AuthProvider {
     /// Name of the provider.
@@ -26,19 +26,19 @@ pub struct AuthProvider {
 /// The kind of a provider, with its settings.
 #[derive(Debug)]
 pub enum ProviderKind {
-    /// `api-key`: the provider verifies API keys.
+    /// `api-key`: verifies API keys.
     ApiKey(ApiKeyProvider),
-    /// `jwt`: the provider verifies bearer tokens (JWT).
+    /// `jwt`: verifies bearer tokens (JWT).
     Jwt(JwtVerifier),
-    /// `client-cert`: the provider requires a verified client certificate.
+    /// `client-cert`: requires a verified client certificate.
     ClientCert,
-    /// `basic`: the provider verifies user names and passwords.
+    /// `basic`: verifies user names and passwords.
     Basic(BasicProvider),
-    /// `forward`: the provider asks a server about each request.
+    /// `forward`: sends a request to an authentication server for each client request.
     Forward(ForwardProvider),
 }
 
-/// The source of a request's tier, `[tiers] from`.
+/// Source of a request's tier (`from` in `[tiers]`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum TierSource {
     /// The consumer of the API key.
@@ -46,39 +46,40 @@ pub enum TierSource {
     ApiKey,
     /// A claim of the bearer token.
     Jwt(Box<str>),
-    /// A header of the authentication server.
+    /// A header from the authentication server.
     Forward(HeaderName),
 }
 
-/// The providers of a route, as indices into the providers of the configuration.
+/// The providers of a route. Each index refers to the list of all providers in the configuration.
 #[derive(Debug)]
 pub struct RouteAuth {
-    /// `require`: alternatives, each of which is a list of members that are all required. Empty if no credential is
-    /// required.
+    /// `require`: alternatives. Each alternative is a list of providers that must all verify the request. Empty if no
+    /// credential is required.
     pub required: Vec<Vec<usize>>,
-    /// `identify`: providers that verify a credential without requiring one.
+    /// `identify`: providers that verify a credential only if the request has one.
     pub identify: Vec<usize>,
-    /// All providers of the route, without duplicates.
+    /// All providers in `require` and `identify`, without duplicates.
     pub providers: Vec<usize>,
-    /// Challenges of a 401, without duplicates: at least one for each kind of provider of the route (RFC 9110 §11.6.1).
+    /// Challenges of a 401 response, without duplicates. Each kind of provider has at least one challenge (RFC 9110
+    /// §11.6.1), except authentication servers, which send their own.
     pub challenges: Vec<Challenge>,
-    /// Problem detail of the 401 response to a request without any credential that `require` accepts.
+    /// Problem detail of a 401 response if the request has no credential that `require` accepts.
     pub missing: Arc<str>,
 }
 
-/// A challenge in `WWW-Authenticate`: the scheme with its parameters.
+/// A challenge in `WWW-Authenticate`: an authentication scheme and its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Challenge {
     value: HeaderValue,
     is_bearer: bool,
 }
 
-/// The parts of a request that authentication uses.
+/// The parts of a request that are used for authentication.
 #[derive(Debug, Clone, Copy)]
 pub struct AuthRequest<'r> {
     /// Request headers.
     pub headers: &'r HeaderMap,
-    /// Whether the client has a verified certificate.
+    /// Whether the connection has a verified client certificate.
     pub has_client_cert: bool,
     /// Name of the route.
     pub route: &'r str,
@@ -86,12 +87,12 @@ pub struct AuthRequest<'r> {
     pub now_us: u64,
 }
 
-/// The verified credentials of a request, by provider. The list is empty for a route without providers.
+/// The results of verifying a request's credentials, by provider. Empty for a route without providers.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials<'a> {
     providers: &'a [AuthProvider],
     route: Option<&'a RouteAuth>,
-    /// Results by provider, in the order of the checks.
+    /// Index of each provider that was called, and its result, in the order of the calls.
     checked: Vec<(usize, Verification)>,
 }
 
@@ -100,37 +101,38 @@ pub struct Credentials<'a> {
 pub enum Verification {
     /// The request has no credential of this kind.
     Absent,
-    /// The credential has another format or another issuer. The request is rejected, unless another provider of the
-    /// route verifies the credential.
+    /// The credential has another format, or is from another issuer. The request is rejected unless another provider of
+    /// the route verifies the credential.
     Foreign(AuthError),
     /// The credential is valid.
     Valid(Proof),
     /// The credential is invalid.
     Invalid(AuthError),
-    /// The credential is valid, but lacks the required right.
+    /// The credential is valid, but lacks a required permission.
     Forbidden(AuthError),
-    /// The credential cannot be verified at the moment.
+    /// The credential cannot be verified at this time.
     Unavailable(AuthError),
-    /// The result needs another server, or a password hash; see [`AuthError::Pending`].
+    /// The result depends on another server or on a password hash. See [`AuthError::Pending`].
     Pending,
 }
 
 /// A verified credential.
 #[derive(Debug, Clone)]
 pub enum Proof {
-    /// The caller of an API key, and the headers that contain the key as a bit set of [`ApiKeyProvider::places`].
+    /// The caller that owns the API key, and a bit set of the headers that contain the key. Bit n is the header at
+    /// index n of [`ApiKeyProvider::places`].
     ApiKey(Caller, u32),
-    /// The claims of a token.
+    /// The claims of the bearer token.
     Jwt(Arc<Claims>),
     /// The client certificate of the connection.
     ClientCert,
-    /// The name of the user.
+    /// The user name.
     Basic(Box<str>),
-    /// The response of the authentication server.
+    /// The authentication server's admission.
     Forward(Arc<Admission>),
 }
 
-/// Reason why a request is not authenticated. Errors never contain parts of a credential.
+/// The reason why authentication failed. It never contains parts of a credential.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthError {
     /// The request has no credential that `require` accepts.
@@ -145,13 +147,14 @@ pub enum AuthError {
     /// The API key is restricted to other routes.
     #[error("the API key is not valid for this route")]
     ApiKeyRoute,
-    /// The headers have different API keys.
+    /// Two headers contain different API keys.
     #[error("the headers `{0}` and `{1}` have different API keys")]
     DifferentApiKeys(HeaderName, HeaderName),
-    /// The header is present more than once.
+    /// The header occurs more than once.
     #[error("the header `{0}` is present more than once")]
     Ambiguous(HeaderName),
-    /// The header is not a credential in the syntax of RFC 9110 §11.4, so that servers may read different credentials.
+    /// The header is not a credential in the syntax of RFC 9110 §11.4. Servers could read different credentials from
+    /// it.
     #[error("the header `{0}` is malformed")]
     Malformed(HeaderName),
     /// The bearer token is invalid.
@@ -163,33 +166,33 @@ pub enum AuthError {
     /// The user name or the password is wrong.
     #[error(transparent)]
     Basic(#[from] BasicError),
-    /// The authentication server denied the request. The client gets the response of the server.
+    /// The authentication server denied the request. The client gets the server's response.
     #[error("the authentication server denied the request with status {}", .0.status.as_u16())]
     Denied(Arc<Denial>),
-    /// The credential cannot be verified at the moment. The client should retry later.
+    /// The credential cannot be verified at this time. The client should retry later.
     #[error("{0}")]
     Unavailable(&'static str),
     /// The authentication server sent an invalid response. The request is rejected even with `on_error = "allow"`,
-    /// because the client may have caused the invalid response.
+    /// because the client may have provoked the invalid response.
     #[error("the request cannot be authenticated at the moment")]
     InvalidResponse,
-    /// The provider with this index cannot decide without waiting. The caller waits for the result and continues with
-    /// [`Credentials::resume`], so no client gets this error.
+    /// The provider with this index must wait for its result. The caller waits for it and then calls
+    /// [`Credentials::resume`], so clients never get this error.
     #[error("the verification of the credential is not finished")]
     Pending(usize),
 }
 
-/// The form in which a client sent an API key.
+/// How a client sent an API key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
     /// The client sent the key as a bearer token.
     Bearer,
-    /// The client sent the key with another scheme, or without a scheme.
+    /// The client sent the key with another scheme or without a scheme.
     Other,
 }
 
 impl ProviderKind {
-    /// Return the kind as it is written in the configuration.
+    /// Return the `kind` as written in the configuration.
     pub fn label(&self) -> &'static str {
         match self {
             ProviderKind::ApiKey(_) => "api-key",
@@ -202,7 +205,7 @@ impl ProviderKind {
 }
 
 impl AuthProvider {
-    /// Return the request headers in which the provider looks for credentials.
+    /// Return the request headers from which the provider reads credentials.
     pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
         let (places, names): (&[KeyPlace], &[HeaderName]) = match &self.kind {
             ProviderKind::ApiKey(keys) => (&keys.places, &[]),
@@ -213,8 +216,8 @@ impl AuthProvider {
         places.iter().map(|place| &place.header).chain(names)
     }
 
-    /// Return the headers of an authentication server that identify the client to upstreams. On other routes, only
-    /// trusted proxies may send these headers.
+    /// Return the headers with which an authentication server identifies the client to upstreams. On routes without
+    /// this provider, only trusted proxies may send these headers.
     pub fn identity_headers(&self) -> impl Iterator<Item = &HeaderName> {
         let names = match &self.kind {
             ProviderKind::Forward(forward) => &forward.settings.response_headers[..],
@@ -239,14 +242,14 @@ impl AuthProvider {
 }
 
 impl Challenge {
-    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if the challenge is not a valid
-    /// header value.
+    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is not a valid header value.
     pub fn new(text: &str) -> Option<Self> {
         let value = HeaderValue::from_str(text).ok()?;
         Some(Challenge { value, is_bearer: text.eq_ignore_ascii_case("bearer") })
     }
 
-    /// Return the value of `WWW-Authenticate`. A `Bearer` challenge contains the error attribute of RFC 6750 §3.1.
+    /// Return the value of `WWW-Authenticate` for an error. A `Bearer` challenge contains the attribute `error` (RFC
+    /// 6750 §3.1) if the bearer token was invalid.
     pub fn value(&self, error: &AuthError) -> HeaderValue {
         match self.is_bearer && error.is_invalid_bearer_token() {
             true => HeaderValue::from_static("Bearer error=\"invalid_token\""),
@@ -256,7 +259,7 @@ impl Challenge {
 }
 
 impl AuthError {
-    /// Return the status of the response: 400, 401 or 403.
+    /// Return the status of the response: 400, 401, 403 or 503, or the status that the authentication server sent.
     pub fn status(&self) -> StatusCode {
         match self {
             AuthError::Missing(_) | AuthError::UnknownApiKey(_) | AuthError::ExpiredApiKey(_) | AuthError::Token(_) => {
@@ -274,12 +277,12 @@ impl AuthError {
         }
     }
 
-    /// Return whether the credential cannot be verified at the moment.
+    /// Return whether the credential cannot be verified at this time.
     pub fn is_unavailable(&self) -> bool {
         matches!(self, AuthError::Unavailable(_) | AuthError::InvalidResponse)
     }
 
-    /// Return whether the request had an invalid bearer token, which may be a JWT or an API key.
+    /// Return whether the bearer token of the request was invalid. The token may be a JWT or an API key.
     fn is_invalid_bearer_token(&self) -> bool {
         matches!(
             self,
@@ -291,11 +294,11 @@ impl AuthError {
 }
 
 impl RouteAuth {
-    /// Verify the credentials of a request. The credentials contain the results of all checks, even if there is an
-    /// error.
+    /// Verify the credentials of a request. The returned credentials contain the results of all verifications so far,
+    /// even after an error.
     ///
     /// # Errors
-    /// The request is rejected, or a provider has to wait. In the second case, the error is [`AuthError::Pending`].
+    /// The request is rejected, or a provider must wait for its result ([`AuthError::Pending`]).
     pub fn authenticate<'a>(
         &'a self,
         providers: &'a [AuthProvider],
@@ -309,10 +312,10 @@ impl RouteAuth {
 }
 
 impl<'a> Credentials<'a> {
-    /// Continue after [`AuthError::Pending`] with the result of that provider. Earlier results are kept.
+    /// Continue after [`AuthError::Pending`] with the result of that provider. The results of other providers are kept.
     ///
     /// # Errors
-    /// The errors of [`RouteAuth::authenticate`].
+    /// See [`RouteAuth::authenticate`].
     pub fn resume(&mut self, index: usize, result: Verification, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         self.checked.retain(|(checked, _)| *checked != index);
         self.checked.push((index, result));
@@ -327,7 +330,7 @@ impl<'a> Credentials<'a> {
         self.require(route, request).and_then(|()| self.identify(route, request))
     }
 
-    /// Reject an `Authorization` header that a provider of the route reads, and that servers may read differently.
+    /// Reject an `Authorization` header that servers may interpret differently, if a provider of the route reads it.
     fn check_syntax(&self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let Some(value) = request.headers.get(AUTHORIZATION) else { return Ok(()) };
         let reads_it = |index: &usize| match &self.providers[*index].kind {
@@ -342,12 +345,12 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Return the provider and the result of each check, in the order of the checks.
+    /// Return each provider that was called, with its result, in the order of the calls.
     pub fn checked(&self) -> impl Iterator<Item = (&'a AuthProvider, &Verification)> {
         self.checked.iter().map(|(index, verification)| (&self.providers[*index], verification))
     }
 
-    /// Return the caller of the first API key that was verified, or the anonymous caller of `identify`.
+    /// Return the caller of the first verified API key. With `identify`, this may be the anonymous caller.
     pub fn caller(&self) -> &Caller {
         let callers = || {
             self.checked.iter().filter_map(|(_, verification)| match verification {
@@ -367,7 +370,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the claims of the first token that was verified.
+    /// Return the claims of the first verified token.
     pub fn claims(&self) -> Option<&Claims> {
         self.checked.iter().find_map(|(_, verification)| match verification {
             Verification::Valid(Proof::Jwt(claims)) => Some(&**claims),
@@ -375,7 +378,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the user name of the first Basic credential that was verified.
+    /// Return the user name of the first verified Basic credential.
     pub fn user(&self) -> Option<&str> {
         self.checked.iter().find_map(|(_, verification)| match verification {
             Verification::Valid(Proof::Basic(user)) => Some(&**user),
@@ -383,7 +386,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the value of a header from the first authentication server that sent it, if there is a single value.
+    /// Return the value of a header from the first authentication server that sent exactly one value for it.
     pub fn forward_header(&self, name: &HeaderName) -> Option<&[u8]> {
         self.admissions().find_map(|admission| admission.identity(name))
     }
@@ -395,8 +398,8 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the variant of a limit for the request: the variant of the consumer, else of the tier, else the default
-    /// variant.
+    /// Return the variant of a limit that applies to the request. The consumer's own variant comes first, then that of
+    /// the tier, then the default variant.
     pub fn variant<'v>(&'v self, limit: &'v LimitSpec, source: &TierSource) -> &'v Arc<LimitVariant> {
         let caller = self.caller();
         let tier = match source {
@@ -422,8 +425,8 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Remove the credentials that are not forwarded: all credentials that the providers of the route read, except
-    /// those that they have verified and forward.
+    /// Remove the credentials that must not be forwarded: all credentials that providers of the route read. Keep only
+    /// verified credentials of providers with `forward_credential`.
     pub fn remove_from(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
@@ -436,8 +439,8 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Set the headers of the authentication servers that admitted the request. The client's own headers with these
-    /// names are always removed.
+    /// Set the headers from the authentication servers that admitted the request. Headers with these names that the
+    /// client sent are always removed.
     pub fn set_forward_headers(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
@@ -456,7 +459,7 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Return whether a provider has verified the credential in a header and forwards it.
+    /// Return whether a provider verified the credential in this header and forwards it.
     fn is_forwarded(&self, header: &HeaderName) -> bool {
         self.checked.iter().any(|(index, verification)| {
             let provider = &self.providers[*index];
@@ -476,8 +479,8 @@ impl<'a> Credentials<'a> {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        // Return the denial of an authentication server instead of the error about a foreign
-                        // credential, because it is more informative.
+                        // Prefer the denial of an authentication server to the error about a credential in another
+                        // format, because the denial is more informative.
                         if foreign.as_ref().is_none_or(|(_, known)| is_denied(error) && !is_denied(known)) {
                             foreign = Some((*index, error.clone()));
                         }
@@ -502,8 +505,8 @@ impl<'a> Credentials<'a> {
         Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
     }
 
-    /// Return whether a credential that is foreign to one provider is valid for another provider of the route, or was
-    /// not checked by it.
+    /// Return whether another provider of the route that reads the same header has verified the credential, or has not
+    /// been called. `index` is the provider for which the credential has another format.
     fn may_be_for_another(&self, index: usize, route: &RouteAuth) -> bool {
         let shares_header = |other: usize| {
             self.providers[other].headers().any(|header| self.providers[index].headers().any(|own| own == header))
@@ -535,15 +538,15 @@ impl<'a> Credentials<'a> {
         self.check_foreign(route, request)
     }
 
-    /// Reject credentials of `identify` that have another format and that no provider has verified. Check tokens before
-    /// API keys, because an unverified token is rejected regardless of `on_unknown` of the keys.
+    /// Reject credentials that have another format than a provider in `identify` expects, unless another provider has
+    /// verified them. Check tokens before API keys, because an unverified token is rejected regardless of `on_unknown`.
     fn check_foreign(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let mut unknown_keys = Vec::new();
         for index in &route.identify {
             let Verification::Foreign(error) = self.verify(*index, request) else { continue };
             let error = error.clone();
             match error {
-                // If the server does not admit the request, treat the request as one without a credential.
+                // The authentication server did not admit the request. Treat the request as if it had no credential.
                 AuthError::Denied(_) => {}
                 _ if self.is_verified_elsewhere(*index) => {}
                 AuthError::UnknownApiKey(_) => unknown_keys.push(*index),
@@ -561,7 +564,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Apply `on_unknown` of a provider to the unknown key of a request.
+    /// Apply the provider's `on_unknown` to the unknown key of a request.
     fn unknown_key(&mut self, index: usize, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let Some(keys) = self.providers[index].api_keys() else { return Ok(()) };
         let Some(key) = keys.read(request.headers)? else { return Ok(()) };
@@ -579,7 +582,7 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Return the result of a provider. Each provider verifies only once.
+    /// Return the result of a provider. Call the provider only once per request.
     fn verify(&mut self, index: usize, request: &AuthRequest<'_>) -> &Verification {
         let position = self.checked.iter().position(|(checked, _)| *checked == index).unwrap_or_else(|| {
             self.checked.push((index, self.providers[index].verify(request)));
@@ -589,8 +592,8 @@ impl<'a> Credentials<'a> {
     }
 }
 
-/// Return whether a value is a scheme and its credentials, separated by a space (RFC 9110 §11.4), or a key without a
-/// scheme. Some servers take other separators for spaces, or a token without a scheme for a bearer token.
+/// Return whether a header value is a scheme and credentials separated by a space (RFC 9110 §11.4), or a key without a
+/// scheme. Reject everything else: some servers accept other separators, or a bearer token without a scheme.
 fn is_authorization(value: &[u8]) -> bool {
     let is_token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
     let end = value.iter().position(|byte| !is_token(byte)).unwrap_or(value.len());
@@ -612,10 +615,10 @@ impl AuthProvider {
         }
     }
 
-    /// Return whether a header is removed unless a provider has verified and forwards it, because it contains a
-    /// credential that this provider would read. `place` is the index of the header. Headers that an authentication
-    /// server reads, such as cookies, may also be used by the upstream, so only the configuration determines whether
-    /// they are forwarded.
+    /// Return whether to remove a header unless its credential is verified and forwarded. This is the case if it
+    /// contains a credential that the provider would read. `place` is the index of the header. For headers that an
+    /// authentication server reads, such as cookies, only `forward_credential` determines this, because the upstream
+    /// may use them as well.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),
@@ -626,7 +629,7 @@ impl AuthProvider {
         }
     }
 
-    /// Return the headers that contain the credential that the provider has verified.
+    /// Return the headers that contain the credential which the provider verified.
     fn verified_headers(&self, verification: &Verification) -> impl Iterator<Item = &HeaderName> + use<'_> {
         let places = match verification {
             Verification::Valid(Proof::ApiKey(_, places)) => *places,

@@ -1,9 +1,9 @@
-//! HTTP Basic authentication (RFC 7617): verifies user name and password against a file that Apache's `htpasswd`
-//! writes.
+//! HTTP Basic authentication (RFC 7617): verifies user name and password against a file in the format of Apache's
+//! `htpasswd`.
 //!
-//! Computing a bcrypt hash intentionally takes milliseconds of CPU time. For credentials that were verified within the
-//! last minute, only one HMAC is computed. The hash of any other credentials is computed on a blocking thread. The
-//! number of hashes that are computed or queued is bounded.
+//! By design, computing a bcrypt hash takes milliseconds of CPU time. For credentials that were verified within the
+//! last minute, the gateway computes only one HMAC. For all other credentials, a blocking thread computes the hash. The
+//! number of running and queued computations is bounded.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -31,33 +31,35 @@ use tokio::time::timeout;
 use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::limiter::clock::monotonic;
 
-/// Time for which verified credentials are not hashed again.
+/// Time for which verified credentials are cached, so that they are not hashed again.
 const VERIFIED_TTL: Duration = Duration::from_secs(60);
 
-/// Time for which rejected credentials are not hashed again, so that a client that retries with a wrong password costs
-/// little CPU.
+/// Time for which rejected credentials are cached. A client that retries with a wrong password then uses little CPU
+/// time.
 const REJECTED_TTL: Duration = Duration::from_secs(10);
 
-/// Maximum number of cached credentials, for verified and for rejected credentials each. An entry uses about 100 bytes.
+/// Maximum number of cached credentials. It applies to verified and to rejected credentials separately. An entry uses
+/// about 100 bytes.
 const MAX_REMEMBERED: usize = 10_000;
 
-/// Maximum number of requests that wait for a hash. Further requests are rejected with 503.
+/// Maximum number of queued requests, which wait until their hash can be computed. Excess requests are rejected with
+/// 503.
 const MAX_QUEUED: usize = 100;
 
-/// Maximum time that a request waits until its hash is computed.
+/// Queue timeout: maximum time that a request waits until its hash is computed.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum length of user name, colon and password in bytes. Longer credentials are rejected, because the cost of an
-/// apr1 hash grows with the length of the password.
+/// Maximum total length of user name, colon and password in bytes. Longer credentials are rejected, because the cost of
+/// an apr1 hash grows with the length of the password.
 const MAX_CREDENTIALS: usize = 1024;
 
-/// Highest cost of bcrypt that is accepted: 2^16 rounds take about 4 s.
+/// Maximum bcrypt cost. 2^16 rounds take about 4 s.
 const MAX_BCRYPT_COST: u32 = 16;
 
-/// The reason why Basic credentials are rejected. Errors never contain parts of the credentials.
+/// The reason why Basic credentials are rejected. It never contains parts of the credentials.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BasicError {
-    /// The header is not base64 of `USER:PASSWORD`, has control characters, or is longer than 1 KiB.
+    /// The header is not base64 of `USER:PASSWORD`, contains control characters, or is longer than 1 KiB.
     #[error("the Basic credentials are malformed")]
     Malformed,
     /// The user is unknown, or the password is wrong.
@@ -68,14 +70,14 @@ pub enum BasicError {
 /// A provider of kind `basic`.
 #[derive(Debug)]
 pub struct BasicProvider {
-    /// The users. A reload keeps the users if their file is unchanged.
+    /// The users. A reload keeps this verifier if the content of the users file is the same.
     pub verifier: Arc<BasicVerifier>,
-    /// Name of the protected area (realm) in `WWW-Authenticate`.
+    /// Protected area (realm) in `WWW-Authenticate`.
     pub realm: Box<str>,
 }
 
 impl BasicProvider {
-    /// Verify the Basic credentials of a request without computing a hash.
+    /// Verify the Basic credentials of a request from the cache, without computing a hash.
     pub(super) fn verify_request(&self, headers: &HeaderMap) -> Verification {
         match self.lookup_request(headers) {
             Ok(BasicLookup::Verified(user)) => Verification::Valid(Proof::Basic(user)),
@@ -84,8 +86,8 @@ impl BasicProvider {
         }
     }
 
-    /// Verify the Basic credentials of a request, and compute a hash if necessary. Dropping the future removes the
-    /// request from the queue.
+    /// Verify the Basic credentials of a request. Compute the hash if the result is not cached. If the future is
+    /// dropped, the request leaves the queue.
     pub async fn verify_with_hash(&self, headers: &HeaderMap) -> Verification {
         let user = match self.lookup_request(headers) {
             Ok(BasicLookup::Verified(user)) => Ok(Ok(user)),
@@ -112,12 +114,12 @@ impl BasicProvider {
     }
 }
 
-/// Too many passwords are being verified. The client should retry later.
+/// The queue of password verifications is full. The client should retry later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("too many passwords are being verified at the moment")]
 pub struct VerificationBusy;
 
-/// The users of one file. The users can be replaced while requests are being verified.
+/// The users of one file. They can be replaced while requests are being verified.
 #[derive(Debug)]
 pub struct BasicVerifier {
     users: ArcSwap<UserTable>,
@@ -125,29 +127,29 @@ pub struct BasicVerifier {
     queued: AtomicUsize,
 }
 
-/// The users of a file, with the results of verifications against this file.
+/// The users of a file, and cached results of verifications against this file.
 #[derive(Debug)]
 struct UserTable {
     htpasswd: Htpasswd,
-    /// Key of the digests. The key is random, so that the digests in memory cannot be used to guess passwords.
+    /// Random key of the fingerprints. Without the key, the fingerprints in memory cannot be used to guess passwords.
     key: Key,
     verified: Cache<Fingerprint, Instant>,
     rejected: Cache<Fingerprint, Instant>,
 }
 
-/// Keyed hash of a user name and a password.
+/// Fingerprint: keyed hash of a user name and a password.
 type Fingerprint = [u8; 32];
 
-/// The result of a lookup that computes no password hash.
+/// The result of a cache lookup.
 #[derive(Debug)]
 pub enum BasicLookup {
-    /// The credentials belong to this user.
+    /// The credentials are cached as those of this user.
     Verified(Box<str>),
-    /// The password must be hashed and compared with the stored hash.
+    /// The result is not cached, so the password must be hashed.
     Unverified(UnverifiedUser),
 }
 
-/// Credentials whose password was not hashed yet.
+/// Credentials whose password has not been hashed yet.
 #[derive(Debug)]
 pub struct UnverifiedUser {
     table: Arc<UserTable>,
@@ -157,7 +159,7 @@ pub struct UnverifiedUser {
 }
 
 impl BasicVerifier {
-    /// Create a verifier for these users. The verifier computes hashes on at most half of the processors.
+    /// Create a verifier for these users. It computes hashes on at most half of the processors at the same time.
     pub fn new(htpasswd: Htpasswd) -> Self {
         let processors = available_parallelism().map_or(1, usize::from);
         BasicVerifier {
@@ -167,12 +169,12 @@ impl BasicVerifier {
         }
     }
 
-    /// Replace the users, and clear the cache of verified credentials.
+    /// Replace the users, and clear the caches of verified and rejected credentials.
     pub fn replace_users(&self, htpasswd: Htpasswd) {
         self.users.store(Arc::new(UserTable::new(htpasswd)));
     }
 
-    /// Return whether `other` has the users of the same file content.
+    /// Return whether `other` was created from the same file content.
     pub fn has_same_users(&self, other: &BasicVerifier) -> bool {
         self.users.load().htpasswd.source == other.users.load().htpasswd.source
     }
@@ -182,18 +184,19 @@ impl BasicVerifier {
         self.users.load().htpasswd.hashes.len()
     }
 
-    /// Look up `credentials`, the part of the header after the scheme, without computing a hash.
+    /// Look up credentials in the caches, without computing a hash. `credentials` is the part of the header after the
+    /// scheme.
     ///
     /// # Errors
-    /// The credentials are malformed, or were rejected within the last 10 s.
+    /// The credentials are malformed, the user name is not UTF-8, or the credentials were rejected within the last 10
+    /// s.
     pub fn lookup(&self, credentials: &[u8]) -> Result<BasicLookup, BasicError> {
         let (pair, colon) = decode(credentials).ok_or(BasicError::Malformed)?;
         let (user, password) = (&pair[..colon], &pair[colon + 1..]);
-        // A user name that is not UTF-8 is unknown, because the names in the file are UTF-8. The password may have any
-        // encoding.
+        // User names in the file are UTF-8, so a name that is not UTF-8 is unknown. The password may have any encoding.
         let user = str::from_utf8(user).map_err(|_| BasicError::Rejected)?;
         let table = self.users.load();
-        // Hash the decoded pair `USER:PASSWORD`. It is unambiguous, because a user name contains no colon.
+        // The fingerprint covers `USER:PASSWORD`. The pair is unambiguous, because a user name contains no colon.
         let fingerprint = table.fingerprint(&pair);
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(BasicLookup::Verified(user.into()));
@@ -209,12 +212,12 @@ impl BasicVerifier {
         }))
     }
 
-    /// Hash the password of a user, and return the name if the password is correct. Dropping the future removes the
-    /// request from the queue.
+    /// Compute the hash of a password. Return the user name if the password is correct. If the future is dropped, the
+    /// request leaves the queue.
     ///
     /// # Errors
-    /// The queue is full, or the request has waited in it for 5 s. The inner error means that the user is unknown, or
-    /// the password is wrong.
+    /// The outer error means that the queue is full, or that the request has waited in it for 5 s. The inner error
+    /// means that the user is unknown or the password is wrong.
     pub async fn verify(&self, unverified: UnverifiedUser) -> Result<Result<Box<str>, BasicError>, VerificationBusy> {
         let UnverifiedUser { table, user, password, fingerprint } = unverified;
         let permit = {
@@ -222,7 +225,7 @@ impl BasicVerifier {
             let permit = timeout(QUEUE_TIMEOUT, self.permits.clone().acquire_owned()).await;
             permit.map_err(|_| VerificationBusy)?.map_err(|_| VerificationBusy)?
         };
-        // Look up the cache again, because an earlier request in the queue may have had the same credentials.
+        // Check the caches again: an earlier request in the queue may have had the same credentials.
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(Ok(user));
         }
@@ -230,15 +233,15 @@ impl BasicVerifier {
             return Ok(Err(BasicError::Rejected));
         }
         let hashing = spawn_blocking(move || {
-            // Move the permit into the thread, so that it is held until the hash is computed even if the request is
-            // cancelled.
+            // The thread owns the permit. If the request is cancelled, the permit is therefore held until the hash is
+            // computed.
             let _permit = permit;
             let is_valid = table.htpasswd.verify(&user, &password);
             let remembered = if is_valid { (&table.verified, VERIFIED_TTL) } else { (&table.rejected, REJECTED_TTL) };
             remembered.0.insert(fingerprint, monotonic() + remembered.1);
             if is_valid { Ok(user) } else { Err(BasicError::Rejected) }
         });
-        // The task fails only if the runtime shuts down and drops it.
+        // The task fails only if the runtime shuts down.
         hashing.await.map_err(|_| VerificationBusy)
     }
 }
@@ -246,7 +249,7 @@ impl BasicVerifier {
 impl UserTable {
     fn new(htpasswd: Htpasswd) -> Self {
         let mut key = [0; 32];
-        // Ignore the error: without random bytes, TLS cannot start either. The key would then be zero, and the digests
+        // Ignore the error: without random bytes, TLS cannot start either. The key would be zero, and the fingerprints
         // would be as easy to attack as the hashes in the file.
         let _ = rand::fill(&mut key);
         UserTable {
@@ -269,7 +272,7 @@ fn is_remembered(cache: &Cache<Fingerprint, Instant>, fingerprint: &Fingerprint)
     cache.get(fingerprint).is_some_and(|expires_at| monotonic() < expires_at)
 }
 
-/// A queued computation of a hash.
+/// A request in the queue. Dropping the ticket removes the request from the queue.
 struct QueueTicket<'a>(&'a AtomicUsize);
 
 impl<'a> QueueTicket<'a> {
@@ -288,7 +291,7 @@ impl Drop for QueueTicket<'_> {
 
 // === The header ===
 
-/// Return the credentials of `Authorization: Basic`, or `None` if the header is missing or has another scheme.
+/// Return the credentials in `Authorization: Basic`. Return `None` if the header is missing or has another scheme.
 fn basic_credentials(headers: &HeaderMap) -> Result<Option<&[u8]>, AuthError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(value), second) = (values.next(), values.next()) else { return Ok(None) };
@@ -304,14 +307,14 @@ fn credentials_of(value: &[u8]) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"basic").then(|| credentials.trim_ascii())
 }
 
-/// Return whether a request has Basic credentials, in any header line.
+/// Return whether a request has Basic credentials, in any occurrence of the `Authorization` header.
 pub(super) fn has_basic_credentials(headers: &HeaderMap) -> bool {
     headers.get_all(AUTHORIZATION).iter().any(|value| credentials_of(value.as_bytes()).is_some())
 }
 
 /// Decode `USER:PASSWORD`. Return the bytes and the index of the first colon: a password may contain colons, but a user
-/// name may not (RFC 7617 §2). Return `None` if the encoding is invalid, the colon is missing, or there are control
-/// characters.
+/// name may not (RFC 7617 §2). Return `None` if the base64 is invalid, the colon is missing, or the text contains
+/// control characters.
 fn decode(credentials: &[u8]) -> Option<(Vec<u8>, usize)> {
     if credentials.len() > MAX_CREDENTIALS.div_ceil(3) * 4 {
         return None;
@@ -324,30 +327,30 @@ fn decode(credentials: &[u8]) -> Option<(Vec<u8>, usize)> {
 
 // === The file ===
 
-/// The users of an htpasswd file, with the hashes of their passwords.
+/// The users of an htpasswd file, and their password hashes.
 #[derive(Debug)]
 pub struct Htpasswd {
-    /// SHA-256 of the file.
+    /// SHA-256 hash of the file content.
     source: [u8; 32],
-    /// Index of the hash of each user.
+    /// Index into `hashes`, by user name.
     users: HashMap<Box<str>, usize>,
     hashes: Vec<PasswordHash>,
 }
 
-/// A hash with which a password is compared.
+/// The hash of a password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum PasswordHash {
-    /// `$2y$COST$SALT-AND-HASH`, also `$2a$` and `$2b$`.
+    /// `$2y$COST$SALT-AND-HASH`. The prefixes `$2a$` and `$2b$` are also accepted.
     Bcrypt(Box<str>),
-    /// `$apr1$SALT$HASH`, which is MD5 in 1,000 rounds.
+    /// `$apr1$SALT$HASH`: MD5 with 1,000 rounds.
     Apr1 { salt: Box<[u8]>, digest: Box<[u8]> },
 }
 
-/// An error in an htpasswd file. The error contains the line and the user, but never the hash.
+/// An error in an htpasswd file. It contains the line number and the user name, but never the hash.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {fault}")]
 pub struct HtpasswdError {
-    /// Number of the line, from 1.
+    /// Line number, starting with 1.
     pub line: usize,
     fault: Fault,
 }
@@ -360,7 +363,7 @@ enum Fault {
     NoColon,
     #[error("the user name is empty")]
     NoUser,
-    #[error("the user `{0}` has an earlier line")]
+    #[error("the user `{0}` is already in an earlier line")]
     Duplicate(Box<str>),
     #[error("the password of `{0}` is hashed with {1}")]
     Unsupported(Box<str>, &'static str),
@@ -371,7 +374,7 @@ enum Fault {
 }
 
 impl HtpasswdError {
-    /// Return what the operator can do about the error. `file` is the path of the file.
+    /// Return a hint on how the operator can correct the error. `file` is the path of the file.
     pub fn hint(&self, file: &str) -> String {
         match &self.fault {
             Fault::Encoding => "the file must be UTF-8 text".to_owned(),
@@ -394,7 +397,7 @@ impl Htpasswd {
     /// Parse an htpasswd file: lines of `USER:HASH`, empty lines, and comments that start with `#`.
     ///
     /// # Errors
-    /// The error is the first line that is not valid, or whose hash is neither bcrypt nor apr1.
+    /// A line is invalid, or its hash is neither bcrypt nor apr1. Parsing ends at the first error.
     pub fn parse(content: &[u8]) -> Result<Self, HtpasswdError> {
         let mut source = [0; 32];
         // A SHA-256 hash has 32 bytes.
@@ -410,7 +413,7 @@ impl Htpasswd {
             if user.is_empty() {
                 return Err(at(Fault::NoUser));
             }
-            // Drop the text after a second colon, as Apache does.
+            // Ignore text after a second colon, as Apache does.
             let hash = rest.split(':').next().unwrap_or_default();
             let hash = PasswordHash::parse(user, hash).map_err(at)?;
             if htpasswd.users.insert(user.into(), htpasswd.hashes.len()).is_some() {
@@ -421,8 +424,8 @@ impl Htpasswd {
         Ok(htpasswd)
     }
 
-    /// Return whether this is the password of the user. For an unknown user, the check takes as long: it hashes the
-    /// password with the salt and the cost of a known user. The same name always selects the same known user.
+    /// Return whether this is the user's password. The check takes the same time for unknown users: it hashes the
+    /// password with the salt and cost of a known user. The same unknown name always selects the same known user.
     fn verify(&self, user: &str, password: &[u8]) -> bool {
         if let Some(index) = self.users.get(user) {
             return self.hashes[*index].verify(password);
@@ -461,16 +464,15 @@ impl PasswordHash {
             _ if text.starts_with("$5$") => unsupported("SHA-256 crypt"),
             _ if text.starts_with("$6$") => unsupported("SHA-512 crypt"),
             _ if text.starts_with("$2x$") => unsupported("a faulty implementation of bcrypt (`$2x$`)"),
-            // Reject text of 13 characters, because a crypt hash cannot be distinguished from a plain-text password.
+            // Also reject text of 13 characters: a crypt hash cannot be distinguished from a plain-text password.
             _ => unsupported("crypt, or not hashed at all"),
         }
     }
 
-    /// Return whether the password has this hash. The duration does not depend on the position at which the hashes
-    /// differ.
+    /// Return whether this is the hash of the password. The hashes are compared in constant time.
     fn verify(&self, password: &[u8]) -> bool {
         match self {
-            // Like `htpasswd`, bcrypt uses only the first 72 bytes of a password.
+            // bcrypt uses only the first 72 bytes of a password, as `htpasswd` does.
             PasswordHash::Bcrypt(hash) => bcrypt::verify(password, hash).unwrap_or(false),
             PasswordHash::Apr1 { salt, digest } => {
                 verify_slices_are_equal(&apr1_digest(password, salt), digest).is_ok()
@@ -479,15 +481,15 @@ impl PasswordHash {
     }
 }
 
-// === apr1: the MD5 of Apache's htpasswd, a variant of FreeBSD's crypt ===
+// === apr1: the MD5-based hash of Apache's htpasswd, a variant of FreeBSD's crypt ===
 
-/// Length of an apr1 digest in its text form.
+/// Length of an encoded apr1 digest.
 const APR1_LENGTH: usize = 22;
 
-/// Digits of the encoding, in the order of their values.
+/// The digits of the encoding, in ascending order of their values.
 const CRYPT_ALPHABET: &[u8; 64] = b"./0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
-/// Return the encoded digest of a password, as `apr_md5_encode` of the Apache Portable Runtime computes it.
+/// Return the encoded apr1 digest of a password, as `apr_md5_encode` of the Apache Portable Runtime does.
 fn apr1_digest(password: &[u8], salt: &[u8]) -> [u8; APR1_LENGTH] {
     let inner = Md5::new().chain_update(password).chain_update(salt).chain_update(password).finalize();
     let mut outer = Md5::new().chain_update(password).chain_update("$apr1$").chain_update(salt);
@@ -529,7 +531,7 @@ fn apr1_digest(password: &[u8], salt: &[u8]) -> [u8; APR1_LENGTH] {
 mod tests {
     use super::*;
 
-    /// The file has a comment, an empty line, and a line with a Windows line ending.
+    /// A file with a comment, an empty line, and a line that ends with CR LF.
     const FILE: &str = "# users\n\nalice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\r\n";
 
     fn encode(pair: &[u8]) -> Vec<u8> {
@@ -538,8 +540,8 @@ mod tests {
 
     #[test]
     fn apr1_digests_are_those_of_apache() {
-        // The first hash is the example of `htpasswd` in Apache's documentation, the others come from
-        // `openssl passwd -apr1`.
+        // The first hash is an example in Apache's documentation of `htpasswd`. The others are output of `openssl
+        // passwd -apr1`.
         for (password, salt, expected) in [
             ("myPassword", "r31.....", "HqJZimcKQFAMYayBlzkrA/"),
             ("", "abcdefgh", "L.PT565ESX4Tp2bqNs7Ie."),
@@ -570,7 +572,7 @@ mod tests {
             ),
             (
                 "a:$apr1$s$0123456789012345678901\na:$apr1$s$0123456789012345678901",
-                "line 2: the user `a` has an earlier line",
+                "line 2: the user `a` is already in an earlier line",
             ),
         ] {
             let error = Htpasswd::parse(line.as_bytes()).unwrap_err();

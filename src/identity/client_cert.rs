@@ -1,5 +1,5 @@
-//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and its form in headers
-//! (RFC 9440).
+//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and the headers that
+//! forward it to upstreams (RFC 9440).
 
 use std::fmt::Write;
 use std::sync::OnceLock;
@@ -19,13 +19,13 @@ pub enum ClientCertError {
     /// The certificate cannot be parsed.
     #[error("the client's certificate is malformed")]
     Malformed,
-    /// The certificate has expired. TLS session resumption does not check the expiry.
+    /// The certificate has expired since the full TLS handshake. Session resumption does not check the expiry.
     #[error("the client's certificate has expired since the TLS session began")]
     Expired,
 }
 
-/// Maximum length in bytes of `Client-Cert-Chain`. The size is limited, because the client chooses the certificates
-/// that follow its own, and servers reject large headers.
+/// Maximum length of `Client-Cert-Chain` in bytes. The limit is necessary because the client chooses the certificates
+/// after its own, and servers reject large headers.
 const MAX_CHAIN_HEADER: usize = 16 << 10;
 
 /// The verified certificate of a client, followed by the other certificates that the client sent.
@@ -40,26 +40,26 @@ pub struct ClientCertificate {
 pub struct CertificateHeaders {
     /// `Client-Cert`: the certificate (§2.2).
     pub certificate: HeaderValue,
-    /// `Client-Cert-Chain`: the other certificates of the chain (§2.3). `None` if there are no such certificates, or
-    /// too many.
+    /// `Client-Cert-Chain`: the other certificates of the chain (§2.3). `None` if there are none, or if the header
+    /// would be too long.
     pub chain: Option<HeaderValue>,
 }
 
 impl ClientCertificate {
-    /// Keep the certificates of a TLS session. The certificate of the client is the first.
+    /// Store the certificates of a TLS session. The first one is the client's own certificate.
     pub fn new(chain: &[CertificateDer<'_>]) -> Self {
         let chain = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
         ClientCertificate { chain, headers: OnceLock::new() }
     }
 
-    /// Return the header values. The first call encodes the values.
+    /// Return the header values. They are encoded at the first call.
     pub fn headers(&self) -> Option<&CertificateHeaders> {
         let encode = || {
             let (first, rest) = self.chain.split_first()?;
             let chain = rest.iter().map(|certificate| byte_sequence(certificate)).collect::<Vec<_>>().join(", ");
             let is_sent = !chain.is_empty() && chain.len() <= MAX_CHAIN_HEADER;
             Some(CertificateHeaders {
-                // The conversion cannot fail, because Base64 and colons form a valid header value.
+                // Base64 and colons form a valid header value, so the conversion cannot fail.
                 certificate: HeaderValue::try_from(byte_sequence(first)).ok()?,
                 chain: is_sent.then(|| HeaderValue::try_from(chain).ok()).flatten(),
             })
@@ -68,12 +68,12 @@ impl ClientCertificate {
     }
 }
 
-/// Encode bytes as a Byte Sequence (RFC 9651 §4.1.8).
+/// Encode bytes as a Byte Sequence of a structured field (RFC 9651 §4.1.8).
 fn byte_sequence(bytes: &[u8]) -> String {
     format!(":{}:", STANDARD.encode(bytes))
 }
 
-/// Attribute types with a short name: the types of RFC 4514 §3, and two types that OpenSSL names in the same way.
+/// Attribute types with a short name: those of RFC 4514 §3, and two more with the names that OpenSSL uses.
 const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.3", "CN"),
     ("2.5.4.7", "L"),
@@ -88,9 +88,9 @@ const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.5", "serialNumber"),
 ];
 
-/// Return the subject of a verified certificate (DER). Return `None` if the subject is empty, because different clients
-/// may have empty subjects. `now_s` is the current time in seconds since the Unix epoch. The expiration is checked
-/// again, because resuming a TLS session does not check it.
+/// Return the subject of a verified certificate in DER encoding. Return `None` if the subject is empty, because several
+/// clients may have an empty subject. `now_s` is the current time in seconds since the Unix epoch. The expiry is
+/// checked again, because the resumption of a TLS session does not check it.
 ///
 /// # Errors
 /// The certificate has expired or is malformed.
@@ -103,7 +103,8 @@ pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, Clien
     Ok((!text.is_empty()).then(|| text.into()))
 }
 
-/// Format a name with the last RDN first, separated by `,`. Attributes of one RDN are separated by `+`.
+/// Format a distinguished name. The last RDN (relative distinguished name) comes first, and RDNs are separated by `,`.
+/// Attributes of the same RDN are separated by `+`.
 fn format_name(name: &X509Name<'_>) -> Result<String, ClientCertError> {
     let parts: Vec<_> = name.iter_rdn().collect();
     let mut text = String::new();
@@ -127,12 +128,12 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
             text.push('=');
             escape(text, value);
         }
-        // Write attributes of all other types with the OID and the DER encoding of the value (RFC 4514 §2.4).
+        // For all other attribute types, write the OID and the value in DER encoding as hexadecimal (RFC 4514 §2.4).
         (name, _) => {
             text.push_str(name.unwrap_or(&oid));
             text.push_str("=#");
             for byte in attribute.attr_value().to_der_vec().map_err(|_| ClientCertError::Malformed)? {
-                // Ignore the result, because writing to a string cannot fail.
+                // Writing to a string cannot fail.
                 let _ = write!(text, "{byte:02X}");
             }
         }
@@ -140,7 +141,7 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
     Ok(())
 }
 
-/// Escape characters that would end the value or have a special meaning (RFC 4514 §2.4).
+/// Escape characters that have a special meaning (RFC 4514 §2.4).
 fn escape(text: &mut String, value: &str) {
     let last = value.chars().count().saturating_sub(1);
     for (index, c) in value.chars().enumerate() {
@@ -220,7 +221,7 @@ mod tests {
     fn expired_certificate_is_rejected() {
         let mut params = CertificateParams::default();
         params.not_after = date_time_ymd(2020, 1, 1);
-        // The test certificate has a custom extension, which must not prevent parsing.
+        // The certificate has a custom extension. It must not cause a parsing error.
         params.custom_extensions = vec![CustomExtension::from_oid_content(&[1, 2, 3], vec![5, 0])];
         let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
         assert!(subject(certificate.der(), 1_577_836_800).is_ok(), "to the last second");

@@ -1,7 +1,7 @@
-//! Display of identities to administrators, and lookup of identities that administrators name.
+//! Shows identities to administrators, and finds the identities that administrators enter.
 //!
-//! Values that may be secrets are never shown: unknown API keys, headers, cookies, query parameters and values of JSON
-//! bodies. Administrators can name such an identity by its hash, or by the value if they know it.
+//! Values that may be secrets are never shown. These are unknown API keys, headers, cookies, query parameters and
+//! values of JSON bodies. To select such an identity, administrators can enter its hash, or the value if they know it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -16,41 +16,42 @@ use crate::identity::{
 };
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
-/// Maximum number of bytes of a value that is shown. Values are cut at this length, because clients may choose them.
+/// Maximum number of bytes to show of a value. Longer values are truncated, because clients may choose values of any
+/// length.
 const MAX_DISPLAY_BYTES: usize = 128;
 
-/// Label of a client network that replaces an API key.
+/// Label for a client network that replaces an API key.
 const ANONYMOUS_LABEL: &str = "anonymous";
 const IP_LABEL: &str = "ip";
 
-/// An identity for display, as its parts.
+/// An identity to show to administrators, as a list of parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
 
-/// A part of an identity for display.
+/// A part of an identity to show to administrators.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DisplayPart {
-    /// Label of the part in `by`, or label of the client network that replaces the part.
+    /// Label of the part in `by`, or the label of the client network if it replaces the part.
     pub label: Box<str>,
     /// Value of the part. `None` if the value may be a secret.
     pub value: Option<Box<str>>,
 }
 
-/// An identity in the form in which an administrator names it: values by the labels of `by`.
+/// An identity that an administrator entered: a value for each label in `by`.
 pub type IdentityInput = BTreeMap<String, String>;
 
-/// The identity that an administrator named.
+/// The identity that an administrator's input refers to.
 #[derive(Debug)]
 pub struct ResolvedIdentity {
     /// Hash of the identity.
     pub identity: Identity,
-    /// Caller whose variant of the limit applies.
+    /// Caller that determines which variant of the limit applies.
     pub caller: Caller,
-    /// Whether the identity is exempt.
+    /// Whether the identity is exempt from the limit.
     pub is_exempt: bool,
 }
 
-/// Error in an identity named by an administrator.
+/// An error in the identity that an administrator entered.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityInputError {
     /// The administrator gave no value for a part of the identity.
@@ -90,7 +91,7 @@ impl Descriptor {
         }
     }
 
-    /// Return whether `by` accepts this label for the descriptor. Header names are case-insensitive.
+    /// Return whether this label refers to the descriptor. Header names are case-insensitive.
     pub fn matches_label(&self, label: &str) -> bool {
         match self {
             Descriptor::User(_) | Descriptor::Header(_) | Descriptor::Forward(_) => {
@@ -100,8 +101,8 @@ impl Descriptor {
         }
     }
 
-    /// Return the tag of values of this descriptor. Accepted API keys, and client networks that replace another part,
-    /// have different tags.
+    /// Return the tag for values of this descriptor. Accepted API keys have a different tag, and so do client networks
+    /// that replace another part.
     pub(super) fn tag(&self) -> u8 {
         match self {
             Descriptor::ApiKey => b'c',
@@ -126,26 +127,27 @@ impl Descriptor {
     }
 }
 
-/// Return whether values with this tag may be shown. Values from proxies and verified tokens identify a user but grant
-/// no access. Paths are also in the access log. Tools and methods are names of the upstream's API.
+/// Return whether values with this tag may be shown. Values from trusted proxies and verified credentials identify a
+/// client, but grant no access. Path parameters are also in the access log. Tools and methods are names in the
+/// upstream's API.
 fn is_public(tag: u8) -> bool {
     match tag {
         b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
-        // All other tags belong to values that may be secret: accepted API keys, headers, cookies, query parameters and
-        // values of bodies.
+        // All other tags are for values that may be secret: accepted API keys, headers, cookies, query parameters and
+        // body values.
         _ => false,
     }
 }
 
 impl Descriptor {
-    /// Return whether values of this descriptor may be shown. For API keys, the value is the consumer.
+    /// Return whether values of this descriptor may be shown. For API keys, the value is the consumer name.
     pub fn is_public(&self) -> bool {
         is_public(self.tag())
     }
 }
 
 impl IdentityDisplay {
-    /// Return the values on one line, with `placeholder` for values that may be secrets.
+    /// Return all values on one line. `placeholder` replaces values that may be secret.
     pub fn summary(&self, placeholder: &str) -> String {
         let value = |part: &DisplayPart| match (&*part.label, part.value.as_deref()) {
             ("global", _) => "all clients".to_owned(),
@@ -157,7 +159,7 @@ impl IdentityDisplay {
 }
 
 impl IdentitySpec {
-    /// Return the identity of a request for display.
+    /// Return the identity of a request in the form that is shown to administrators.
     pub fn display(&self, request: &RequestAttributes<'_>, client_ip: &ClientIpResolver) -> IdentityDisplay {
         let network = |label: &str| DisplayPart {
             label: label.into(),
@@ -169,20 +171,20 @@ impl IdentitySpec {
             }
             Ok(IdentityPart::Address(ANONYMOUS_TAG)) => network(ANONYMOUS_LABEL),
             Ok(IdentityPart::Address(_) | IdentityPart::Missing(_)) => network(IP_LABEL),
-            // Display no identity for a request that has none.
+            // The request has no identity, so show no value.
             Err(_) => DisplayPart { label: descriptor.label().into(), value: None },
         };
         IdentityDisplay(self.descriptors.iter().map(part_of).collect())
     }
 
-    /// Return whether the label names a part of this identity.
+    /// Return whether the label refers to a part of this identity.
     pub fn has_label(&self, label: &str) -> bool {
         let anonymous = || label == ANONYMOUS_LABEL && self.descriptors.contains(&Descriptor::ApiKey);
         let is_ip_fallback = || label == IP_LABEL && self.on_missing == OnMissing::Ip;
         self.descriptors.iter().any(|descriptor| descriptor.label() == label) || anonymous() || is_ip_fallback()
     }
 
-    /// Return the identity that an administrator named.
+    /// Return the identity that an administrator's input refers to.
     ///
     /// # Errors
     /// A part is missing or invalid.
@@ -195,7 +197,7 @@ impl IdentitySpec {
     ) -> Result<ResolvedIdentity, IdentityInputError> {
         let address = |label: &'static str| {
             let text = input.get(label)?;
-            // Accept the displayed form `ADDRESS/PREFIX` as well.
+            // Also accept the form in which networks are shown, `ADDRESS/PREFIX`.
             let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
             Some(
                 address
@@ -207,7 +209,7 @@ impl IdentitySpec {
         let mut encoder = IdentityEncoder::default();
         let mut caller = Caller::Missing;
         let mut is_exempt = false;
-        // Use a placeholder for the client address, which is not needed for parts that are not client networks.
+        // Placeholder for parts that are not client networks, and therefore need no address.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {
             let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());
@@ -232,7 +234,7 @@ impl IdentitySpec {
                     caller = Caller::Consumer(consumer.clone());
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
-                // Convert the host to canonical form, as routing does.
+                // Convert the host to its canonical form, as for requests.
                 (Descriptor::Host, Some(name)) => {
                     (descriptor.tag(), target::canonical_host(name).into_owned().into_bytes(), no_address)
                 }
@@ -248,7 +250,7 @@ impl IdentitySpec {
     }
 }
 
-/// Return the beginning of a value as text.
+/// Return a value as text, truncated to the maximum length.
 fn display_value(value: &[u8]) -> Box<str> {
     let whole = String::from_utf8_lossy(value);
     let end = (0..=MAX_DISPLAY_BYTES.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);

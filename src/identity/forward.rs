@@ -1,5 +1,5 @@
-//! Forward authentication: the parts of a request that an authentication server receives, and its decision.
-//! `proxy/authentication.rs` contains the exchange itself.
+//! Forward authentication: the parts of a request that an authentication server receives, the server's decision, and a
+//! cache of admissions. The exchange with the server is in `proxy/authentication.rs`.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,73 +26,73 @@ use crate::limiter::clock::monotonic;
 pub struct ForwardProvider {
     /// Settings of the provider.
     pub settings: ForwardSettings,
-    /// The cache of admissions, for which the server is not called again. `None` if the server is called for each
-    /// request.
+    /// Cache of admissions. `None` if the server is called for each request.
     pub cache: Option<Arc<ForwardCache>>,
 }
 
 /// Settings of a provider of kind `forward`.
 #[derive(Debug, PartialEq)]
 pub struct ForwardSettings {
-    /// Index of the internal upstream among all upstreams.
+    /// Index of the authentication server's internal upstream among all upstreams.
     pub upstream: usize,
     /// Path and query of `url`.
     pub target: PathAndQuery,
-    /// Host and port of `url`, for `Host`.
+    /// Host and port of `url`, which are the value of `Host`.
     pub authority: HeaderValue,
-    /// Headers of the client that the server gets.
+    /// Request headers of the client that the server receives.
     pub request_headers: Vec<HeaderName>,
-    /// Headers of the server that the upstream gets. If clients send headers with these names, they are always removed.
+    /// Headers from the server that the upstream receives. Headers with these names that a client sent are always
+    /// removed.
     pub response_headers: Vec<HeaderName>,
-    /// Maximum time for the request to the authentication server and its response.
+    /// Maximum time for a request to the authentication server, including the response.
     pub timeout: Duration,
-    /// Whether requests are admitted while the server does not respond.
+    /// Whether to admit requests while the server does not respond.
     pub fail_open: bool,
-    /// The values that the server receives in addition to the headers of the client.
+    /// The parts of the request that the server receives in addition to `request_headers`.
     pub told: ToldParts,
-    /// Lifetime and maximum number of cached admissions. `None` if there is no cache.
+    /// Lifetime and maximum number of cached admissions. `None` disables the cache.
     pub cache: Option<(Duration, usize)>,
 }
 
-/// The parts of a request that an authentication server receives. With a cache, all these parts are in the cache key,
-/// so that the decision depends on nothing else.
+/// The parts of a request that an authentication server receives. All of these parts are in the cache key, so that the
+/// decision depends only on the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ToldParts {
-    /// `X-Forwarded-Method`.
+    /// Send `X-Forwarded-Method`.
     pub method: bool,
-    /// `X-Forwarded-Host` and `X-Forwarded-Proto`.
+    /// Send `X-Forwarded-Host` and `X-Forwarded-Proto`.
     pub host: bool,
-    /// `X-Forwarded-Uri`: path and query.
+    /// Send `X-Forwarded-Uri`, which contains path and query.
     pub uri: bool,
-    /// `X-Forwarded-For`: the address of the client.
+    /// Send `X-Forwarded-For`, which contains the client address.
     pub ip: bool,
 }
 
 impl ToldParts {
-    /// The server receives all parts of the request.
+    /// Send all parts of the request.
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
 }
 
-/// An admitted request, with the headers for the upstream.
+/// The server's decision to admit a request, with headers for the upstream.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Admission {
     /// The `response_headers` that the server sent.
     pub headers: HeaderMap,
 }
 
-/// The response of an authentication server that does not admit the request. The client gets this response.
+/// The response of an authentication server that denies a request. The client gets this response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Denial {
     /// Status of the response, which is not 2xx.
     pub status: StatusCode,
-    /// Headers of the response that the client gets.
+    /// Headers of the response that are sent to the client.
     pub headers: HeaderMap,
     /// Body of the response.
     pub body: Bytes,
 }
 
-/// Headers whose lines form one list (RFC 9110 §5.3), and `Cookie`, whose lines the gateway joins. All other headers have
-/// a single value.
+/// Headers that may occur several times, because their values form one list (RFC 9110 §5.3). `Cookie` is also in this
+/// list, because the gateway joins its occurrences. All other headers may occur only once.
 const LIST_HEADERS: [HeaderName; 16] = [
     ACCEPT,
     ACCEPT_CHARSET,
@@ -113,9 +113,9 @@ const LIST_HEADERS: [HeaderName; 16] = [
 ];
 
 impl ForwardProvider {
-    /// Return a header with a single value that the server gets and that a request has more than once. Server and
-    /// upstream could use different lines. nginx rejects such a request for `Authorization`, and Envoy joins the lines
-    /// with commas.
+    /// Return a header that the server receives and that must not occur more than once, but does. The server and the
+    /// upstream could use different values. For a repeated `Authorization`, nginx rejects the request, and Envoy joins
+    /// the values with commas.
     pub fn repeated_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
         let is_repeated = |name: &&HeaderName| headers.get_all(*name).iter().nth(1).is_some();
         self.settings.request_headers.iter().filter(|name| !LIST_HEADERS.contains(name)).find(is_repeated)
@@ -129,28 +129,26 @@ impl ForwardProvider {
 }
 
 impl Admission {
-    /// Return the value of the header `name`, which is used as an identity. Return `None` if the header is absent,
-    /// empty or repeated.
+    /// Return the value of a header for use as an identity. Return `None` if the header is absent, empty or repeated.
     pub fn identity(&self, name: &HeaderName) -> Option<&[u8]> {
         let mut values = self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
         values.next().filter(|value| !value.is_empty() && values.next().is_none())
     }
 }
 
-// === Cache: admissions by all values that the server receives ===
+// === Cache of admissions. The key covers all values that the server receives ===
 
-/// Maximum size of the headers of a cached admission, in bytes. Larger admissions are not cached, so that the memory is
+/// Maximum size in bytes of the headers of a cached admission. Larger admissions are not cached, so that memory use is
 /// bounded.
 const MAX_CACHED_HEADERS: usize = 4096;
 
-/// Admissions by a keyed hash of the values that the server receives. All workers share the cache. Denials are not
-/// cached, because the response may start the session of one client, and because the next request may have a valid
-/// credential.
+/// Cached admissions by a keyed hash of the values that the server receives. All workers share the cache. Denials are
+/// not cached: a denial may set a session cookie for one client, and the next request may have a valid credential.
 pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
-    /// Calls to the server in progress, each with a receiver of its result.
+    /// Calls to the server that are in progress, each with a receiver for its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
-    /// Secret of the process for the hash of credentials, so that other processes cannot use the hash.
+    /// Secret key of the hash, unique to this process. Credentials cannot be guessed from a hash without it.
     secret: [u8; 32],
 }
 
@@ -163,30 +161,30 @@ struct CachedAdmission {
     expires_at: Instant,
 }
 
-/// The result of a call to the server, for the requests that wait for this call.
+/// The result of a call to the server, as seen by the requests that wait for it.
 #[derive(Debug, Clone)]
 pub enum SharedResult {
-    /// The server admits the requests.
+    /// The server admits these requests as well.
     Admitted(Arc<Admission>),
     /// The server did not respond.
     Unavailable(AuthError),
-    /// The response is for one request only: it is a denial, or an admission that must not be stored.
+    /// The response applies to one request only: it is a denial, or an admission that must not be cached.
     Private,
 }
 
-/// The role of a request for its cache key.
+/// What a request with a given cache key must do.
 #[derive(Debug)]
 pub enum CacheRole<'a> {
-    /// The admission is in the cache.
+    /// Use the cached admission.
     Hit(Arc<Admission>),
-    /// The request calls the server and publishes the result. Other requests wait for this result.
+    /// Call the server and publish the result, for which other requests wait.
     Ask(PendingExchange<'a>),
-    /// Another request is calling the server.
+    /// Wait for the result of another request, which is calling the server.
     Wait(watch::Receiver<Option<SharedResult>>),
 }
 
-/// A call to the server for which other requests wait. If the value is dropped without a result, another request calls
-/// the server.
+/// A call to the server that other requests wait for. If it is dropped without a result, another request must call the
+/// server.
 #[derive(Debug)]
 pub struct PendingExchange<'a> {
     cache: &'a ForwardCache,
@@ -208,8 +206,7 @@ impl ForwardCache {
         ForwardCache { admissions: Cache::new(max_entries), pending: Mutex::default(), secret }
     }
 
-    /// Return the key of a request to the server. The key contains the names and the values of all headers in their
-    /// order.
+    /// Return the cache key of a request to the server. It covers the names and values of all headers, in order.
     pub fn key(&self, headers: &HeaderMap) -> CacheKey {
         let mut context = Context::new(&SHA256);
         context.update(&self.secret);
@@ -226,7 +223,7 @@ impl ForwardCache {
         key
     }
 
-    /// Return the cached admission of this key.
+    /// Return the cached admission for this key.
     pub fn get(&self, key: CacheKey) -> Option<Arc<Admission>> {
         let cached = self.admissions.get(&key)?;
         if monotonic() < cached.expires_at {
@@ -236,8 +233,8 @@ impl ForwardCache {
         None
     }
 
-    /// Return the role of a request with this key: it uses a cached admission, calls the server, or waits for the
-    /// request that calls the server.
+    /// Return what a request with this key must do: use the cached admission, call the server, or wait for a call in
+    /// progress.
     pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
         if let Some(admission) = self.get(key) {
             return CacheRole::Hit(admission);
@@ -255,7 +252,8 @@ impl ForwardCache {
 }
 
 impl PendingExchange<'_> {
-    /// Publish the result. Store an admission for at most `ttl`. `response` contains all headers of the server.
+    /// Publish the result. Cache an admission for at most `ttl`. `response` contains all response headers of the
+    /// server.
     pub fn finish(self, result: &Result<Arc<Admission>, AuthError>, response: &HeaderMap, ttl: Duration) {
         let shared = match result {
             Ok(admission) => match storable_time(response, ttl) {
@@ -286,12 +284,12 @@ fn header_size(headers: &HeaderMap) -> usize {
     headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum()
 }
 
-/// Return how long an admission may be stored: `ttl`, or a shorter time if the server demands it (RFC 9111 §5.2.2).
-/// Return `None` if the admission must not be stored.
+/// Return how long an admission may be cached: `ttl`, or a shorter time if `Cache-Control` requires it (RFC 9111
+/// §5.2.2). Return `None` if it must not be cached.
 fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
     let mut ttl = ttl;
     for line in response.get_all(CACHE_CONTROL) {
-        // Do not store the admission if the header is not text, because it cannot be interpreted.
+        // A value that is not text cannot be interpreted, so do not cache the admission.
         for directive in line.to_str().ok()?.split(',').map(str::trim) {
             let (name, value) = directive.split_once('=').unwrap_or((directive, ""));
             if ["no-store", "no-cache"].iter().any(|word| name.eq_ignore_ascii_case(word)) {

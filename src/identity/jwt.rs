@@ -1,4 +1,4 @@
-//! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750), with keys
+//! Verification of JSON Web Tokens (RFC 7519), which clients send as bearer tokens (RFC 6750). The public keys come
 //! from a file or a URL.
 
 use std::borrow::Cow;
@@ -27,24 +27,24 @@ use tokio::time::timeout;
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
 use crate::limiter::clock::{elapsed_since, monotonic};
 
-/// Leeway in seconds for different clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
-/// minutes". Clocks that are synchronized by NTP differ by less than a second. Clocks of virtual machines differ by
-/// more after a pause.
+/// Leeway in seconds for differences between the clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more
+/// than a few minutes". Clocks that are synchronized by NTP differ by less than a second. After a pause of a virtual
+/// machine, its clock may differ by more.
 const LEEWAY_S: f64 = 30.0;
 
-/// A provider of kind `jwt`: keys and expected claims.
+/// A provider of kind `jwt`: the public keys and the required claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// Public keys of the issuer. The value is replaced when the JWK Set changes. `None` until the key set has been
+    /// Public keys of the issuer. They are replaced when the JWK Set changes. `None` until the JWK Set has been
     /// fetched.
     pub keys: Arc<ArcSwapOption<KeySet>>,
-    /// State of the refreshes, if the JWK Set is fetched from a URL.
+    /// State of the JWK Set's refreshes. `None` if the JWK Set is a file.
     pub remote: Option<Arc<RemoteKeys>>,
     /// Required value of `iss`. `None` accepts any issuer.
     pub issuer: Option<Box<str>>,
-    /// Required value in `aud`. `None` rejects tokens with an `aud`.
+    /// Value that `aud` must contain. `None` rejects tokens with an `aud` claim.
     pub audience: Option<Box<str>>,
-    /// Claims that each token must have, with their required values.
+    /// Claims that a token must have in addition.
     pub claims: Vec<RequiredClaim>,
 }
 
@@ -53,7 +53,7 @@ pub struct JwtVerifier {
 pub struct RequiredClaim {
     /// Name of the claim.
     pub name: Arc<str>,
-    /// Alternatives, each with all values that the claim must have or contain.
+    /// Alternatives. For each alternative, the claim must have or contain all of the values.
     pub alternatives: Vec<Vec<String>>,
 }
 
@@ -61,16 +61,16 @@ pub struct RequiredClaim {
 #[derive(Debug)]
 pub struct Claims(Map<String, Value>);
 
-/// Reason why a token is rejected. Errors never contain parts of the token.
+/// The reason why a token is rejected. Errors never contain parts of the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// The token is not a JWT, or has a critical header or invalid claims.
+    /// The token is not a JWT, has a critical header parameter (`crit`), or has invalid claims.
     #[error("the bearer token is malformed")]
     Malformed,
     /// The keys of the issuer have not been fetched yet.
-    #[error("the keys of the token issuer are not known yet")]
+    #[error("the keys of the token issuer are not available yet")]
     NoKeys,
-    /// No key matches the `kid`, or the algorithm of a token without `kid`.
+    /// No key matches the `kid` of the token. For a token without a `kid`: not exactly one key matches its algorithm.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
     /// The algorithm of the token differs from the algorithm of the key.
@@ -82,13 +82,13 @@ pub enum TokenError {
     /// The claim `exp` is missing.
     #[error("the bearer token has no expiration time")]
     NoExpiration,
-    /// The time `exp` has passed.
+    /// The time in `exp` has passed.
     #[error("the bearer token has expired")]
     Expired,
-    /// The time `nbf` is in the future.
+    /// The time in `nbf` is in the future.
     #[error("the bearer token is not valid yet")]
     NotYetValid,
-    /// The claim `iss` is missing or has another value.
+    /// The claim `iss` is missing or is not the configured issuer.
     #[error("the bearer token is from another issuer")]
     Issuer,
     /// The claim `aud` does not match the configured audience.
@@ -96,7 +96,7 @@ pub enum TokenError {
     Audience,
 }
 
-/// Return the token of `Authorization: Bearer`, or `None` for other schemes.
+/// Return the token in `Authorization: Bearer`. Return `None` if the header is missing or has another scheme.
 fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, AuthError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
@@ -112,15 +112,15 @@ fn token_of(credentials: &[u8]) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii())
 }
 
-/// Return whether a request has a bearer token, in any header line.
+/// Return whether a request has a bearer token, in any occurrence of the `Authorization` header.
 pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
     headers.get_all(AUTHORIZATION).iter().any(|value| token_of(value.as_bytes()).is_some())
 }
 
-/// Return whether a credential has the form of a JWT: three base64url parts, of which the first is a JSON object with
-/// `alg` (RFC 7515 §3.1).
+/// Return whether a credential looks like a JWT: three base64url parts, the first of which is a JSON object with `alg`
+/// (RFC 7515 §3.1).
 pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
-    // A credential with a fourth part is not a JWT.
+    // Split off a fourth part, if there is one: such a credential is not a JWT.
     let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
     let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
     let [header, payload, _] = &parts[..] else { return false };
@@ -132,7 +132,7 @@ pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
     header.is_some_and(|header| header.contains_key("alg"))
 }
 
-/// jsonwebtoken reports this error if it cannot parse or decode a token.
+/// The error of jsonwebtoken for tokens that it cannot parse or decode.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -146,7 +146,7 @@ impl JwtVerifier {
             (Verification::Foreign(AuthError::Token(TokenError::UnknownKey)), Some(remote)) => {
                 match remote.may_refresh() {
                     true => Verification::Pending,
-                    // Verify the token again, because a refresh may have ended after the keys were read.
+                    // A refresh may have ended after the keys were read, so verify the token again.
                     false => self.verify_with_current_keys(request),
                 }
             }
@@ -154,13 +154,13 @@ impl JwtVerifier {
         }
     }
 
-    /// Verify the bearer token of a request after a refresh of the keys, at most 5 s later.
+    /// Wait for a refresh of the keys for at most 5 s. Then verify the bearer token of the request.
     pub async fn verify_with_new_keys(&self, request: &AuthRequest<'_>) -> Verification {
         if let Some(remote) = &self.remote {
             let refreshes = async {
                 remote.refresh().await;
-                // Refresh a second time: the first refresh may have started before the issuer published the key of this
-                // token.
+                // The first refresh may have started before the issuer published the key of this token. If the key is
+                // still unknown, refresh again.
                 if let Verification::Pending = self.verify_request(request) {
                     remote.refresh().await;
                 }
@@ -183,11 +183,11 @@ impl JwtVerifier {
                 None => Verification::Valid(Proof::Jwt(claims)),
             },
             Err(TokenError::NoKeys) if is_jwt_shaped(token) => {
-                Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not known yet"))
+                Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not available yet"))
             }
             Err(TokenError::NoKeys) => Verification::Foreign(TokenError::Malformed.into()),
             Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
-            // These errors are not final, because another provider of the route may verify the token.
+            // Another provider of the route may still verify the token.
             Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
                 Verification::Foreign(error.into())
             }
@@ -195,7 +195,7 @@ impl JwtVerifier {
         }
     }
 
-    /// Verify a token. If the signature of a token was verified before with the same keys, it is not verified again.
+    /// Verify a token. The signature is verified only once for the same token and keys.
     ///
     /// # Errors
     /// The token is invalid.
@@ -221,7 +221,7 @@ impl JwtVerifier {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
-        // Critical extensions must be supported (RFC 7515 §4.1.11). The gateway supports no critical extensions.
+        // A recipient must understand all critical extensions (RFC 7515 §4.1.11). The gateway supports none.
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
@@ -236,17 +236,18 @@ impl JwtVerifier {
             }
         };
         let verified = verify();
-        // Different issuers may use the same `kid`, so the token belongs to the provider of its issuer.
+        // Different issuers may use the same `kid`. If the token names another issuer, that issuer's provider must
+        // verify it.
         if verified.is_err() && self.is_for_other_issuer(token) {
             return Err(TokenError::Issuer);
         }
         verified?;
-        // The signature has been verified, so decoding without verification is safe here. The claim validation of
-        // jsonwebtoken is not used, because it would accept an `aud` that is a number.
+        // The signature is valid, so it is safe to decode the claims without verification. Do not use the claim
+        // validation of jsonwebtoken, because it would accept an `aud` that is a number.
         Ok(insecure_decode_claims(token)?)
     }
 
-    /// Return whether a token, which has not been verified, names another issuer.
+    /// Return whether an unverified token names another issuer.
     fn is_for_other_issuer(&self, token: &str) -> bool {
         let Some(own) = &self.issuer else { return false };
         let claims = insecure_decode_claims::<Map<String, Value>>(token);
@@ -277,14 +278,14 @@ impl JwtVerifier {
 }
 
 impl Claims {
-    /// Return whether a required claim has all values of an alternative.
+    /// Return whether the claim has all values of at least one alternative.
     fn satisfy(&self, required: &RequiredClaim) -> bool {
         let RequiredClaim { name, alternatives } = required;
         alternatives.iter().any(|values| values.iter().all(|value| self.contains(name, value)))
     }
 
-    /// Return whether a claim has a value: a list contains it; a string is equal to it, or has it as one of its words
-    /// separated by spaces (`scope`, RFC 8693 §4.2).
+    /// Return whether a claim has or contains a value. A list must contain it. A string must be equal to it, or contain
+    /// it as one of its space-separated words (as in `scope`, RFC 8693 §4.2).
     fn contains(&self, name: &str, value: &str) -> bool {
         match self.0.get(name) {
             Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
@@ -295,7 +296,7 @@ impl Claims {
         }
     }
 
-    /// Return a claim as an identity, if it is a string, a number or a boolean.
+    /// Return a claim as an identity. Return `None` unless it is a string that is not empty, a number or a boolean.
     pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
         match self.0.get(name)? {
             Value::String(text) if text.is_empty() => None,
@@ -307,27 +308,28 @@ impl Claims {
     }
 }
 
-// The public keys of an issuer (JWK Set, RFC 7517). Each key is bound to one algorithm.
+// The issuer's public keys (JWK Set, RFC 7517). Each key is bound to one algorithm.
 
-/// Allowed number of bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048 bits. Above 8192 bits, a verification
-/// needs too much CPU time.
+/// Allowed size of an RSA modulus in bits. RFC 7518 §3.3 requires at least 2048. With more than 8192 bits, verifying a
+/// signature takes too much CPU time.
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 
-/// Maximum total size in bytes of the verified tokens that are cached for each set of keys.
+/// Maximum total size in bytes of the cached tokens of a key set.
 const MAX_VERIFIED_BYTES: u64 = 4 << 20;
 
-/// Expected number of cached tokens for each set of keys. It determines the initial size of the cache.
+/// Expected number of cached tokens of a key set. It determines the initial size of the cache.
 const EXPECTED_VERIFIED: usize = 1024;
 
-/// The keys with which tokens may be signed.
+/// The public keys of an issuer, and a cache of verified tokens.
 #[derive(Debug)]
 pub struct KeySet {
     keys: Vec<Key>,
-    /// Tokens that these keys have verified, by their SHA-256 hash. A new set of keys begins without verified tokens.
+    /// Cache of tokens that these keys have verified, by SHA-256 hash of the token. A new key set starts with an empty
+    /// cache.
     verified: Cache<[u8; 32], VerifiedToken, TokenLength>,
 }
 
-/// A token whose signature is valid. The claims of the token are checked for each request.
+/// A token with a valid signature. Its claims are checked again for each request.
 #[derive(Debug, Clone)]
 struct VerifiedToken {
     claims: Arc<Claims>,
@@ -335,7 +337,7 @@ struct VerifiedToken {
     length: u64,
 }
 
-/// Weighs each cached token by its length.
+/// Weight of a cached token: its length in bytes.
 #[derive(Debug, Clone)]
 struct TokenLength;
 
@@ -351,20 +353,20 @@ impl Default for KeySet {
     }
 }
 
-/// A key with its algorithm.
+/// A public key and its algorithm.
 #[derive(Debug)]
 pub(super) struct Key {
     id: Option<Box<str>>,
-    /// The algorithm is determined by the kind of key, never by the token, because a public key must not become an HMAC
-    /// secret.
+    /// The type of the key determines the algorithm, never the token. Otherwise, an attacker could use the public key
+    /// as an HMAC secret.
     pub(super) algorithm: Algorithm,
     pub(super) decoding_key: DecodingKey,
 }
 
-/// Error in a JWK Set file.
+/// An error in a JWK Set.
 #[derive(Debug, thiserror::Error)]
 pub enum KeySetError {
-    /// The file is not a JWK Set.
+    /// The content is not a JWK Set.
     #[error("not a JSON Web Key Set: {0}")]
     Json(#[from] serde_json::Error),
     /// A key is symmetric.
@@ -379,16 +381,16 @@ pub enum KeySetError {
     /// Two keys have the same `kid`.
     #[error("two keys have the `kid` \"{0}\"")]
     DuplicateKid(Box<str>),
-    /// The file has no usable key.
+    /// The JWK Set has no usable key.
     #[error("no key for RS256 (RSA), ES256 (EC, P-256) or EdDSA (OKP, Ed25519)")]
     Empty,
 }
 
 impl KeySet {
-    /// Parse a JWK Set. Keys for other uses and algorithms are ignored (RFC 7517 §5).
+    /// Parse a JWK Set from a file. Ignore keys for other uses and algorithms (RFC 7517 §5).
     ///
     /// # Errors
-    /// The content is not a JWK Set, a key in it is invalid, or no usable key remains.
+    /// The content is not a JWK Set, a key in it is invalid, or it contains no usable key.
     pub fn parse(json: &[u8]) -> Result<Self, KeySetError> {
         let set: JwkSet = serde_json::from_slice(json)?;
         let mut keys: Vec<Key> = Vec::new();
@@ -406,11 +408,11 @@ impl KeySet {
         KeySet { keys, verified: Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength) }
     }
 
-    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5), because one faulty key must
-    /// not prevent the rotation of the other keys. Return the usable keys, and the reasons why other keys were skipped.
+    /// Parse a JWK Set from a server. Skip unusable keys (RFC 7517 §5), because one faulty key must not prevent the
+    /// rotation of the other keys. Return the usable keys, and the reasons why other keys were skipped.
     ///
     /// # Errors
-    /// The content is not a JWK Set, or no usable key remains.
+    /// The content is not a JWK Set, or it contains no usable key.
     pub fn parse_fetched(json: &[u8]) -> Result<(Self, Vec<KeySetError>), KeySetError> {
         #[derive(serde::Deserialize)]
         struct Fetched {
@@ -420,7 +422,7 @@ impl KeySet {
         let mut keys: Vec<Key> = Vec::new();
         let mut skipped = Vec::new();
         for (index, jwk) in set.keys.into_iter().enumerate() {
-            // Skip keys of a kind that jsonwebtoken does not know.
+            // Skip key types that jsonwebtoken does not support.
             let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
             match Key::from_jwk(index, &jwk) {
                 Ok(Some(key)) => {
@@ -446,7 +448,7 @@ impl KeySet {
         self.keys.is_empty()
     }
 
-    /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.
+    /// Return the key with this `kid`. Without a `kid`, return the key for the algorithm if there is exactly one.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&Key> {
         if id.is_some() {
             return self.keys.iter().find(|key| key.id.as_deref() == id);
@@ -457,7 +459,7 @@ impl KeySet {
 }
 
 impl Key {
-    /// Convert a JWK. Return `None` if the key is not for a supported use.
+    /// Convert a JWK. Return `None` if its use or algorithm is not supported.
     fn from_jwk(index: usize, jwk: &Jwk) -> Result<Option<Self>, KeySetError> {
         let algorithm = match &jwk.algorithm {
             AlgorithmParameters::RSA(_) => Algorithm::RS256,
@@ -475,7 +477,7 @@ impl Key {
         }
         let decoding = DecodingKey::from_jwk(jwk).map_err(|_| KeySetError::Malformed(index))?;
         let malformed = |_| KeySetError::Malformed(index);
-        // jsonwebtoken would validate a key only on first use. Validate it now, so that errors appear when the
+        // jsonwebtoken would not validate a key before its first use. Validate it here, so that errors appear when the
         // configuration is loaded.
         match decoding.kind() {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
@@ -494,40 +496,40 @@ impl Key {
     }
 }
 
-// === Remote keys: whether the keys of a URL are known, and when requests may cause a refresh. `app/maintenance.rs` has
-// the task that fetches them ===
+// === Remote keys: the state of a JWK Set at a URL, and when a request may trigger a refresh. The task that fetches the
+// keys is in `app/maintenance.rs` ===
 
-/// Minimum time between two refreshes that tokens with an unknown `kid` cause.
+/// Minimum time between two refreshes that are triggered by tokens with an unknown `kid`.
 const UNKNOWN_KEY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum time that a request waits for a refresh. A fetch takes at most the same time.
+/// Maximum time that a request waits for a refresh. A single fetch has the same maximum.
 pub const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The keys of one URL, and the state of their refreshes. A reload keeps this state while the URL is the same.
+/// The keys at one URL, and the state of their refreshes. A reload keeps this state if the URL does not change.
 #[derive(Debug)]
 pub struct RemoteKeys {
     keys: Arc<ArcSwapOption<KeySet>>,
     state: Mutex<RefreshState>,
-    /// Number of finished attempts to fetch the keys.
+    /// Number of finished fetch attempts.
     finished: watch::Sender<u64>,
     /// Wakes the task that fetches the keys.
     wanted: Notify,
-    /// Number of successful and of failed attempts to fetch the keys.
+    /// Number of successful fetch attempts, and number of failed ones.
     counts: [AtomicU64; 2],
-    /// Time of the last success in µs since the Unix epoch; 0 before the first.
+    /// Time of the last successful attempt in µs since the Unix epoch. 0 if there was none.
     last_success_us: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct RefreshState {
-    /// Whether an attempt to fetch the keys is running or about to begin.
+    /// Whether a fetch attempt is running or will start soon.
     is_pending: bool,
-    /// Time at which a token with an unknown key last caused a refresh.
+    /// Time at which a token with an unknown `kid` last triggered a refresh.
     asked_at: Option<Instant>,
 }
 
-/// An attempt to fetch the keys, or the task that makes such attempts. When the attempt is dropped, requests stop
-/// waiting for it.
+/// A guard for a fetch attempt, or for the task that makes the attempts. When the guard is dropped, requests stop
+/// waiting.
 #[derive(Debug)]
 pub struct RefreshAttempt<'a>(&'a RemoteKeys);
 
@@ -539,18 +541,18 @@ impl Default for RemoteKeys {
 }
 
 impl RemoteKeys {
-    /// Return the keys, for verifiers. The keys are `None` until the first attempt has succeeded.
+    /// Return the keys, to share them with verifiers. They are `None` until the first attempt succeeds.
     pub fn keys(&self) -> &Arc<ArcSwapOption<KeySet>> {
         &self.keys
     }
 
-    /// Return whether a token with an unknown key may wait for a refresh.
+    /// Return whether a request may wait for a refresh because its token has an unknown `kid`.
     pub fn may_refresh(&self) -> bool {
         self.lock().may_ask()
     }
 
-    /// Request a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. If another
-    /// token has caused a refresh within the last 10 s, return at once.
+    /// Request a refresh because of a token with an unknown `kid`. Wait until it ends, for at most 5 s. If no refresh
+    /// is running and a token triggered one within the last 10 s, return immediately.
     pub async fn refresh(&self) {
         let mut finished = self.finished.subscribe();
         {
@@ -563,33 +565,33 @@ impl RemoteKeys {
                 self.wanted.notify_one();
             }
         }
-        // Ignore errors: waiting fails only if the sender is dropped, but `self` owns the sender.
+        // Waiting fails only if the sender is dropped, but `self` owns the sender.
         let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
     }
 
-    /// Return when a request causes a refresh.
+    /// Wait until a request triggers a refresh.
     pub async fn wanted(&self) {
         self.wanted.notified().await;
     }
 
-    /// Begin an attempt to fetch the keys, or a task that makes several attempts.
+    /// Start a fetch attempt, or a task that makes several attempts. Return its guard.
     pub fn begin(&self) -> RefreshAttempt<'_> {
         self.lock().is_pending = true;
         RefreshAttempt(self)
     }
 
-    /// Return a guard for the task that makes attempts. If the task ends, requests stop waiting for it.
+    /// Return a guard for the task that makes the attempts. If the task ends, requests stop waiting.
     pub fn guard(&self) -> RefreshAttempt<'_> {
         RefreshAttempt(self)
     }
 
-    /// Record a successful attempt in which the server returned the known keys.
+    /// Record a successful attempt that returned the keys that are already in use.
     pub fn record_unchanged(&self, now_us: u64) {
         self.last_success_us.store(now_us, Ordering::Relaxed);
         self.counts[0].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Take over the counts of the same provider, and its keys if the URL is the same.
+    /// Carry over the attempt counts from the same provider. If the URL is the same, also carry over its keys.
     pub fn carry_over(&self, previous: &RemoteKeys, is_same_url: bool) {
         if is_same_url {
             self.keys.store(previous.keys.load_full());
@@ -600,23 +602,23 @@ impl RemoteKeys {
         }
     }
 
-    /// Use new keys from now on.
+    /// Replace the keys, and record a successful attempt.
     pub fn store(&self, keys: KeySet, now_us: u64) {
         self.keys.store(Some(Arc::new(keys)));
         self.record_unchanged(now_us);
     }
 
-    /// Count a failed attempt. The previous keys stay in use.
+    /// Record a failed attempt. The previous keys stay in use.
     pub fn record_failure(&self) {
         self.counts[1].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of successful and of failed attempts to fetch the keys.
+    /// Return the number of successful attempts and the number of failed attempts.
     pub fn counts(&self) -> [u64; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Return the time of the last success in µs since the Unix epoch; 0 before the first.
+    /// Return the time of the last successful attempt in µs since the Unix epoch. Return 0 if there was none.
     pub fn last_success_us(&self) -> u64 {
         self.last_success_us.load(Ordering::Relaxed)
     }
@@ -646,7 +648,7 @@ mod tests {
 
     use super::*;
 
-    /// Return a new key pair, and a key set that contains its public key.
+    /// Return a new key pair, and a key set with its public key.
     fn issuer() -> (Ed25519KeyPair, KeySet) {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });

@@ -18,15 +18,15 @@ use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Time for which the other gateways can read the record of a reset. All gateways poll more often than that.
+/// Time for which the other gateways can read the record of a reset. All gateways poll every second.
 const RESET_BROADCAST_TTL: Duration = Duration::from_secs(5);
 
 /// Operations of administrators on the limits of this process, such as resets and overrides.
 #[derive(Debug)]
 pub struct LimiterAdmin {
-    /// States in this process: all states, or the local shares for outages of Redis.
+    /// States in this process: all states or, with Redis, the states of the local shares for outages.
     pub memory: Arc<MemoryStore>,
-    /// Redis and the prefix of its keys, if gateways share them.
+    /// The Redis store and the prefix of its keys. `None` if all states are in memory.
     pub redis: Option<(RedisStore, String)>,
     /// Overrides in force.
     pub overrides: Arc<Overrides>,
@@ -111,13 +111,13 @@ impl LimiterAdmin {
         let refreshed = self.overrides.refresh(store, &hash).await;
         let effective_within = match (written, refreshed) {
             (Ok((WriteStatus::Written, _)), Ok(())) => MAX_PROPAGATION,
-            // If the notification fails, cached denials on other gateways stay valid until they expire.
+            // If the notification fails, other gateways use their cached denials until they expire.
             _ => MAX_DENIAL_AGE,
         };
         Ok(ResetResult { was_counted, effective_within })
     }
 
-    /// Override the quota of an identity for the time `ttl`.
+    /// Override the quota of an identity for the duration `ttl`.
     ///
     /// # Errors
     /// The limit does not support the quota, there are too many overrides, or the store failed.
@@ -128,7 +128,7 @@ impl LimiterAdmin {
         quota: OverrideQuota,
         ttl: Duration,
     ) -> Result<Arc<Override>, AdminError> {
-        // Compile the override before it is shared, because the other gateways must be able to compile it, too.
+        // Compile the override before sharing it, so that an invalid override is not sent to other gateways.
         let new = self.overrides.compile(limit, identity, quota, ttl)?;
         let Some((store, prefix)) = &self.redis else {
             return self.overrides.put(new).ok_or(AdminError::TooManyOverrides);
@@ -164,7 +164,8 @@ impl LimiterAdmin {
         let write = OverrideWrite { field, known: self.overrides.known_revision(field), record };
         let (status, written) = store.write_override(&hash, &write, MAX_OVERRIDES).await?;
         if let Some(written) = written {
-            // Apply the record at once: Redis may lose it before other gateways have read it.
+            // Apply the record at once, so that this gateway can restore it if Redis loses it before other gateways
+            // have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
         // Ignore an error of this read, because the next poll reads the records again.

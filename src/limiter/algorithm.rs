@@ -20,7 +20,7 @@ use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// An algorithm with its parameters. With the state of an identity, the rule decides about one limit.
+/// An algorithm with its parameters. A check applies the rule to the state of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
     /// Token bucket (the same algorithm as GCRA and as the leaky bucket used as a meter).
@@ -62,10 +62,11 @@ impl Rule {
         }
     }
 
-    /// Return the time in µs in which a token bucket repays the debt that existed before the last `cost` tokens of a
-    /// charge. The charge was made `elapsed_us` before this outcome. The refill within this time repays earlier debt,
-    /// so only the later refill reduces the refund of these tokens. The result is rounded down, to the client's
-    /// disadvantage. The value is 0 for the other algorithms, which do not need it.
+    /// Return the time in µs after a charge in which a token bucket repays the debt that existed before the last `cost`
+    /// tokens of the charge. The debt of a bucket is the number of tokens that it lacks. The charge was made
+    /// `elapsed_us` before this outcome. Refill within the returned time repays the earlier debt, so only later refill
+    /// reduces a refund of these tokens. The result is rounded down, to the client's disadvantage. It is 0 for all
+    /// other algorithms.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
             // A reset time of 0 means that the whole debt has been repaid since the charge.
@@ -130,7 +131,7 @@ impl Rule {
     /// Return the same algorithm with another quota. The default burst of a token bucket is the count of the quota.
     ///
     /// # Errors
-    /// The quota cannot be counted exactly, or the algorithm does not support it.
+    /// The quota needs integers that are not exact in Lua, or the algorithm does not support it.
     pub fn with_quota(&self, quota: Quota, burst: Option<u64>) -> Result<Rule, QuotaError> {
         Ok(match self {
             Rule::TokenBucket(_) => Rule::TokenBucket(TokenBucket::new(quota, burst.unwrap_or(quota.count))?),
@@ -162,7 +163,7 @@ impl Rule {
         }
     }
 
-    /// Return the shape of the state, which consists of the algorithm and the window, without the count. States of
+    /// Return the shape of the state, which identifies the algorithm and the window, but not the count. States of
     /// different shapes must not share a key.
     pub fn shape(&self) -> String {
         let letter = self.kind().letter().to_lowercase();
@@ -179,8 +180,9 @@ impl Rule {
         }
     }
 
-    /// Return the local share of one of `gateway_count` gateways that decide without a common store. The share has room
-    /// for a charge of `cost`. Return `None` if the share cannot be counted exactly.
+    /// Return the rule of the local share: one of `gateway_count` gateways applies it while the common store is down.
+    /// The share can admit a charge of `cost`, even if this is more than the gateway's part of the quota. Return `None`
+    /// if the share needs integers of more than 64 bits.
     pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
         let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
         Some(match self {
@@ -286,11 +288,11 @@ pub enum StepKind {
     Check,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
-    /// Refund a charge that was made at this time, µs.
+    /// Refund a charge that was made at `charged_at`.
     Refund {
         /// Time of the admitting verdict, µs.
         charged_at: u64,
-        /// Time in which a token bucket repays the debt from before the charge ([`Rule::debt_before_us`]).
+        /// Time in µs in which a token bucket repays the debt from before the charge ([`Rule::debt_before_us`]).
         debt_before_us: u64,
     },
     /// Renew a concurrency permit.
@@ -315,7 +317,7 @@ pub enum Status {
 pub struct Outcome {
     /// Whether the charge fits, or why it does not.
     pub status: Status,
-    /// Whole tokens remaining.
+    /// Remaining tokens, rounded down.
     pub remaining: u64,
     /// µs until the limit is fully reset.
     pub reset_us: u64,
@@ -324,7 +326,7 @@ pub struct Outcome {
     pub retry_us: u64,
 }
 
-/// The change of the state that is made when the whole request has been decided.
+/// A change of the state. It is made after all limits of the request have been checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// The state does not change.
@@ -376,11 +378,11 @@ pub const MAX_STATE: u64 = 1 << 52;
 pub struct Step {
     /// The outcome, which includes the charge if it fits.
     pub outcome: Outcome,
-    /// Tokens remaining without the charge.
+    /// Tokens that remain without the charge.
     pub free: u64,
     /// µs until the limit is fully reset, without the charge.
     pub free_reset_us: u64,
-    /// The change of the state if the charge fits. If the charge does not fit, the change that repairs a state whose
-    /// time is in the future, or a token bucket whose rate has changed.
+    /// The change of the state if the charge fits. If the charge does not fit, a repair of the state: its time is in
+    /// the future, or the rate of the token bucket was lowered.
     pub change: Change,
 }

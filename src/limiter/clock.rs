@@ -1,4 +1,4 @@
-//! The only module that reads a clock. All other code gets the time as an argument.
+//! The only module that reads a clock. All other code gets the time from this module or as an argument.
 
 #![allow(clippy::disallowed_methods)]
 
@@ -6,32 +6,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Upper bound of clock drift: during a wait, the clocks of two machines drift apart by less than this fraction of the
-/// wait.
+/// Upper bound of clock drift: during a wait, the clocks of two machines drift apart by less than the wait divided by
+/// this number.
 const MAX_DRIFT_DIVISOR: u32 = 2000;
 
 /// The clock that determines the time of decisions.
 #[derive(Debug, Clone, Default)]
 pub enum Clock {
-    /// The `TIME` of Redis. For the memory store, the system clock.
+    /// Decisions use the `TIME` of Redis or, in the memory store, the system clock.
     #[default]
     Store,
-    /// Decisions use the `TIME` of Redis, and the clock of this process is wrong by this number of µs, for tests.
+    /// For tests: decisions use the `TIME` of Redis, but the clock of this process is wrong by this number of µs.
     Skewed(i64),
     /// An instant that tests set, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
-    /// The `TIME` of Redis is used for decisions. The clock of this process showed this number of µs since the Unix
-    /// epoch at this instant, and has run with [`monotonic`] since then.
+    /// For tests: decisions use the `TIME` of Redis. At this instant, the clock of this process showed this number of
+    /// µs since the Unix epoch. It advances with [`monotonic`].
     Running(Instant, u64),
 }
 
 impl Clock {
-    /// A clock that does not advance until it is set.
+    /// Create a clock that shows `now_us` until [`Clock::set`] changes it.
     pub fn manual(now_us: u64) -> Self {
         Clock::Manual(Arc::new(AtomicU64::new(now_us)))
     }
 
-    /// A clock that shows `now_us` now and runs with [`monotonic`], which a test may pause.
+    /// Create a clock that starts at `now_us` and advances with [`monotonic`], which a test may pause.
     pub fn running(now_us: u64) -> Self {
         Clock::Running(monotonic(), now_us)
     }
@@ -53,7 +53,8 @@ impl Clock {
         }
     }
 
-    /// Return the current time as the argument of the script, or 0, with which the script uses the time of Redis.
+    /// Return the time argument of the script: the time of a manual clock, or 0. With 0, the script uses the time of
+    /// Redis.
     pub fn script_argument_us(&self) -> u64 {
         match self {
             Clock::Manual(_) => self.now_us(),
@@ -67,14 +68,14 @@ pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// Return the minimum duration, by the clock of this machine, of a wait that was measured by the clock of another
-/// machine.
+/// Return the minimum duration that a wait can have by the clock of this machine, if it lasts `wait` by the clock of
+/// another machine.
 pub fn subtract_drift(wait: Duration) -> Duration {
     wait - wait / MAX_DRIFT_DIVISOR
 }
 
-/// A clock that never goes back, for deadlines and durations. This is the clock of tokio, which timers follow: the
-/// clock of the system, unless a test pauses it.
+/// Return the time of a clock that never goes back, for deadlines and durations. It is tokio's clock, which also drives
+/// timers and which tests can pause.
 pub fn monotonic() -> Instant {
     tokio::time::Instant::now().into_std()
 }
@@ -90,13 +91,13 @@ pub fn elapsed_since(instant: Instant) -> Duration {
 pub struct LogThrottle(AtomicU64);
 
 impl LogThrottle {
-    /// Create the throttle of a message that was never logged.
+    /// Create the throttle of a message that has not been logged yet.
     pub const fn new() -> Self {
         LogThrottle(AtomicU64::new(0))
     }
 
-    /// Return whether the message was not logged within `interval`. If the result is true, the message counts as logged
-    /// now.
+    /// Return whether the message may be logged, because it was not logged within the last `interval`. If the result is
+    /// true, the message counts as logged.
     pub fn should_log(&self, interval: Duration) -> bool {
         let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
         u128::from(now.abs_diff(logged_at)) >= interval.as_micros()

@@ -65,14 +65,15 @@ pub struct Decision<'a> {
     pub permits: Option<Box<ConcurrencyPermits>>,
     /// The charges and refunds that are deferred until the response is known.
     pub deferred_charges: Option<Box<DeferredCharges>>,
-    /// Limit index and [`Charge::debt_before_us`] of each check that was decided. The list is empty unless the request
-    /// is admitted and a limit may refund.
+    /// Limit index and [`Charge::debt_before_us`] of each check. The list is empty unless the request is admitted and
+    /// at least one charge may be refunded.
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 
 impl<'a> LimitCheck<'a, 'a> {
-    /// Create a check of the default variant with a cost of 1. If a request has several checks, give each check its own
-    /// `limit_index`, in ascending order from 0: `LimitCheck { limit_index: 1, ..LimitCheck::new(limit, identity) }`.
+    /// Create a check of the limit's default variant with a cost of 1. If a request has several checks, give each check
+    /// its own `limit_index`, in ascending order from 0:
+    /// `LimitCheck { limit_index: 1, ..LimitCheck::new(limit, identity) }`.
     pub fn new(limit: &'a LimitSpec, identity: Identity) -> Self {
         let (variant, deferred) = (&limit.default_variant, Deferred::Nothing);
         LimitCheck { limit_index: 0, limit, variant, identity, cost: 1, deferred }
@@ -85,8 +86,8 @@ impl<'a> LimitCheck<'a, '_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
 
-    /// Return the number of tokens that must remain for the request to be admitted: 1 if the cost is charged after the
-    /// response.
+    /// Return the number of remaining tokens that the request needs to be admitted: its cost, or 1 if the cost is
+    /// charged after the response.
     pub fn required(&self) -> u64 {
         if self.deferred == Deferred::Charge { 1 } else { self.cost }
     }
@@ -103,12 +104,12 @@ impl<'a> LimitCheck<'a, '_> {
     }
 
     /// Return whether a denial can be cached. Denials cannot be cached for shadow limits, which never deny, and for
-    /// limits with refunds, which may admit earlier.
+    /// limits with refunds, which may admit a request before the retry time.
     pub fn is_cacheable(&self) -> bool {
         !self.deferred.is_refundable() && !self.limit.shadow
     }
 
-    /// Return the rule that the decider applies.
+    /// Return the rule that the store or the local share applies.
     fn rule(&self, decided_by: DecidedBy) -> &Rule {
         match decided_by {
             DecidedBy::Store => &self.variant.rule,
@@ -136,7 +137,7 @@ impl<'a> LimitCheck<'a, '_> {
         first_permit_id.wrapping_add(self.limit_index as u64)
     }
 
-    /// Return the owned data of the check, for deferred charges after the decision.
+    /// Return an owned copy of the check's data, for operations that outlive the request.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
         OwnedCharge {
             limit_index: self.limit_index,
@@ -155,8 +156,8 @@ impl<'a> LimitCheck<'a, '_> {
     }
 }
 
-/// Queue events for the limits that have reached a threshold according to a verdict about these checks. A reservation
-/// counts only when it is settled.
+/// Queue quota events for the limits that have reached a threshold after this verdict. Reserved tokens count only when
+/// they are settled.
 pub fn offer_events<'b, 'a: 'b, 'p: 'b>(
     events: &EventQueue,
     verdict: &Verdict,
@@ -238,8 +239,8 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Combine the decisions of two checks of one request, which have different limits. The combined decision admits
-    /// the request only if both do.
+    /// Combine two decisions about different limits of one request. The combined decision admits the request only if
+    /// both do.
     #[must_use]
     pub fn merge(mut self, other: Decision<'a>) -> Decision<'a> {
         if other.decided_by == DecidedBy::Local {
@@ -271,12 +272,12 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`]
-    /// or [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then the values
+    /// Undo the charges of an admitted request that a later check rejects. Refund the charges with [`Deferred::Refund`]
+    /// or [`Deferred::Settle`], make no deferred charges, and release the permits. `results` then contains the outcomes
     /// after the refund. The refund is made even if the client disconnects.
     ///
     /// # Errors
-    /// The store did not reply to the refund. The refund may be lost.
+    /// The store failed or did not reply. The refund may be lost.
     pub async fn refund(&mut self) -> Result<(), StoreError> {
         self.permits = None;
         let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
@@ -298,12 +299,12 @@ impl<'a> Decision<'a> {
         Decision::new(Verdict::new(1, 0, Vec::new()), DecidedBy::Store, std::iter::empty())
     }
 
-    /// Return what made the decision as one word for logs: `denial-cache`, `store` or `local`.
+    /// Return the name of the decider for logs: `denial-cache`, `store` or `local`.
     pub fn decider_label(&self) -> &'static str {
         if self.is_from_cache { "denial-cache" } else { self.decided_by.label() }
     }
 
-    /// Return whether this is a shadow limit that would have denied the request.
+    /// Return whether `limit` is a shadow limit that would have denied the request.
     pub fn is_shadow_denied(&self, limit: &LimitSpec) -> bool {
         self.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit))
     }
@@ -314,7 +315,7 @@ impl<'a> Decision<'a> {
     }
 
     /// Return the time in µs until the same request would be admitted. Return `None` if the request can never be
-    /// admitted. Concurrency limits count as 0, because a permit may be released at any time.
+    /// admitted. A concurrency limit counts as 0 µs, because a permit may be released at any time.
     pub fn retry_us(&self) -> Option<u64> {
         let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
             Status::Ok | Status::Saturated => Some(0),
@@ -325,7 +326,8 @@ impl<'a> Decision<'a> {
     }
 
     /// Return how long a denied request that arrived at `arrived_at` must wait before the next check. Return `None` if
-    /// the request is admitted, can never be admitted, or would exceed the `max_wait` of a limit that denies it.
+    /// the request is admitted or can never be admitted, or if a limit that denies it has no queue policy or a
+    /// `max_wait` that is too short.
     pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
         let may_wait = |result: &LimitResult<'_>| {

@@ -1,8 +1,9 @@
 //! The denial cache repeats the denials of Redis until they expire, without another call.
 //!
-//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Checks that may be
-//! refunded are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded
-//! if one server denies. A client far above its limit therefore costs Redis only one call per second.
+//! With the cache, a client far above its limit costs Redis only one call per second. After a denial with a retry time,
+//! the same cost can be admitted earlier only after a refund, a reset or a change of the quota. Denials of limits with
+//! refunds are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded
+//! if one server denies.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +12,12 @@ use quick_cache::sync::Cache;
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{monotonic, subtract_drift};
 
-/// Maximum age of an entry. A client that keeps sending requests costs the store one call per second. During this time,
-/// a denial may become wrong by a reset, by prefetched tokens that another gateway refunds, and by tokens of a request
-/// that timed out at another gateway.
+/// Maximum age of an entry. A client that keeps sending requests therefore costs the store one call per second. During
+/// this time, a cached denial may be wrong, because an administrator resets the identity, or because another gateway
+/// refunds prefetched tokens or the tokens of a request that timed out.
 pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
 
-/// The cache has a bounded number of entries, and the workers of a process share it.
+/// A cache with a bounded number of denials, shared by all workers of a process.
 #[derive(Debug)]
 pub struct DenialCache(Cache<u128, CachedDenial>);
 
@@ -24,8 +25,8 @@ pub struct DenialCache(Cache<u128, CachedDenial>);
 struct CachedDenial {
     variant_id: u64,
     cost: u64,
-    /// The denial is certainly valid until this time. The time starts before the call, so that the cached denial ends
-    /// no later than the denial in Redis.
+    /// The denial is certainly valid until this time. The retry time is counted from before the call, so that the
+    /// cached denial ends no later than the denial in Redis.
     expires_at: Instant,
     /// Time at which the verdict arrived. Retry and reset times for clients count from this time, so that clients do
     /// not retry too early.
@@ -70,7 +71,7 @@ impl DenialCache {
         self.0.clear();
     }
 
-    /// Insert a denial that was requested at `asked_at` and has just arrived.
+    /// Insert a denial that has just arrived from the store. Its check began at `asked_at`.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;
         // Do not cache other denials: a saturated concurrency limit may admit a request at any time, and clients rarely
@@ -99,10 +100,10 @@ mod tests {
         let known = denials.get(7, 1, 5).unwrap();
         assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Exceeded, 3));
         assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
-        assert_eq!(denials.get(7, 1, 6), None, "more waits longer");
-        assert_eq!(denials.get(7, 1, 4), None, "less may fit");
-        assert_eq!(denials.get(7, 2, 5), None, "another size may have room");
-        assert_eq!(denials.get(8, 1, 5), None, "another state");
+        assert_eq!(denials.get(7, 1, 6), None, "a larger cost may have to wait longer");
+        assert_eq!(denials.get(7, 1, 4), None, "a smaller cost may be admitted");
+        assert_eq!(denials.get(7, 2, 5), None, "another variant may have a larger quota");
+        assert_eq!(denials.get(8, 1, 5), None, "another state has no denial");
     }
 
     #[test]
@@ -110,7 +111,7 @@ mod tests {
         let denials = DenialCache::new(100);
         let before = monotonic().checked_sub(Duration::from_millis(500)).unwrap();
         denials.insert(7, 1, 1, exceeded(490_000), before);
-        assert_eq!(denials.get(7, 1, 1), None, "it may have passed");
+        assert_eq!(denials.get(7, 1, 1), None, "the retry time may have passed in Redis");
         denials.insert(7, 1, 1, exceeded(900_000), before);
         assert!(denials.get(7, 1, 1).is_some());
     }
@@ -126,7 +127,7 @@ mod tests {
         }
         let a_second_ago = monotonic().checked_sub(MAX_DENIAL_AGE).unwrap();
         denials.insert(7, 1, 1, exceeded(3_600_000_000), a_second_ago);
-        assert_eq!(denials.get(7, 1, 1), None, "units may have come back");
+        assert_eq!(denials.get(7, 1, 1), None, "a refund may have freed quota");
     }
 
     #[test]

@@ -12,18 +12,18 @@ use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 
-/// The store did not reply, and a limit of the request fails closed.
+/// The limits of a request cannot be checked, and the request must be rejected.
 #[derive(Debug, thiserror::Error)]
 #[error("the limits cannot be checked: {0}")]
 pub struct StoreUnavailable(#[source] pub StoreError);
 
-/// Interval for logging states that cannot be used, regardless of the number of requests.
+/// Minimum interval between log records about corrupt states.
 const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Interval for logging that checks are rejected because of overload.
+/// Minimum interval between log records about checks that are rejected because of overload.
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reject checks that a working store did not decide in time, regardless of `on_store_error`. Otherwise a client could
+/// Reject checks that a working store did not perform in time, regardless of `on_store_error`. Otherwise a client could
 /// exceed a limit by sending more requests. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
@@ -40,8 +40,8 @@ pub(super) fn decide_overloaded<'a>(
     Ok(Decision { is_overloaded: true, ..Decision::new(verdict, DecidedBy::Local, std::iter::empty()) })
 }
 
-/// Decide during an outage. Fail closed if one limit has `on_store_error = "deny"`. Otherwise the limits with `"local"`
-/// decide by their local shares. For limits that are not charged, only the usage totals are counted.
+/// Decide during an outage. Fail closed if an enforced limit has `on_store_error = "deny"`. Otherwise, the limits with
+/// `"local"` decide by their local shares. The other limits are not charged: only their usage totals are counted.
 pub(super) fn decide_without_store<'a>(
     (fallback, events): (&MemoryStore, &EventQueue),
     checks: &[LimitCheck<'a, '_>],
@@ -49,8 +49,8 @@ pub(super) fn decide_without_store<'a>(
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
     if let StoreError::CorruptState(_) = &error {
-        // A corrupt state affects a single identity and is not an outage, so `on_store_error` does not apply. The
-        // circuit breaker does not log this error.
+        // A corrupt state affects a single identity and is not an outage, so `on_store_error` does not apply. Log the
+        // error here, because the circuit breaker does not log it.
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {
             let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
@@ -101,10 +101,11 @@ fn decide_locally<'a>(
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 
-/// Decide by the checks whose limits have room in the memory store. All other limits cannot count. Shadow limits and
-/// limits with `"allow"` admit the request.
+/// Perform the checks for which the memory store has room. The other checks cannot be counted: shadow limits and limits
+/// with `"allow"` then admit the request.
 ///
-/// # Errors The memory store has no room for a new state of an enforced limit without `"allow"`.
+/// # Errors
+/// The memory store has no room for a new state of an enforced limit without `"allow"`.
 pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c LimitCheck<'a, 'p>>,

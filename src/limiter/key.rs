@@ -11,7 +11,7 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 pub struct Identity(pub u128);
 
 impl Identity {
-    /// Return the hash as 32 lower-case hexadecimal digits, as it is in keys.
+    /// Return the hash as 32 lower-case hexadecimal digits, as in Redis keys.
     pub fn to_hex(self) -> [u8; 32] {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
@@ -36,13 +36,13 @@ impl fmt::Display for Identity {
 
 /// A keyed hash function for identities. The same secret gives the same hashes on every gateway.
 ///
-/// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012) is a keyed function for short inputs. SipHash needs a tenth
-/// of the instructions of an HMAC. The key of SipHash is the start of the secret's SHA-256.
+/// SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012) is a keyed hash function for short inputs. It
+/// needs a tenth of the instructions of an HMAC. Its key is the first half of the SHA-256 hash of the secret.
 #[derive(Debug, Clone)]
 pub struct IdentityHasher(SipHasher24);
 
 /// The secret that is used if `store.secret` is not set. Hashes are then the same in every installation, so an attacker
-/// can guess short identities.
+/// can find short identities by hashing guesses.
 const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
 
 impl IdentityHasher {
@@ -106,8 +106,7 @@ pub struct StateName {
 }
 
 impl StateName {
-    /// Create the key part of the limit `limit` whose state has the shape `shape`, which consists of the algorithm and
-    /// the window.
+    /// Create the key part of the limit `limit`. `shape` identifies the algorithm and the window of the limit's states.
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
         let hash = hasher.hash(name.as_bytes()).0;
@@ -121,7 +120,7 @@ impl StateName {
 }
 
 impl Key<'_> {
-    /// Return the key for tables in this process: 128 bits that clients without the secret cannot choose.
+    /// Return the key for hash tables in this process. Clients that do not know the secret cannot choose this key.
     pub fn local_hash(&self) -> u128 {
         self.identity.0 ^ self.state_name.hash
     }

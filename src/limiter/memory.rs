@@ -1,5 +1,5 @@
-//! The memory store. The memory store is the default store, the fallback in an outage, and the model with which the Lua
-//! scripts are compared in tests.
+//! The memory store: the default store, the fallback in an outage, and the model with which tests compare the Lua
+//! scripts.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -37,8 +37,8 @@ pub struct MemoryStore {
 
 impl MemoryStore {
     /// Create a store for about `max_states` states of all limits together. When the store is full, each limit that has
-    /// states is guaranteed an equal part. Within a limit, the state that has used the smallest share of its quota is
-    /// evicted. The store has about the same number of usage totals.
+    /// states is guaranteed an equal part of the capacity. Within a limit, the store evicts a state that has used a
+    /// small share of its quota. In addition, the store has room for about `max_states` usage totals.
     pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let capacity = max_states.div_ceil(SHARDS).max(1);
@@ -90,7 +90,7 @@ impl MemoryStore {
         verdict
     }
 
-    /// Add the cost of a request that is admitted although its limit cannot be charged.
+    /// Add the cost to the usage totals of a limit that admitted the request without being charged.
     pub fn add_uncharged_usage(&self, charge: &Charge<'_>) {
         let (granted, status) = (1, Status::Ok);
         let amount = charge.usage_amount(Operation::Check, granted, status);
@@ -260,12 +260,12 @@ const SWEPT_PER_INSERT: usize = 2;
 /// a good entry.
 const EVICTION_SAMPLE: usize = 5;
 
-/// Maximum number of entries that are searched for an evictable entry before a new identity is rejected.
+/// Maximum number of entries that are searched for an evictable entry before the charge of a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// Used share of the quota, in 1/255, from which the state of an identity is evicted only to make room for the
-/// guaranteed part of another limit. The value is half of the quota, so that an identity that evicts its own state
-/// gains at most half of the quota.
+/// A state with at least this used share of its quota (in 1/255) is evicted only to make room for the guaranteed part
+/// of another limit. The value is half of the quota, so that a client that causes the eviction of its own state gains
+/// at most half of the quota.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.
@@ -281,8 +281,8 @@ pub(crate) struct Shard {
 #[derive(Debug)]
 struct LimitStates {
     limit_hash: u64,
-    // The hasher of the standard library has a random seed. With the published secret, clients could otherwise choose
-    // colliding keys.
+    // The hasher of the standard library has a random seed. With the published default secret, clients could otherwise
+    // choose colliding keys.
     entries: IndexMap<u128, Entry, RandomState>,
     cursor: usize,
 }
@@ -359,8 +359,8 @@ impl Shard {
         let limits = self.limits.len() + usize::from(limit_index.is_none());
         let guaranteed = (capacity / limits).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
-            // This limit has less than its guaranteed part, because another limit uses it. Evict a state of the other
-            // limit.
+            // This limit has less than its guaranteed part, because another limit has more than its own. Evict a state
+            // of the limit with the most states.
             let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
             let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
             return Room::Available(u64::from(evicted));

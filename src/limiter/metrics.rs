@@ -1,5 +1,5 @@
-//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers
-//! do not contend for cache lines. Readers add up the cells of all workers.
+//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own counters, so that
+//! workers do not contend for cache lines. Readers add up the counters of all workers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,7 +28,8 @@ pub struct LimiterMetrics {
     pub round_trips: Histogram,
     /// Script calls, each with one batch of checks.
     pub calls: Counter<1>,
-    /// Calls that failed, and calls that were not sent because the circuit breaker was open or the queue was full.
+    /// Kind 0: calls that failed. Kind 1: calls that were not sent, because the circuit breaker was open or the queue
+    /// was full.
     pub failures: Counter<2>,
 }
 
@@ -48,7 +49,7 @@ impl AnsweredBy {
     }
 }
 
-// === Cells ===
+// === Counters and histograms ===
 
 /// A counter for each of `N` kinds of events.
 #[derive(Debug)]
@@ -117,7 +118,8 @@ impl<T> Default for MetricFamily<T> {
 }
 
 impl<T: Default> MetricFamily<T> {
-    /// Return the metrics of a worker by name. Metrics are kept by a reload: the same name returns the same metrics.
+    /// Return the metrics of a worker by name. A configuration reload keeps metrics: the same name returns the same
+    /// metrics.
     pub fn get_or_create(&self, name: &str, worker: usize) -> Arc<T> {
         let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.entry(name.into()).or_default().entry(worker).or_default().clone()

@@ -1,5 +1,5 @@
-//! Quota events: an identity has used a percentage of a limit. A bounded queue passes the events to the thread that
-//! sends them.
+//! Quota events report that an identity has used a certain percentage of a limit. A bounded queue passes the events to
+//! the thread that sends them.
 
 use std::collections::HashMap;
 use std::hash::RandomState;
@@ -15,11 +15,12 @@ use crate::limiter::key::Identity;
 use crate::limiter::metrics::Counter;
 use crate::limiter::quota::Quota;
 
-/// Maximum number of events that wait for the thread.
+/// Maximum number of events that wait for the sending thread.
 const QUEUE_LENGTH: usize = 4096;
 
-/// Maximum number of events whose period is recorded, so that a window has one event for each threshold. One limit may
-/// have half of them, so that clients that choose their identities cannot suppress the events of other limits.
+/// Maximum number of events that are recorded until their period ends, so that each period has only one event per
+/// threshold. One limit may use at most half of the records, so that clients that choose their identities cannot
+/// suppress the events of other limits.
 const MAX_REMEMBERED: usize = 100_000;
 
 /// The percentage at which a limit is used up.
@@ -41,11 +42,12 @@ pub struct Notify {
 pub enum EventPeriod {
     /// A fixed window, until this instant by the clock of the store, in µs since the Unix epoch.
     Window(u64),
-    /// This time after the event: the length of a sliding window, or the time in which an empty bucket refills.
+    /// A duration that begins with the event: the length of a sliding window, or the time in which an empty bucket
+    /// refills.
     Rolling(Duration),
 }
 
-/// The usage of a limit by an identity that has reached the lowest threshold.
+/// The usage of a limit by an identity that has reached at least one threshold.
 #[derive(Debug, Clone)]
 pub struct LimitUsage {
     /// The thresholds of the limit.
@@ -131,7 +133,7 @@ impl LimitUsage {
 
     fn has_reached(&self, threshold: u8) -> bool {
         let used = self.capacity.saturating_sub(self.remaining);
-        // A denied request may leave tokens that are not sufficient for its cost.
+        // A denial counts as 100 %, even if some tokens remain that are not sufficient for the cost.
         threshold == USED_UP && self.is_denied
             || u128::from(used) * 100 >= u128::from(threshold) * u128::from(self.capacity)
     }
@@ -140,7 +142,7 @@ impl LimitUsage {
 /// The events of a limit, by identity and threshold.
 type RememberedEvents = HashMap<(Identity, u8), Remembered, RandomState>;
 
-/// The time until which an event is remembered: the end of its period.
+/// The period of a recorded event, and the time at which the period ends.
 #[derive(Debug, Clone, Copy)]
 struct Remembered {
     period: EventPeriod,
@@ -152,7 +154,7 @@ struct Remembered {
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
-    /// Events that were already sent, by limit.
+    /// Recorded events, by limit: they were already queued in their period.
     remembered: Mutex<HashMap<Box<str>, RememberedEvents, RandomState>>,
     dropped: AtomicU64,
 }
@@ -172,7 +174,7 @@ impl EventQueue {
     }
 
     /// Queue an event for each threshold that is reached for the first time in its period. If the queue is full, the
-    /// event is dropped and counted, and the next request queues it again.
+    /// event is dropped and counted as dropped. The next request tries to queue it again.
     pub fn offer(&self, usage: &LimitUsage) {
         let now = monotonic();
         let mut by_limit = self.lock();
@@ -228,7 +230,7 @@ impl EventQueue {
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 impl Remembered {
-    /// Return whether the event of a period has been queued before.
+    /// Return whether the recorded event belongs to this period, so that no further event is queued.
     fn covers(&self, period: EventPeriod, now: Instant) -> bool {
         match (self.period, period) {
             (EventPeriod::Window(earlier), EventPeriod::Window(end)) => earlier == end,
@@ -248,7 +250,7 @@ pub enum DeliveryResult {
     Claimed,
     /// The event could not be delivered.
     Failed,
-    /// Too many events of the destination were undelivered.
+    /// The event was dropped, because too many events for the destination were waiting.
     Dropped,
 }
 
@@ -268,17 +270,17 @@ impl DeliveryResult {
     }
 }
 
-/// The deliveries of a destination.
+/// Statistics about the deliveries to a destination.
 #[derive(Debug, Default)]
 pub struct DeliveryStats {
     /// Events by [`DeliveryResult`].
     pub results: Counter<4>,
-    /// Failed attempts.
+    /// Number of failed attempts to deliver an event.
     failed_attempts: AtomicU64,
     pending: Arc<AtomicU64>,
 }
 
-/// An undelivered event.
+/// Counts an event as undelivered until this value is dropped.
 #[derive(Debug)]
 pub struct PendingDelivery(Arc<AtomicU64>);
 
@@ -385,13 +387,13 @@ mod tests {
         assert_eq!(queued(&window, 2, 1000), [80]);
         assert_eq!(queued(&window, 1, 1000), [0_u8; 0]);
         assert_eq!(queued(&window, 0, 1000), [100]);
-        assert_eq!(queued(&window, 0, 1000 + MINUTE_US), [80, 100], "the next window");
+        assert_eq!(queued(&window, 0, 1000 + MINUTE_US), [80, 100], "the next window has its own events");
         queue.forget_ended();
         tokio::time::advance(Duration::from_secs(61)).await;
         queue.forget_ended();
-        assert_eq!(queued(&bucket, 1, 0), [80], "a bucket of 5 tokens");
+        assert_eq!(queued(&bucket, 1, 0), [80], "4 of 5 tokens are used");
         tokio::time::advance(Duration::from_secs(29)).await;
-        assert_eq!(queued(&bucket, 1, 0), [0_u8; 0], "5 tokens refill in 30 s");
+        assert_eq!(queued(&bucket, 1, 0), [0_u8; 0], "the period is 30 s, in which 5 tokens refill");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(queued(&bucket, 1, 0), [80]);
     }
@@ -423,7 +425,7 @@ mod tests {
         };
         const HALF: usize = MAX_REMEMBERED / 2;
         assert_eq!(offer(0, 0..HALF), 0);
-        assert_eq!(offer(0, HALF..HALF + 10), 10, "one limit may have half of them");
+        assert_eq!(offer(0, HALF..HALF + 10), 10, "one limit may use at most half of the records");
         assert_eq!(offer(1, 0..HALF), 10, "the other half is for other limits");
         assert_eq!(offer(2, 0..10), 20);
         tokio::time::advance(Duration::from_micros(MINUTE_US)).await;

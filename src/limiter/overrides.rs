@@ -28,8 +28,8 @@ pub const MAX_OVERRIDES: usize = 1000;
 /// Interval for polling the overrides that other gateways have written.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Delay after a failed poll. The delay is shorter than [`POLL_INTERVAL`], so that a store that has lost its data soon
-/// gets the overrides back.
+/// Delay after a failed poll. The delay is shorter than [`POLL_INTERVAL`], so that the overrides are soon restored in a
+/// store that has lost its data.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Maximum number of records in one restore call. Each call reads the whole hash, and blocks Redis during this time.
@@ -49,7 +49,7 @@ pub struct OverrideQuota {
     /// Burst of a token bucket. Default: the count of the quota.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// Free text of the administrator.
+    /// Free text that the administrator has written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
@@ -111,8 +111,8 @@ pub struct Overrides {
     hasher: IdentityHasher,
     find_limit: LimitLookup,
     denials: Option<Arc<DenialCache>>,
-    /// The newest record of each field that this process has read, until the record is deleted. The mutex is also
-    /// locked while the table changes.
+    /// For each field, the newest record that this process has read. Records are deleted at their `forget_at`. The
+    /// mutex is also locked while a snapshot changes the table.
     known_entries: Mutex<HashMap<String, KnownEntry>>,
 }
 
@@ -171,8 +171,7 @@ impl Overrides {
         Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
     }
 
-    /// Put an override in force in this process. Return `None` if the maximum of [`MAX_OVERRIDES`] other overrides is
-    /// reached.
+    /// Apply an override in this process. Return `None` if the maximum of [`MAX_OVERRIDES`] other overrides is reached.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
         let key = table_key(&new.limit, new.identity);
         let new = Arc::new(new);
@@ -205,14 +204,14 @@ impl Overrides {
         removed
     }
 
-    /// Poll the records that all gateways share, until the future is dropped.
+    /// Read the records that all gateways share once per second, until the future is dropped.
     pub async fn poll(&self, store: &RedisStore, key: &str) {
         static POLL_LOG_THROTTLE: LogThrottle = LogThrottle::new();
         loop {
             let result = self.refresh(store, key).await;
             if let Err(error) = &result {
-                // Log only errors about the hash of overrides, because rate limit checks already report every other
-                // error.
+                // Warn only about errors of the overrides hash, because rate limit checks already report all other
+                // errors.
                 if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                     warn!(%error, "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md \
                                    lists the permissions");
@@ -281,7 +280,7 @@ impl Overrides {
         self.known_entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Return the revision of a field that this process knows.
+    /// Return the newest revision of a field that this process knows.
     pub fn known_revision(&self, field: &str) -> KnownRevision {
         let now = monotonic();
         let entries = self.lock_entries();
@@ -294,7 +293,7 @@ impl Overrides {
     }
 
     /// Return the known records that are missing from a snapshot, or are older in it, so that they can be written back.
-    /// The records expire no later than before, even if the clock of the store was set back.
+    /// The returned records expire no later than the known records, even if the clock of the store was set back.
     fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
         let now = monotonic();
         let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
@@ -313,8 +312,9 @@ impl Overrides {
         lost.collect()
     }
 
-    /// Apply the records of a snapshot, except records of which this process knows a newer revision. The times of the
-    /// overrides are counted from `asked_at`. `is_complete` is true if the snapshot contains all fields of the hash.
+    /// Apply the records of a snapshot, except records of which this process knows a newer revision. Remaining times
+    /// are counted from `asked_at`, the time at which the snapshot was requested. `is_complete` is true if the snapshot
+    /// contains all fields of the hash.
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
         let mut known = self.lock_entries();
@@ -386,7 +386,7 @@ impl Overrides {
         if changed || !new.is_empty() {
             self.table.store(Arc::new(OverrideTable(new)));
         }
-        // Clear the cache after the table was replaced: from now on, denials come from the new quotas.
+        // Clear the cache only after the table was replaced, because later denials come from the new quotas.
         if (changed || has_reset)
             && let Some(denials) = &self.denials
         {
@@ -395,7 +395,7 @@ impl Overrides {
     }
 }
 
-/// Keep the newest [`MAX_OVERRIDES`] records of removed and expired overrides, as the script does.
+/// Keep only the newest [`MAX_OVERRIDES`] records of removed and expired overrides. The script does the same in Redis.
 fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant) {
     let removals = entries.values().filter(|known| known.expires_at <= now);
     let mut revisions: Vec<_> = removals.map(|known| known.entry.revision).collect();
@@ -430,7 +430,7 @@ fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
     Some((subject, limit, Identity::from_hex(identity)?))
 }
 
-/// Return the key under which the table has the override of an identity. The key is the same in all windows.
+/// Return the key of an identity's override in the table. The key does not depend on the window of the quota.
 fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
     Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

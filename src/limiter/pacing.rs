@@ -7,20 +7,20 @@ use tokio::time::timeout_at;
 
 use crate::limiter::clock::{elapsed_since, monotonic};
 
-/// Maximum number of checks that wait in one queue of a worker. This number of checks is more than a server can decide
-/// within the default timeout. Further checks are rejected at once.
+/// Maximum number of checks that wait in one queue of a worker. A Redis server cannot perform this many checks within
+/// the default timeout. Further checks are rejected at once.
 pub const MAX_WAITING_CHECKS: usize = 16_384;
 
-/// Maximum time that is added to the timeout of a check or call if the worker was busy with other tasks. It is bounded,
-/// so that the gateway detects a server that hangs.
+/// Maximum time that is added to the timeout of a check or call if the worker was busy with other tasks. The bound
+/// ensures that the gateway detects a server that hangs.
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
-/// Fraction of the timeout for which further checks wait for the reply to a call in flight: 3 ms of 50 ms. Clients
-/// would notice a longer delay.
+/// Further checks wait for the reply to a call in flight for at most the store timeout divided by this number: 3 ms of
+/// 50 ms. Clients would notice a longer delay.
 const LATENCY_TARGET_DIVISOR: u32 = 16;
 
-/// tokio's timers have a resolution of 1 ms. If a timer fires later than this, other tasks of the worker have delayed
-/// it.
+/// tokio's timers have a resolution of 1 ms. If a timer fires more than this duration after its deadline, other tasks
+/// of the worker have delayed it.
 const TIMER_LATENESS: Duration = Duration::from_millis(2);
 
 /// Return the time for which further checks wait for the reply to a call in flight. After this time, the next call is
@@ -35,8 +35,8 @@ pub fn worker_delay(ready_at: Instant) -> Duration {
     elapsed_since(ready_at).min(MAX_WORKER_DELAY)
 }
 
-/// Wait until `deadline`. If other tasks of the worker delayed the timer, wait longer by this delay: a reply that
-/// arrived during the delay has not been read yet.
+/// Wait for `future` until `deadline`. Return `None` if it is not ready by then. If other tasks of the worker delayed
+/// the timer, extend the wait by this delay: a reply that arrived during the delay has not been read yet.
 pub async fn wait_until<T>(deadline: Instant, mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     let last_end = deadline + MAX_WORKER_DELAY;
     let mut end = deadline;

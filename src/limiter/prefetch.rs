@@ -1,9 +1,10 @@
-//! Prefetching: tokens of groups of states with many requests are charged before the requests that will use them.
+//! Prefetching charges tokens before the requests that will use them arrive. It applies to groups of states with many
+//! requests. A group consists of the states of all limits that a request checks.
 //!
 //! The process has at most one prefetch for each group, regardless of the number of workers. Groups may share states,
 //! for example a global limit and one limit per client. For each state, the process holds at most `prefetch` tokens of
-//! its limit, summed over all groups. The bounds in `docs/reference/limits.md` depend on this maximum. The current time
-//! is a parameter.
+//! its limit, summed over all groups. The bounds in `docs/reference/limits.md` depend on this maximum. The functions
+//! get the current time as a parameter.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -14,7 +15,7 @@ use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::subtract_drift;
 use crate::limiter::verdict::Verdict;
 
-/// Time after which unused tokens are refunded. During this time, other gateways may lack these tokens.
+/// Time after which unused tokens are refunded. Until then, other gateways cannot use these tokens.
 pub const PREFETCH_TTL: Duration = Duration::from_secs(1);
 
 /// Maximum number of groups with prefetched tokens. Each group may use about 500 bytes and a timer. Further groups are
@@ -27,8 +28,8 @@ pub struct PrefetchPool(Mutex<PoolState>);
 
 #[derive(Debug, Default)]
 struct PoolState {
-    // The hasher of the standard library has a random seed. With the published secret, clients could otherwise choose
-    // colliding keys.
+    // The hasher of the standard library has a random seed. With the published default secret, clients could otherwise
+    // choose colliding keys.
     prefetched: HashMap<u128, PrefetchedTokens, RandomState>,
     /// Groups for which a prefetch is in flight.
     pending: HashSet<u128, RandomState>,
@@ -55,7 +56,7 @@ pub struct PrefetchReservation {
     pool: Arc<PrefetchPool>,
     group: u128,
     states: Arc<[u128]>,
-    /// Number of reserved tokens that have not been filled yet.
+    /// Number of reserved tokens that [`PrefetchReservation::fill`] has not stored.
     tokens: u64,
 }
 
@@ -188,8 +189,8 @@ impl PrefetchReservation {
         self.tokens
     }
 
-    /// Store `tokens` of a call that was sent at `asked_at`, for limits with these rules. Return whether the caller
-    /// must schedule the expiry of the tokens, because no task does this yet.
+    /// Store `tokens` that a call has charged to limits with these rules. The call was sent at `asked_at`. Return
+    /// whether the caller must schedule the expiry of the tokens, because no task does this yet.
     pub fn fill<'r>(
         mut self,
         tokens: u64,
@@ -226,7 +227,7 @@ impl Drop for PrefetchReservation {
     }
 }
 
-/// Return how long tokens of a limit may be used, counted from before the call.
+/// Return how long tokens of a limit may be used, counted from the time at which the call was sent.
 fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
     match rule {
         // Tokens that were charged in one window must not be used in the next window.
@@ -261,7 +262,7 @@ mod tests {
         Verdict::new(9, 1000, vec![outcome])
     }
 
-    /// Create one state that allows this number of outstanding tokens.
+    /// Return one state that allows this number of outstanding tokens.
     fn single_state(most: u64) -> impl Iterator<Item = (u128, u64)> {
         std::iter::once((1, most))
     }
@@ -281,8 +282,8 @@ mod tests {
     fn prefetched_tokens_are_taken_once_and_counted_as_remaining() {
         let advances = Arc::<PrefetchPool>::default();
         let start = monotonic();
-        assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "the caller must await its expiry");
-        assert_eq!(advances.take(8, start), None, "of another set");
+        assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "the caller must schedule the expiry");
+        assert_eq!(advances.take(8, start), None, "another group has no tokens");
         let drawn = |after_ms: u64| advances.take(GROUP, start + Duration::from_millis(after_ms));
         for (after_ms, remaining, reset_us) in
             [(0, 22, 40 * SECOND), (100, 21, 39_900_000), (999, 20, 40 * SECOND - 999_000)]
@@ -290,9 +291,9 @@ mod tests {
             let (verdict, charged_at) = drawn(after_ms).unwrap();
             assert_eq!((verdict.granted, charged_at, verdict.now_us), (1, 1000, 1000 + after_ms * 1000));
             assert_eq!((verdict.outcomes[0].remaining, verdict.outcomes[0].reset_us), (remaining, reset_us));
-            assert_eq!(verdict.charged_later, remaining - 20, "units of the call that are drawn later");
+            assert_eq!(verdict.charged_later, remaining - 20, "tokens of the call that are still unused");
         }
-        assert_eq!(drawn(999), None, "three were kept");
+        assert_eq!(drawn(999), None, "only three tokens were prefetched");
     }
 
     #[test]
@@ -311,7 +312,7 @@ mod tests {
         assert_eq!(
             advances.expire(GROUP, start + PREFETCH_TTL),
             Ok(UnusedTokens { tokens: 0, charged_at: 0, outcomes: vec![] }),
-            "refunded once"
+            "tokens are refunded only once"
         );
         assert_eq!(advances.take(GROUP, start), None, "refunded tokens cannot be taken");
     }
@@ -328,7 +329,7 @@ mod tests {
             let advances = Arc::<PrefetchPool>::default();
             let outcome = verdict(20, reset_us).outcomes[0];
             let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
-            // The reply took 100 ms, so when it arrived, the window ended 100 ms sooner than the reply says.
+            // The reply takes 100 ms. When it arrives, the window therefore ends 100 ms earlier than the reply says.
             let decided = start + Duration::from_millis(100);
             advances.reserve(GROUP, single_state(100)).unwrap().fill(5, verdict, rules.iter(), start, decided);
             let until = start + Duration::from_micros(usable_us);
@@ -343,26 +344,23 @@ mod tests {
         let start = monotonic();
         let reserve = |set| advances.reserve(set, std::iter::once((set, 100)));
         let first = reserve(GROUP).unwrap();
-        assert!(reserve(GROUP).is_none(), "one is asked for");
-        assert!(reserve(8).is_some(), "another set is another matter");
+        assert!(reserve(GROUP).is_none(), "a prefetch is in flight");
+        assert!(reserve(8).is_some(), "another group can prefetch");
         drop(first);
         fill(&advances, &log_rule(), 2, SECOND, start);
-        assert!(reserve(GROUP).is_none(), "one is kept");
+        assert!(reserve(GROUP).is_none(), "the group has unused tokens");
         advances.take(GROUP, start).unwrap();
-        assert!(reserve(GROUP).is_none() && !advances.is_exhausted(GROUP, start), "one unit is");
+        assert!(reserve(GROUP).is_none() && !advances.is_exhausted(GROUP, start), "one token is unused");
         advances.take(GROUP, start).unwrap();
         assert!(advances.is_exhausted(GROUP, start));
-        assert!(
-            !fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2),
-            "who sees to its end goes on doing so"
-        );
-        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Err(PREFETCH_TTL / 2), "the second lasts longer");
+        assert!(!fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2), "the expiry is already scheduled");
+        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Err(PREFETCH_TTL / 2), "the second one expires later");
         let outcomes = verdict(20, SECOND).outcomes;
         assert_eq!(advances.cancel(GROUP), UnusedTokens { tokens: 2, charged_at: 1000, outcomes });
         assert!(!advances.is_exhausted(GROUP, start) && reserve(GROUP).is_some());
     }
 
-    /// A global limit that allows 50 outstanding tokens, and one limit per client.
+    /// The groups share a global limit that allows 50 outstanding tokens. Each client has a limit that allows 30.
     #[test]
     fn groups_sharing_a_state_share_its_prefetch() {
         let advances = Arc::<PrefetchPool>::default();
@@ -372,18 +370,18 @@ mod tests {
             reservation.fill(units, verdict(20, SECOND), [log_rule(), log_rule()].iter(), start, start)
         };
         let first = reserve(1).unwrap();
-        assert_eq!(first.tokens(), 30, "as many as the client's own limit may have");
+        assert_eq!(first.tokens(), 30, "the client's own limit allows 30 tokens");
         let second = reserve(2).unwrap();
-        assert_eq!(second.tokens(), 20, "the rest of the global one's");
-        assert!(reserve(3).is_none(), "there is none left");
+        assert_eq!(second.tokens(), 20, "the global limit allows 20 more tokens");
+        assert!(reserve(3).is_none(), "the global limit allows no more tokens");
         keep(first, 25);
-        assert_eq!(reserve(3).unwrap().tokens(), 5, "what was not granted");
+        assert_eq!(reserve(3).unwrap().tokens(), 5, "the 5 tokens that were not granted");
         drop(second);
-        assert_eq!(reserve(3).unwrap().tokens(), 25, "what was asked for in vain");
+        assert_eq!(reserve(3).unwrap().tokens(), 25, "plus the 20 tokens of the dropped reservation");
         for _ in 0..10 {
             advances.take(1, start).unwrap();
         }
-        assert_eq!(reserve(3).unwrap().tokens(), 30, "what is drawn is not outstanding any more");
+        assert_eq!(reserve(3).unwrap().tokens(), 30, "used tokens are not outstanding");
         assert_eq!(advances.cancel(1).tokens, 15);
         assert!(advances.lock().outstanding.is_empty());
     }
@@ -432,7 +430,7 @@ mod tests {
                     let kept: u64 = kept.iter().filter(|(set, _)| of(set)).map(|(_, units)| units).sum();
                     let counted = advances.lock().outstanding.get(&(state as u128)).copied().unwrap_or(0);
                     proptest::prop_assert_eq!(counted, asked + kept);
-                    proptest::prop_assert!(counted <= most, "{} of state {}", counted, state);
+                    proptest::prop_assert!(counted <= most, "{} outstanding tokens of state {}", counted, state);
                 }
             }
         }
@@ -449,6 +447,6 @@ mod tests {
         }
         assert_eq!(advances.lock().prefetched.len(), MAX_GROUPS);
         advances.take(3, start).unwrap();
-        assert!(advances.reserve(3, std::iter::once((3, 1))).is_some(), "one that has its place keeps it");
+        assert!(advances.reserve(3, std::iter::once((3, 1))).is_some(), "an existing group can prefetch again");
     }
 }

@@ -8,7 +8,7 @@ use jiff::civil::Date;
 use jiff::tz::TimeZone;
 use jiff::{Timestamp, ToSpan};
 
-/// A quota: `count` tokens per window. `600/min` means 600 in 60,000,000 µs.
+/// A quota: `count` tokens per window. `600/min` means 600 tokens in 60,000,000 µs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quota {
     /// Tokens per window, at least 1.
@@ -19,7 +19,7 @@ pub struct Quota {
     pub calendar: Option<CalendarUnit>,
 }
 
-/// Units of time whose windows follow the calendar with `fixed-window`.
+/// Units of time. With the algorithm `fixed-window`, the windows of these units follow the calendar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CalendarUnit {
     /// A calendar day, from midnight to midnight.
@@ -38,17 +38,17 @@ pub enum QuotaError {
     /// This text does not have the form `COUNT/UNIT`.
     #[error("`{0}` is not a quota")]
     Syntax(String),
-    /// The count, which is this text, is not a positive integer.
+    /// The count is this text, which is not a positive integer.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
-    /// The unit, which is this text, is neither a unit of time nor a duration.
+    /// The unit is this text, which is neither a unit of time nor a duration.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
     /// The parameter with this name is 0.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
     /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
-    #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
+    #[error("a quota of {count} cannot be counted exactly with this algorithm: intermediate products would reach 2^53")]
     Inexact {
         /// Tokens per window.
         count: u64,
@@ -61,7 +61,7 @@ pub enum QuotaError {
         /// Maximum number of tokens.
         max: u64,
     },
-    /// The window is not a multiple of the number of sliding buckets.
+    /// The length of the window in µs is not a multiple of the number of sliding buckets.
     #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
     Buckets {
         /// Number of buckets.
@@ -91,8 +91,8 @@ pub enum QuotaError {
 
 const SECOND_US: u64 = 1_000_000;
 
-/// Bound of exact integers in Redis' Lua, which calculates with doubles: doubles cannot distinguish all integers from
-/// 2^53 on.
+/// Integers below this bound are exact in Redis' Lua, which calculates with doubles. Doubles cannot represent all
+/// integers above 2^53.
 pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
 
 impl Quota {
@@ -105,7 +105,8 @@ impl Quota {
     }
 }
 
-/// Time units of other programs, with the unit of a quota and the letter of a duration.
+/// Names of time units in other programs, each with the unit of a quota and the letter of a duration. `None`: durations
+/// do not support this unit.
 const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["s", "sec", "secs", "second", "seconds"], "s", Some("s")),
     (&["m", "min", "mins", "minute", "minutes"], "min", Some("m")),
@@ -116,12 +117,13 @@ const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["y", "yr", "year", "years"], "year", None),
 ];
 
-/// Longer units for fractions of a token, with the factor between the units.
+/// For each unit, the next longer unit and the factor between them. A quota with a fraction of a token is converted to
+/// the longer unit.
 const LONGER_UNITS: [(&str, &str, u64); 3] = [("s", "min", 60), ("min", "hour", 60), ("hour", "day", 24)];
 
 impl Quota {
-    /// Return the quota that an invalid text probably means: `10r/s`, `10 per minute` and `10/minute` of other
-    /// programs, and fractions such as `0.5/s`.
+    /// Return the quota that an invalid text probably means. The function understands the forms of other programs, such
+    /// as `10r/s`, `10 per minute` and `10/minute`, and fractions such as `0.5/s`.
     pub fn suggestion(text: &str) -> Option<String> {
         let text = text.trim().to_ascii_lowercase();
         let split = text.find(|c: char| !c.is_ascii_digit() && !matches!(c, '.' | '_')).unwrap_or(text.len());
@@ -178,7 +180,7 @@ impl FromStr for Quota {
     }
 }
 
-/// The text is in the syntax of the configuration: `600/min`, `5/15m`; for concurrency limits `20`.
+/// Write the quota in the syntax of the configuration: `600/min` or `5/15m`, and `20` for a concurrency limit.
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count)?;
@@ -222,8 +224,8 @@ fn parse_count(text: &str) -> Result<u64, QuotaError> {
     Ok(count)
 }
 
-/// Parse a duration such as `250ms`, `5s`, `15m`, `1h` or `1d` in µs. Return `None` if the text is not a duration, is
-/// zero, or exceeds 3650 days.
+/// Parse a duration such as `250ms`, `5s`, `15m`, `1h` or `1d`. Return it in µs, or `None` if the text is not a
+/// duration, is zero, or exceeds 3650 days.
 pub fn parse_duration_us(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit())?;
     let (count, unit) = text.split_at(split);
@@ -372,7 +374,7 @@ mod tests {
             ("1_000 req/hr", Some("1000/hour")),
             ("0.5/s", Some("30/min")),
             ("1.5/min", Some("90/hour")),
-            // `0.001/s` is 86.4 per day.
+            // `0.001/s` is 86.4 per day, which is not an integer.
             ("0.001/s", None),
             ("1.5/week", None),
             ("1/fortnight", None),
@@ -390,7 +392,7 @@ mod tests {
         for text in
             ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"]
         {
-            assert!(text.parse::<Quota>().is_err(), "{text} must be refused");
+            assert!(text.parse::<Quota>().is_err(), "{text} must be rejected");
         }
     }
 }
@@ -412,7 +414,7 @@ mod calendar_tests {
                 "2026-11-21T12:00:00Z",
                 ["2026-11-21T00:00:00Z", "2026-11-22T00:00:00Z", "2026-11-23T00:00:00Z"],
             ),
-            // The test contains a day of 23 hours and a day of 25 hours.
+            // The next two days have 23 and 25 hours.
             (
                 CalendarUnit::Day,
                 "Europe/Berlin",

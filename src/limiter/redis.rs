@@ -1,4 +1,4 @@
-//! The Redis store: one script call decides a whole request.
+//! The Redis store: one script call performs all checks of a request.
 
 mod batch;
 pub mod batcher;
@@ -79,7 +79,7 @@ pub enum RedisDeployment {
 }
 
 impl RedisDeployment {
-    /// Return all masters, each with an unused identity whose states it would keep. The masters of a cluster are
+    /// Return all masters, each with a random unused identity whose states it would keep. The masters of a cluster are
     /// discovered from its seed nodes.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:
      if the Sentinels require a password, add the query parameters `sentinel_user` and `sentinel_password`";
 const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has only database 0";
 
-/// Error in a store URL, whose hint is the expected form.
+/// An invalid store URL.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}; expected {hint}")]
 pub struct UrlError {

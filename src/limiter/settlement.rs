@@ -33,10 +33,11 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 
-/// Maximum number of posts of usage that are in flight at the same time.
+/// Maximum number of usage posts that are in flight to Redis at the same time.
 const MAX_CONCURRENT_POSTS: usize = 64;
 
-/// Interval for retrying posts of usage. At the end of the process, there is little time for posts.
+/// Interval for retrying usage posts. The interval is short, because there is little time for posts at the end of the
+/// process.
 const POST_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Number of attempts to post usage at the end of the process.
@@ -98,9 +99,9 @@ pub struct OwnedCharge {
     pub cost_or_permit_id: u64,
     /// Maximum number of prefetched tokens of this state that the gateway may hold at the same time.
     pub prefetch: u64,
-    /// See [`Charge::debt_before_us`], for charges that may be refunded. For all other charges, the value is 0.
+    /// See [`Charge::debt_before_us`]. 0 for charges that cannot be refunded.
     pub debt_before_us: u64,
-    /// The calendar days by which the cost is totalled. `None` if the limit counts no usage.
+    /// The calendar days for usage totals. `None` if the limit has no usage totals.
     pub usage: Option<Arc<UsageDays>>,
     /// The thresholds for events. `None` if the limit has no events.
     pub notify: Option<Arc<Notify>>,
@@ -111,7 +112,7 @@ pub struct OwnedCharge {
 pub struct StoreHandle {
     /// The store of the worker.
     pub store: Store,
-    /// The denial cache. `None` if a check makes no call.
+    /// The denial cache. `None` with the memory store, or if the cache is disabled.
     pub denials: Option<Arc<DenialCache>>,
     /// Receives the events of limits whose thresholds are reached.
     pub events: Arc<EventQueue>,
@@ -119,8 +120,8 @@ pub struct StoreHandle {
     pub tasks: TaskTracker,
 }
 
-/// The queue of the calls that remain to be made when requests end. One task takes the calls from the queue and spawns
-/// a task for each call, so that a slow or failed call does not delay the others.
+/// The queue of store calls that remain to be made when requests end. One task takes the calls from the queue and
+/// spawns a task for each call, so that a slow or failed call does not delay the others.
 ///
 /// The queue is unbounded. This is safe, because each entry replaces the permits or charges of a request that has
 /// ended.
@@ -158,7 +159,8 @@ impl SettlementQueue {
         SettlementQueue { store_handle, sender: OnceLock::new() }
     }
 
-    /// Queue a call. Outside of a tokio runtime, the process is ending, and permits expire by their TTL.
+    /// Queue a call. Outside of a tokio runtime, drop the call, because the process is ending. Permits then expire by
+    /// their TTL.
     fn push(&self, settlement: Settlement) {
         let Ok(runtime) = Handle::try_current() else { return };
         let sender = self.sender.get_or_init(|| {
@@ -186,7 +188,7 @@ impl QueuedSettlement {
             }
             Settlement::Deliver { decided_by, operation, charges } => {
                 if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
-                    debug!(%error, ?operation, "a deferred charge or refund was not made");
+                    debug!(%error, ?operation, "a deferred charge or refund failed");
                 }
                 store_handle.post_usage();
             }
@@ -234,8 +236,8 @@ impl StoreHandle {
         }
     }
 
-    /// Call the store for charges that no request waits for. Retry for 30 s as long as the call is certainly not
-    /// executed: in an outage, or while too many checks are queued.
+    /// Call the store for charges that no request waits for. Retry for up to 30 s (1 s at the end of the process) as
+    /// long as the store has certainly not executed the call: in an outage, or while too many checks are queued.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -260,8 +262,8 @@ impl StoreHandle {
         }
     }
 
-    /// Release concurrency permits. Retry until the store has released the permits or they have expired. A call whose
-    /// request was cancelled may be executed after the release, on another connection or in a store that hung. Unless
+    /// Release concurrency permits. Retry until the store has released the permits or they have expired. If a request
+    /// was cancelled, its call may be executed after the release, on another connection or in a store that hung. Unless
     /// the release `is_certain`, repeat it once.
     async fn release(&self, permits: &[OwnedCharge], mut is_certain: bool, max_ttl: Duration) {
         // Stop one TTL after the last outage, because the permits have then expired in the store.
@@ -281,8 +283,8 @@ impl StoreHandle {
         }
     }
 
-    /// Send the usage of local shares and of models to Redis, if there is any and no other task sends it. Retry until
-    /// the store has confirmed all posts. At the end of the process, retry [`MAX_LAST_POSTS`] times.
+    /// Send the usage totals of local shares and of models to Redis, if there are any and no other task sends them.
+    /// Retry until Redis has confirmed all posts. At the end of the process, make at most [`MAX_LAST_POSTS`] attempts.
     pub fn post_usage(self: &Arc<Self>) {
         let Store::Redis { fallback, .. } = &self.store else { return };
         if !fallback.usage.claim_posting() {
@@ -301,7 +303,7 @@ impl StoreHandle {
         }
     }
 
-    /// Return whether all usage was sent.
+    /// Send all usage totals to Redis. Return `false` if the last attempts at the end of the process failed.
     async fn post_all_usage(&self) -> bool {
         let Store::Redis { store, fallback, .. } = &self.store else { return true };
         let usage = &fallback.usage;
@@ -342,8 +344,8 @@ impl StoreHandle {
         true
     }
 
-    /// Count permits in this process' local share as well, if the store is Redis. In an outage, the local share must
-    /// count all requests in flight on this gateway.
+    /// Apply an operation on permits also to this gateway's local share, if the store is Redis. In an outage, the local
+    /// share must count all requests in flight on this gateway.
     fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
         if let Store::Redis { fallback, .. } = &self.store {
             let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
@@ -352,7 +354,7 @@ impl StoreHandle {
     }
 }
 
-/// The claim of the task that sends usage, which ends with the task.
+/// The claim of the task that sends usage totals. The claim ends with the task.
 struct PostingClaim<'a>(&'a UsageTable);
 
 impl Drop for PostingClaim<'_> {
@@ -450,7 +452,7 @@ impl ConcurrencyPermits {
         self
     }
 
-    /// Drop permits that were denied, so that the store has nothing to release.
+    /// Drop the permits without a call that releases them, because the store did not grant them.
     pub fn discard(mut self) {
         self.release_local_share();
         self.permits = Arc::new([]);
@@ -475,8 +477,8 @@ impl ConcurrencyPermits {
     }
 
     /// Keep only the permits of the limits for which `is_granted` returns true, because a shadow limit may have granted
-    /// no permit. Renew the permits after a third of the shortest TTL, and when the store is available again after an
-    /// outage.
+    /// no permit. Renew the permits at intervals of a third of the shortest TTL, and when the store is available again
+    /// after an outage.
     pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
         if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
             self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
@@ -569,7 +571,7 @@ pub struct DeferredCharge {
     pub deferred: Deferred,
     /// Whether the store or the local share has made the charge.
     pub decided_by: DecidedBy,
-    /// Time of the check in µs, by the clock of the store or of the local share that decided.
+    /// Time of the check in µs since the Unix epoch, by the clock of the store or of the local share that decided.
     pub charged_at: u64,
     /// The charge to which the operation applies.
     pub charge: OwnedCharge,
@@ -717,7 +719,7 @@ mod tests {
 
     const LIMIT: u64 = 3;
 
-    /// A concurrency limit of one identity, and the queue of a limiter in memory.
+    /// Return the queue of a limiter in memory, and a permit of a concurrency limit.
     fn limited() -> (Arc<SettlementQueue>, OwnedCharge) {
         let rule = Rule::Concurrency(Concurrency { limit: LIMIT, ttl: 60_000_000 });
         let variant = LimitVariant {
@@ -765,7 +767,7 @@ mod tests {
         assert_eq!(remaining(&queue, &permit).await, 0);
         drop(held);
         queue.store_handle.tasks.close();
-        assert_eq!(remaining(&queue, &permit).await, 0, "the releases are queued");
+        assert_eq!(remaining(&queue, &permit).await, 0, "the releases are still queued");
         queue.store_handle.tasks.wait().await;
         assert_eq!(remaining(&queue, &permit).await, LIMIT);
     }
@@ -803,7 +805,7 @@ mod tests {
         }
     }
 
-    /// Return the state after the step.
+    /// Return the state after a change.
     fn next_state(change: Change, state: Option<State>) -> Option<State> {
         match change {
             Change::Put(state, _) => Some(state),

@@ -1,4 +1,5 @@
-//! Singleflight coalesces concurrent checks of the same group of states.
+//! Singleflight coalesces concurrent checks of the same group of states. A group consists of the states of all limits
+//! that a request checks.
 //!
 //! While a check of a group is in flight, further checks of the same group wait, and the next call takes tokens for all
 //! of them. The next call is sent when the call in flight has a reply, or after a sixteenth of the timeout. An identity
@@ -28,11 +29,12 @@ use crate::limiter::settlement::{OwnedCharge, StoreHandle};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Yield this many times before sending, so that more waiters join the call. On an idle worker, this takes no
-/// noticeable time. A busy worker makes fewer calls, and each call costs Redis and the gateway as much as a request.
+/// Yield to the event loop this many times before sending a call, so that more waiters join the call. On an idle
+/// worker, this takes no noticeable time. On a busy worker, it saves calls, each of which costs Redis and the gateway
+/// as much CPU time as a request.
 const YIELDS_BEFORE_SEND: usize = 4;
 
-/// A worker whose event-loop tick takes longer than this is busy: all checks that are ready have joined by then.
+/// If yielding takes longer than this, the worker is busy. All checks that are ready have then joined the call.
 const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
 /// Deny a check after this number of consecutive calls that granted tokens only to other checks. A further call might
@@ -41,10 +43,10 @@ const MAX_MISSED_CALLS: u32 = 2;
 
 type CheckResult = Result<Verdict, StoreError>;
 
-/// The states of a request whose checks can be coalesced.
+/// A group of states whose checks can be coalesced.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckGroup {
-    /// Id of the group of checks that share store calls.
+    /// Id of the group. Checks with the same id share store calls.
     pub id: u128,
     /// Maximum number of tokens to prefetch while the group has many requests. 0 disables prefetching.
     pub prefetch: u64,
@@ -96,9 +98,9 @@ impl Singleflight {
         }
     }
 
-    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict is
-    /// the same as for a separate call, except that the reset time is that of the shared call. `asked_at` is the
-    /// current time. `owned_charges` creates the charges that outlive this call.
+    /// Check and charge one token for each of `charges`, alone or coalesced with other checks of the same `group`. The
+    /// verdict is the same as for a separate call, except that the reset time is that of the shared call. `asked_at` is
+    /// the current time. `owned_charges` creates the charges that outlive this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -132,8 +134,7 @@ impl Singleflight {
         };
         let Some(turn) = queued else {
             store_handle.store.count_check(AnsweredBy::Store);
-            // A guard that is dropped at the end of the check, or when the client disconnects while the call is in
-            // flight.
+            // The guard is dropped at the end of the check, or when the client disconnects while the call is in flight.
             let _guard = FlightGuard { singleflight: self, group: group.id };
             return store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, charges).await;
         };
@@ -175,7 +176,8 @@ impl Singleflight {
     }
 
     /// Take the checks that wait for the next call of a group. If there are none, the group becomes idle. Reject checks
-    /// that have used 7/8 of their timeout, because no check of a call waits longer than the oldest one.
+    /// that have used 7/8 of their timeout: the timeout of a call starts with its oldest check, so they would leave too
+    /// little time for the call.
     fn take_waiters(&self, group_id: u128, now: Instant) -> Vec<Waiter> {
         let mut flights = self.lock();
         let Entry::Occupied(mut flight) = flights.entry(group_id) else { return Vec::new() };
@@ -193,8 +195,8 @@ impl Singleflight {
     }
 }
 
-/// Dropping the guard signals that the leader's check has ended, because the check has its verdict or its client has
-/// disconnected. The task of the group, which owns the waiters, then makes the calls for them.
+/// Dropping the guard signals that the leader's check has ended: it has its verdict, or its client has disconnected.
+/// The task of the group then makes the calls for the waiters.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,
@@ -236,7 +238,8 @@ impl FlightTask {
             let Some(oldest_queued_at) = waiters.iter().map(|one| one.queued_at + delay).min() else { return };
             let task = self.clone();
             let sent = self.store_handle.tasks.spawn(async move { task.send(waiters, oldest_queued_at).await });
-            // Send the next call after the reply, or in parallel with a call that takes longer.
+            // Send the next call after the reply. If the reply takes longer than the latency target, send the next call
+            // in parallel.
             let _ = timeout(latency_target(self.singleflight.timeout), sent).await;
         }
     }
@@ -251,7 +254,7 @@ impl FlightTask {
             let kept = verdict.granted.min(waiter_count) - abandoned;
             let refunds = refunds(&self.charges, &verdict.outcomes, abandoned, verdict.granted - kept);
             let ledger = self.store_handle.clone();
-            // Reply to the checks in a separate task, so that rejected checks do not wait for the reply of Redis.
+            // Refund in a separate task, so that the checks without a token do not wait for the refund.
             self.store_handle.spawn(async move {
                 if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
                     debug!(%error, "a refund for cancelled requests failed, and their tokens may remain charged");
@@ -270,7 +273,7 @@ impl FlightTask {
         self.singleflight.ensure_task(flight, is_idle, &self.store_handle, self.group, &|| self.charges.clone());
     }
 
-    /// Request one token for each waiter, and prefetch more tokens if this is due.
+    /// Request one token for each waiter, and prefetch more tokens if the group may prefetch.
     async fn request(&self, waiters: u64, started_at: Instant) -> CheckResult {
         match self.singleflight.reserve(self.group, &self.charges) {
             Some(reservation) => self.prefetch(reservation, waiters, started_at).await,
@@ -295,7 +298,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
             verdict.granted = 1;
             verdict.charged_later += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
-                // Restore the value that this waiter sees: without the tokens of the waiters after it.
+                // Show this waiter the value before the charges of the waiters after it.
                 outcome.remaining += (granted - 1 - index) as u64;
             }
             verdict
@@ -330,8 +333,8 @@ fn exhausted_denial(verdict: &Verdict) -> Verdict {
 // === Prefetching: calls that take tokens in advance and refund unused ones ===
 
 impl Singleflight {
-    /// Take one prefetched token of each state of the group. Return the verdict, and when the store charged the token, in
-    /// µs since the Unix epoch.
+    /// Take one prefetched token of each state of the group. Return the verdict and the time at which the store charged
+    /// the token, in µs since the Unix epoch.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
         // Return early for limits without prefetching, to avoid the lock and the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
@@ -352,7 +355,7 @@ impl Singleflight {
 }
 
 impl FlightTask {
-    /// Request the tokens of the waiters and of a reservation in one call, and store the reserved ones.
+    /// Request tokens for the waiters and for a reservation in one call. Store the tokens that the waiters do not need.
     pub(crate) async fn prefetch(
         &self,
         reservation: PrefetchReservation,
@@ -406,8 +409,8 @@ pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> 
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }
 
-/// Return the refunds of `tokens` of a call. `with_later` is the number of these tokens plus the tokens of the call
-/// that are kept or refunded later. The refill repays all other tokens of the call first.
+/// Return the refunds of `tokens` of a call. `with_later` is the number of these tokens plus the prefetched tokens of
+/// the call, which are used or refunded later. The refill repays all other tokens of the call first.
 fn refunds(charges: &[OwnedCharge], outcomes: &[Outcome], tokens: u64, with_later: u64) -> Vec<OwnedCharge> {
     let mut refunds = with_cost(charges, tokens);
     for (pending, outcome) in refunds.iter_mut().zip(outcomes) {

@@ -23,28 +23,30 @@ pub const CONCURRENT_REQUESTS: &str = "concurrent-requests";
 pub struct LimitSpec {
     /// Name of the limit in the configuration.
     pub name: Box<str>,
-    /// The variant for clients that have no variant of their tier.
+    /// The variant for clients without a tier, and for clients whose tier has no variant of this limit.
     pub default_variant: Arc<LimitVariant>,
     /// The variants for consumers of a tier, by tier name.
     pub tiers: BTreeMap<Box<str>, Arc<LimitVariant>>,
     /// The behavior of the limit while the store is unavailable.
     pub on_store_error: OnStoreError,
-    /// Whether this is a shadow limit, which decides and counts, but never denies and adds no response headers.
+    /// Whether this is a shadow limit. A shadow limit is checked and charged, but never denies a request and adds no
+    /// response headers.
     pub shadow: bool,
     /// Whether response headers and bodies describe the limit. Denials of a limit that is not announced still have
     /// `Retry-After`.
     pub announce: bool,
-    /// Quota unit in response headers, which names what the quota counts. Lowercase letters, digits and `-`.
+    /// Quota unit in response headers, which names what the quota counts. It consists of lowercase letters, digits and
+    /// `-`.
     pub unit: Box<str>,
     /// Wait queue for requests that the limit would deny. If the policy is `None`, such requests are rejected at once.
     pub queue_policy: Option<QueuePolicy>,
     /// Maximum number of tokens that a gateway may prefetch for an identity with many requests. 0 disables prefetching.
     pub prefetch: u64,
-    /// The calendar days by which the charged cost of each identity is totalled. `None` counts no usage. Not available
-    /// for concurrency limits.
+    /// The calendar days for usage totals: the cost that is charged to each identity is summed up per day. `None`
+    /// disables usage totals. Not available for concurrency limits.
     pub usage: Option<Arc<UsageDays>>,
-    /// The thresholds at which an identity causes a quota event. Only the gateway sends events. `None`: no events. Not
-    /// available for concurrency limits.
+    /// The thresholds at which an identity causes a quota event. The gateway sends the events; the library alone does
+    /// not. `None` disables events. Not available for concurrency limits.
     pub notify: Option<Arc<Notify>>,
     /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
@@ -57,9 +59,9 @@ pub struct LimitVariant {
     pub id: u64,
     /// The quota as configured. Clients see this quota in response headers.
     pub quota: Quota,
-    /// The rule that makes the decision.
+    /// The rule that the store applies.
     pub rule: Rule,
-    /// The rule of this gateway's local share, which decides in this process while the store is down.
+    /// The rule of this gateway's local share, which this process applies while the store is down.
     pub local_rule: Rule,
     /// The limit's part of the keys. Variants with the same algorithm and window share this key part, so that a
     /// consumer keeps its state when its tier changes.
@@ -104,14 +106,15 @@ pub enum OnStoreError {
 }
 
 impl LimitSpec {
-    /// Create a limit without tiers, queue and prefetching. The limit counts requests, denies, is announced, and falls
-    /// back to its local share if the store fails. To change these properties, set the other fields.
+    /// Create a limit without tiers, wait queue and prefetching. The limit counts requests, denies requests over the
+    /// quota, is announced in responses, and falls back to its local share if the store fails. To change these
+    /// properties, set the other fields.
     ///
     /// `name` is part of keys and response headers. The name must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`.
-    /// `rule` must be the rule for `quota`.
+    /// `rule` must implement `quota`.
     ///
     /// # Errors
-    /// The local share cannot be counted exactly.
+    /// The local share needs integers of more than 64 bits.
     pub fn new(
         hasher: &IdentityHasher,
         name: &str,
@@ -141,7 +144,7 @@ impl LimitSpec {
     /// [`LimitSpec::new`].
     ///
     /// # Errors
-    /// The quota has no fixed length of time, or cannot be counted exactly.
+    /// The quota has no window of fixed length, or needs integers that are not exact in Lua.
     pub fn token_bucket(hasher: &IdentityHasher, name: &str, quota: Quota) -> Result<Self, QuotaError> {
         let rule = Rule::TokenBucket(TokenBucket::new(quota, quota.count)?);
         LimitSpec::new(hasher, name, quota, rule, LocalShare::default())
@@ -150,7 +153,8 @@ impl LimitSpec {
     /// Create another variant of the limit. Without `burst`, the burst is the count of the quota.
     ///
     /// # Errors
-    /// The quota cannot be counted exactly, the algorithm does not support it, or it is smaller than `prefetch`.
+    /// The quota needs integers that are not exact in Lua, the algorithm does not support it, or its capacity is
+    /// smaller than `prefetch`.
     pub fn variant(
         &self,
         hasher: &IdentityHasher,
@@ -165,7 +169,7 @@ impl LimitSpec {
     /// which case fewer tokens are prefetched.
     ///
     /// # Errors
-    /// The quota cannot be counted exactly, or the algorithm does not support it.
+    /// The quota needs integers that are not exact in Lua, or the algorithm does not support it.
     pub fn override_variant(
         &self,
         hasher: &IdentityHasher,
@@ -184,7 +188,7 @@ impl LimitSpec {
     /// Check that the capacity of a variant is at least `prefetch`.
     ///
     /// # Errors
-    /// The capacity is smaller.
+    /// The capacity is smaller than `prefetch`.
     pub fn validate_prefetch(&self, variant: &LimitVariant) -> Result<(), QuotaError> {
         let (prefetch, capacity) = (self.prefetch, variant.rule.capacity());
         if prefetch > capacity { Err(QuotaError::Prefetch { prefetch, capacity }) } else { Ok(()) }
@@ -201,7 +205,7 @@ impl LimitVariant {
     /// Create the variant of the limit `limit` with this rule.
     ///
     /// # Errors
-    /// A gateway's share of the limit cannot be counted exactly.
+    /// A gateway's local share of the limit needs integers of more than 64 bits.
     pub fn new(
         hasher: &IdentityHasher,
         limit: &str,
@@ -216,17 +220,18 @@ impl LimitVariant {
         Ok(LimitVariant { id, quota, rule, local_rule, state_name })
     }
 
-    /// Return the maximum cost that is admitted in any window of the quota, for any timing of requests. For a token
-    /// bucket, the window is half-open. For a concurrency limit, return the maximum number of requests in flight.
+    /// Return the maximum cost that can be admitted in any window of the quota's length, whatever the timing of
+    /// requests is. For a token bucket, the window is half-open: it does not include its end. For a concurrency limit,
+    /// return the maximum number of requests in flight.
     pub fn worst_case(&self) -> u64 {
         let count = self.quota.count;
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // Twice the count: a client may use one window at its end, and the next window at its beginning.
+            // Twice the count: a client may use up one window at its end, and the next window at its beginning.
             Rule::FixedWindow(FixedWindow {
                 start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
             }) => 2 * count,
-            // One less than for aligned windows, because one request is needed to open the first window.
+            // One less than for aligned windows. With `FirstRequest`, an earlier request must open the first window.
             Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
                 2 * count - 1
             }
@@ -241,7 +246,7 @@ impl LimitVariant {
                 let refilled = u128::from(self.quota.count) * wait.as_micros() / u128::from(window);
                 u64::try_from(refilled).unwrap_or(u64::MAX).saturating_add(1)
             }
-            // The whole count, because a window resets at once.
+            // Other algorithms may free all their tokens at once, for example when a window ends.
             _ => self.worst_case(),
         }
     }

@@ -33,7 +33,7 @@ pub enum Store {
         store: RedisStore,
         /// The counters of the local shares.
         fallback: Arc<MemoryStore>,
-        /// Metrics of the checks and their results.
+        /// Metrics of checks and store calls.
         metrics: Arc<LimiterMetrics>,
     },
 }
@@ -205,8 +205,8 @@ impl RedisStore {
         Ok(commands::parse_number(reply)? == 1)
     }
 
-    /// Claim a quota event, and add it to a stream. Return `false` if another event already has the claim. The call may
-    /// be repeated without harm.
+    /// Claim a quota event, and add it to a stream if the claim names one. Return `false` if another event already has
+    /// the claim. The call may be repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -217,7 +217,7 @@ impl RedisStore {
         Ok(commands::parse_number(reply)? == 1)
     }
 
-    /// Add a post to the totals of usage. Return whether the post was not added before. The call may be repeated
+    /// Add a post to the usage totals. Return `false` if Redis had already added this post. The call may be repeated
     /// without harm.
     ///
     /// # Errors
@@ -341,7 +341,7 @@ pub enum UsageError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There are more totals than this number, which the query allows.
+    /// There are more totals than the query's maximum, which is this number.
     #[error("there are more than {0} totals")]
     TooMany(usize),
 }

@@ -38,7 +38,7 @@ const SHARDS: usize = 64;
 /// Interval for logging that cost is lost.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The calendar days of a time zone, by which the cost of a limit is totalled.
+/// The calendar days in a time zone. Usage totals sum up the cost of a limit for each of these days.
 #[derive(Debug)]
 pub struct UsageDays {
     zone: TimeZone,
@@ -86,7 +86,8 @@ impl UsageDays {
         let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
         let mut date = self.zone.to_datetime(now).date();
         let mut end_us = start_of_day_us(next_day(date), &self.zone);
-        // Move only forward: if the clock is set back over midnight, the day that has begun continues.
+        // If the local time is set back over midnight, do not return to the previous day: the day that has begun
+        // continues.
         if now_us >= end_us {
             date = next_day(date);
             end_us = start_of_day_us(next_day(date), &self.zone);
@@ -182,7 +183,8 @@ pub struct UsageKey {
     pub fields: UsageFields,
 }
 
-/// The part of a key between the name of the limit and the month. No shape of a state begins with this text.
+/// The part of a key between the name of the limit and the month. No shape of a state begins with `usage:`, so these
+/// keys differ from the keys of states.
 const KEY_PART: &str = ":usage:";
 
 /// The part after the month, in keys of totals by model.
@@ -248,7 +250,7 @@ pub struct UsageRow {
 pub struct UsageQuery {
     /// Names of the limits.
     pub limits: Vec<Box<str>>,
-    /// The identities, by limit in the order of `limits`. `None`: all.
+    /// One identity for each limit, in the order of `limits`. `None` selects all identities.
     pub identities: Option<Vec<Identity>>,
     /// First day of the period to read.
     pub from: Date,
@@ -256,7 +258,7 @@ pub struct UsageQuery {
     pub to: Date,
     /// Whether the totals by model are read as well.
     pub with_models: bool,
-    /// Maximum number of totals.
+    /// Maximum number of totals to return.
     pub max_rows: usize,
 }
 
@@ -294,8 +296,8 @@ pub struct UsageTable {
     is_posting: AtomicBool,
 }
 
-/// Totals of the identities of a shard. Ordered maps need no secret against chosen keys, and make the order of posts
-/// reproducible.
+/// Totals of the identities of a shard. With ordered maps, clients cannot cause hash collisions, and the order of posts
+/// is reproducible.
 #[derive(Debug, Default)]
 struct UsageShard {
     limits: BTreeMap<Box<str>, LimitTotals>,
@@ -311,7 +313,7 @@ struct Posts {
     last_sequence: u64,
 }
 
-/// Amounts to add to the totals of a limit, an identity and a month. A post is added only once, however often it is
+/// Amounts to add to the totals of a limit, an identity and a month. Redis adds a post only once, however often it is
 /// sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsagePost {
@@ -321,12 +323,12 @@ pub struct UsagePost {
     pub amounts: Vec<UsageAmount>,
     /// Identifies the process.
     pub poster: u64,
-    /// The number is greater than those of earlier posts of this process. 0: the post is sent at most once and needs no
-    /// number.
+    /// Sequence number, which is greater than those of all earlier posts of this process. 0 for a post that is executed
+    /// at most once and therefore needs no number.
     pub sequence: u64,
 }
 
-/// The amount of a day of a month.
+/// The amount to add for a day of the month, or for a day and a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsageAmount {
     /// Day of the month.
@@ -383,7 +385,11 @@ impl UsageTable {
             self.lost.fetch_add(amount.unsigned_abs(), Ordering::Relaxed);
             static LOG_THROTTLE: LogThrottle = LogThrottle::new();
             if LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                warn!(limit, "store.max_memory_states is too small for the usage totals in memory: cost is lost");
+                warn!(
+                    limit,
+                    "store.max_memory_states is too small for the usage totals in memory: some cost is missing from \
+                     the totals"
+                );
             }
         }
     }
@@ -495,10 +501,10 @@ impl UsageTable {
         self.is_posting.store(false, Ordering::Release);
     }
 
-    /// Take the unconfirmed posts. If there are none, take at least `max` new posts, or as many as there are totals.
-    /// The caller must pass each post to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or
-    /// [`lose`](UsageTable::lose). Only one task may do this at a time, because posts to the same totals must be sent
-    /// in their order.
+    /// Take the unconfirmed posts. If there are none, create new posts from one shard after another until there are at
+    /// least `max` posts or no totals are left. The caller must pass each post to [`confirm`](UsageTable::confirm),
+    /// [`put_back`](UsageTable::put_back) or [`lose`](UsageTable::lose). Only one task may do this at a time, because
+    /// posts to the same totals must be sent in their order.
     pub fn take_posts(&self, max: usize) -> Vec<UsagePost> {
         let mut posts = self.posts.lock().unwrap_or_else(PoisonError::into_inner);
         if !posts.unconfirmed.is_empty() {
@@ -516,7 +522,8 @@ impl UsageTable {
                     let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
                     let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
                     let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
-                    // In the order of the map, entries of days and of models of a month alternate.
+                    // The posts of days and of models alternate, because each day's total precedes its totals by model
+                    // in the map.
                     match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
                         Some(post) => post.amounts.push(amount),
                         None => {
@@ -575,12 +582,12 @@ mod tests {
             ("UTC", "2026-11-24T00:00:00Z", "2026-11-24", 24),
             ("Europe/Berlin", "2026-11-23T22:59:59.999999Z", "2026-11-23", 24),
             ("Europe/Berlin", "2026-11-23T23:00:00Z", "2026-11-24", 24),
-            // The test covers the days on which daylight saving time begins and ends.
+            // Daylight saving time begins or ends on some of the next days.
             ("Europe/Berlin", "2026-03-29T21:59:59.999999Z", "2026-03-29", 23),
             ("Europe/Berlin", "2026-03-29T22:00:00Z", "2026-03-30", 24),
             ("Europe/Berlin", "2026-10-24T22:00:00Z", "2026-10-25", 25),
             ("Europe/Berlin", "2026-10-25T22:59:59.999999Z", "2026-10-25", 25),
-            // The clock skips midnight.
+            // On this day, the clock skips midnight.
             ("Africa/Cairo", "2026-04-23T21:59:59Z", "2026-04-23", 24),
             ("Africa/Cairo", "2026-04-23T22:00:00Z", "2026-04-24", 23),
             ("Asia/Kathmandu", "2026-11-23T18:15:00Z", "2026-11-24", 24),
@@ -674,14 +681,14 @@ mod tests {
         add("2026-11-23", 0);
         add("2026-11-23", MAX_MODELS);
         add("2026-12-01", MAX_MODELS);
-        assert_eq!(read(&table), [(1, "2026-11-22".into(), 500)], "only if they are asked for");
+        assert_eq!(read(&table), [(1, "2026-11-22".into(), 500)], "the totals by model were not requested");
         assert_eq!((table.len(), table.lost()), (1 + MAX_MODELS + 2, 0));
         let mut posts = table.take_posts(100);
         posts.sort_by(|one, other| one.key.cmp(&other.key));
         let told: Vec<_> = posts.iter().map(|post| (post.key.fields, post.amounts.len())).collect();
         assert_eq!(told, [(UsageFields::Days, 1), (UsageFields::Models, MAX_MODELS + 1), (UsageFields::Models, 1)]);
         posts.iter().for_each(|post| table.lose(post));
-        assert_eq!((table.len(), table.lost()), (0, 500), "the total of the day alone");
+        assert_eq!((table.len(), table.lost()), (0, 500), "only the total of the day counts as lost");
     }
 
     #[test]
@@ -694,7 +701,7 @@ mod tests {
         add(1, "2026-12-01", -1);
         add(2, "2026-12-01", 3);
         add(2, "2026-12-01", -3);
-        assert!(table.claim_posting() && !table.claim_posting(), "one task posts");
+        assert!(table.claim_posting() && !table.claim_posting(), "only one task may post");
         let posts = table.take_posts(100);
         let days = |post: &UsagePost| post.amounts.iter().map(|amount| (amount.day, amount.cost)).collect::<Vec<_>>();
         let told: Vec<_> = posts.iter().map(|post| (post.key.month.to_string(), days(post))).collect();

@@ -1,4 +1,5 @@
-//! The interface of a counter store: operations, charges, verdicts and errors. One call decides about a whole request.
+//! The interface of a counter store: operations, charges, verdicts and errors. One call performs all checks of a
+//! request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,27 +11,26 @@ use crate::limiter::usage::{UsageDay, UsageDays};
 /// The operation that a call applies to all of its charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Check all charges, then make all of them or none.
+    /// Check whether all charges fit, then make all of them or none.
     Check,
-    /// Return the outcomes without a change of the states.
+    /// Return the outcomes without changing the states.
     Peek,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
-    /// Refund the charge that was made at this time.
+    /// Refund a charge that was made at `charged_at`.
     Refund {
         /// Time of the admitting verdict, in µs since the Unix epoch.
         charged_at: u64,
     },
-    /// Take as many single tokens as all limits have remaining, but at most the cost. Not available for concurrency
-    /// limits.
+    /// Charge as many tokens as remain in every limit, but at most the cost. Not available for concurrency limits.
     TakeUpTo,
-    /// Renew concurrency permits and register those that the store has lost. All charges must belong to concurrency
+    /// Renew concurrency permits, and add permits that the store has lost. All charges must belong to concurrency
     /// limits.
     Renew,
 }
 
 impl Operation {
-    /// Return the letter of the operation in the arguments of the scripts, and for a refund the time of the charge.
+    /// Return the operation's letter for the scripts, and the time of the refunded charge (0 for other operations).
     pub fn script_arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
@@ -52,19 +52,19 @@ pub struct Charge<'a> {
     pub rule: &'a Rule,
     /// Cost, in tokens.
     pub cost: u64,
-    /// How the charge counts towards the verdict.
+    /// Whether the limit can deny the request, and when the cost is charged.
     pub mode: ChargeMode,
     /// The permit id, if the algorithm is concurrency; otherwise 0.
     pub permit_id: u64,
-    /// See [`Rule::debt_before_us`], for a refund to a token bucket. For all other operations, the value is 0.
+    /// For a refund to a token bucket, the result of [`Rule::debt_before_us`]. Otherwise 0.
     pub debt_before_us: u64,
-    /// The calendar days by which the cost is totalled. `None` if the limit counts no usage.
+    /// The calendar days for usage totals. `None` if the limit has no usage totals.
     pub usage: Option<&'a Arc<UsageDays>>,
 }
 
 impl Charge<'_> {
-    /// Return the day whose total the operation changes, at about `now_us`. A refund changes the day of the refunded
-    /// charge. Return `None` if the operation changes no total.
+    /// Return the day whose usage total an operation at about `now_us` changes. A refund changes the total of the day
+    /// on which the charge was made. Return `None` if the operation changes no total.
     pub fn usage_day(&self, operation: Operation, now_us: u64) -> Option<UsageDay> {
         let days = self.usage?;
         match operation {
@@ -76,8 +76,8 @@ impl Charge<'_> {
         }
     }
 
-    /// Return the amount that the operation adds to the total, which is the amount that it charges to the state. It is
-    /// negative for a refund. `granted` and `status` come from the verdict.
+    /// Return the amount that the operation adds to the usage total, which is the amount that it charges to the state.
+    /// It is negative for a refund. `granted` and `status` come from the verdict.
     pub fn usage_amount(&self, operation: Operation, granted: u64, status: Status) -> i64 {
         let amount = |cost: u64| cost.min(MAX_STATE) as i64;
         match operation {
@@ -91,14 +91,14 @@ impl Charge<'_> {
     }
 }
 
-/// How a charge counts towards the verdict.
+/// Whether a limit can deny the request, and when the cost is charged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChargeMode {
-    /// The cost must fit, and is charged when the request is admitted.
+    /// The request is admitted only if the cost fits. The cost is charged at once.
     Enforced,
     /// The cost is charged if it fits, but the limit never denies.
     Shadow,
-    /// One token must remain, and the cost is charged after the response.
+    /// The request is admitted if at least one token remains. The cost is charged after the response.
     Deferred,
     /// Shadow mode with a deferred cost: the limit never denies, and the cost is charged after the response.
     ShadowDeferred,
@@ -137,14 +137,14 @@ pub struct Verdict {
     /// value without the charge.
     pub outcomes: Vec<Outcome>,
     /// If several servers decided, the time of each charge by the clock of its server. Otherwise the list is empty. A
-    /// denial by several servers may end at any time: if one server grants another request and a second server denies
-    /// it, the granted tokens are refunded.
+    /// denial by several servers may become wrong at any time: if one server grants tokens to another request and a
+    /// second server denies that request, the granted tokens are refunded.
     pub decided_at_us: Vec<u64>,
-    /// Number of tokens that the same call charged for checks after this one. The outcomes already include these
-    /// tokens.
+    /// Number of tokens that the same call charged for checks after this one. The outcomes already count these tokens
+    /// as charged.
     pub charged_later: u64,
-    /// A bit mask of the charges whose limits have no room for another identity, only from the memory store. If the
-    /// mask is not 0, nothing was charged.
+    /// Bit mask, by charge index, of the limits for which the memory store has no room for another identity. If the
+    /// mask is not 0, nothing was charged. Redis never sets it.
     pub full_limits: u64,
 }
 
@@ -155,7 +155,7 @@ impl Verdict {
     }
 }
 
-/// An error reply in the form of the store: a code, a space and a detail.
+/// An error reply of Redis: a code, a space and a detail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorReply(Arc<str>);
 
@@ -189,7 +189,7 @@ impl fmt::Display for ErrorReply {
 /// The reason why a call has no verdict.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
-    /// No connection, or the connection was lost. The store may or may not have executed the call.
+    /// There is no connection, or the connection was lost. The store may or may not have executed the call.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
     /// Redis did not reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
@@ -202,7 +202,8 @@ pub enum StoreError {
     /// The circuit breaker is open, so the call was not sent.
     #[error("the circuit breaker of the store is open")]
     BreakerOpen,
-    /// The queue is full, or the check was not sent within `store.timeout`. The call was not sent.
+    /// The queue of checks is full, or the check could not be sent within `store.timeout`. Nothing was sent to the
+    /// store.
     #[error("too many checks are queued: the store could not decide this one in time")]
     Overloaded,
     /// An error reply that does not depend on this call: other calls get it as well.
@@ -210,10 +211,10 @@ pub enum StoreError {
     Rejected(ErrorReply),
     /// Another server of the cluster keeps the state, or will keep it after a migration. The store did not execute the
     /// call.
-    #[error("another cluster node has the state: {0}")]
+    #[error("another cluster node owns the state: {0}")]
     Redirected(ErrorReply),
-    /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing was executed. Calls that
-    /// do not write succeed.
+    /// The server rejects writes, because it is out of memory, has a disk error or has too few replicas. Nothing was
+    /// executed. Calls that do not write succeed.
     #[error("the store rejects writes: {0}")]
     WritesRejected(ErrorReply),
     /// The script failed because of the stored state. Calls about other states do not fail.
@@ -264,7 +265,7 @@ impl StoreError {
         }
     }
 
-    /// Return whether the whole store cannot be used.
+    /// Return whether the store is unavailable for all calls.
     pub fn is_outage(&self) -> bool {
         matches!(
             self,

@@ -1,4 +1,4 @@
-//! Wait queues of requests that would be denied, in the order of their arrival.
+//! Wait queues for requests that would otherwise be denied. Requests are queued in the order of their arrival.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -78,6 +78,6 @@ mod tests {
         drop(one);
         assert!(queues.has_waiters(1));
         drop(other);
-        assert!(!queues.has_waiters(1), "the next request is decided at once");
+        assert!(!queues.has_waiters(1), "the empty queue is removed");
     }
 }

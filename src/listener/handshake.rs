@@ -22,14 +22,14 @@ use crate::listener::stream::ReclaimableStream;
 use crate::tls::{ALPN_ACME_TLS, ManagedCertificates};
 use crate::upstream::connector::ProxiedConnection;
 
-/// Minimum interval between log messages of one kind, because clients could fill the log.
+/// Minimum interval between log messages of one kind. Without this interval, clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Number of bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello does not
-/// fit into one packet, and the SNI extension can be anywhere in the ClientHello.
+/// Maximum number of bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello
+/// does not fit into one packet, and the SNI extension can be anywhere in the ClientHello.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-/// The log throttles, one for each [`HandshakeFailure`].
+/// One log throttle for each [`HandshakeFailure`].
 static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
     [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 
@@ -60,7 +60,8 @@ pub(super) fn plain_http_response() -> Vec<u8> {
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
 /// and return `None`.
 ///
-/// # Errors An error if the handshake fails, or if there is no challenge for the name.
+/// # Errors
+/// The handshake fails, or there is no challenge for the name.
 pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     acceptor: &TlsAcceptor,
     challenges: &ManagedCertificates,
@@ -79,8 +80,8 @@ pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(None)
 }
 
-/// Log a failed handshake, at most once per interval for each kind of failure. `network` is the client network, and
-/// `error` the error of rustls or of the socket.
+/// Log a failed handshake, at most once per `LOG_INTERVAL` for each kind of failure. `network` is the client network,
+/// and `error` is the error of rustls or of the socket.
 pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, network: &str, client_hello: &[u8]) {
     if !LOG_THROTTLES[failure as usize].should_log(LOG_INTERVAL) {
         return;
@@ -106,7 +107,8 @@ pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, 
 
 /// Return the server name of a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) if the first record contains it.
 fn server_name(record: &[u8]) -> Option<&[u8]> {
-    // Skip record type, version and length, then handshake type and length, then version and random.
+    // Skip the record header (5 bytes: type, version, length), the handshake header (4 bytes: type, length), the
+    // version (2 bytes) and the random (32 bytes).
     let mut rest = record.get(5 + 4 + 2 + 32..)?;
     // Skip the session ID, cipher suites and compression methods.
     for prefix in [1, 2, 1] {
@@ -127,7 +129,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
     }
 }
 
-/// Take a vector with a length prefix of `length_bytes` bytes.
+/// Take a TLS vector from the start of `bytes`. Its length prefix has `length_bytes` bytes (RFC 8446 §3.4).
 fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]> {
     let (length, rest) = bytes.split_at_checked(length_bytes)?;
     let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
@@ -136,7 +138,7 @@ fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]
     Some(vector)
 }
 
-// The HTTP version of a connection: found by ALPN on a TLS connection, otherwise by the first bytes.
+// The HTTP version of a connection. On a TLS connection, ALPN determines the version, otherwise the first bytes do.
 
 /// Connection preface of HTTP/2 (RFC 9113 §3.4).
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -182,14 +184,14 @@ const V2_FIXED_LENGTH: usize = 16;
 /// Maximum length of a version 1 header in bytes (§2.1).
 const MAX_V1_LENGTH: usize = 107;
 
-/// Maximum length of a version 2 header in bytes. Addresses take up to 216 bytes. Extensions (TLVs such as names and
-/// TLS details) take some hundred bytes more.
+/// Maximum length of a version 2 header in bytes. Addresses take up to 216 bytes. Extensions (TLVs, such as server
+/// names and TLS details) take a few hundred bytes more.
 const MAX_V2_LENGTH: usize = 4096;
 
 /// Source of a proxied connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ProxySource {
-    /// A client that has a connection with these addresses to the proxy.
+    /// A client. The addresses are those of its connection to the proxy.
     Proxied(ProxiedConnection),
     /// The proxy itself, for example with a health check (`LOCAL`).
     Local,
@@ -220,9 +222,9 @@ pub enum ProxyError {
     Version2(#[from] v2::ParseError),
 }
 
-/// Read the header, and no byte after the header.
+/// Read the PROXY header, but no byte after it.
 pub(super) async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
-    // Read as many bytes as the version 2 prefix has, because headers of both versions are longer.
+    // First read as many bytes as the version 2 signature has (12). Headers of both versions are longer.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
@@ -233,7 +235,7 @@ pub(super) async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxySou
     parse_proxy_header(&header)
 }
 
-/// Read a version 1 header, which ends with its line.
+/// Read the rest of a version 1 header, which ends with a newline.
 async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     if !header.starts_with(b"PROXY ") {
         return Err(ProxyError::NoHeader);
@@ -257,7 +259,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// Read the variable part, whose length the fixed part of the header contains.
+/// Read the rest of a version 2 header: the fixed part, and the variable part whose length the fixed part contains.
 async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(V2_FIXED_LENGTH, 0);
@@ -273,7 +275,8 @@ async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
 
 /// Parse a complete header.
 ///
-/// # Errors An error if the header is malformed.
+/// # Errors
+/// The header is malformed.
 pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;

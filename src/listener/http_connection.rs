@@ -33,19 +33,20 @@ use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
 
-/// Default maximum number of headers in hyper. With the default, hyper keeps headers on the stack. With an explicit
-/// maximum, it allocates memory for each request.
+/// The default of hyper's `max_headers`. With the default, hyper parses headers on the stack. With an explicit maximum,
+/// it allocates memory for each request.
 const HYPER_MAX_HEADERS: usize = 100;
 
-/// Window of an HTTP/2 stream in bytes: how much of a request the stream buffers while the upstream does not read it.
+/// Flow-control window of an HTTP/2 stream in bytes: the maximum part of a request body that a stream buffers while the
+/// upstream does not read it.
 const HTTP2_WINDOW: u32 = 256 << 10;
 
-/// Number of bytes of a response that a stream buffers while the client does not read them. A single chunk may exceed
-/// this number.
+/// Maximum number of bytes of a response that a stream buffers while the client does not read them. A single chunk may
+/// exceed this number.
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
-/// Number of bytes of responses and buffered requests that all streams of a connection may hold. Beyond this number, a
-/// stream continues only when all its data has been written.
+/// Maximum number of bytes of responses and buffered requests that all streams of a connection together may hold. Above
+/// this number, a stream reads its next chunk only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
@@ -59,7 +60,7 @@ pub(super) enum CloseReason {
     RequestUnread,
     /// A header or idle timeout expired.
     Timeout,
-    /// The client does not read the response.
+    /// The client has not read the response within `body_idle_timeout` or the route timeout.
     WriteStalled,
     /// A response was aborted, but would look complete to the client if the connection were closed normally.
     TruncatedResponse,
@@ -69,9 +70,10 @@ pub(super) enum CloseReason {
 enum ConnectionEvent {
     /// The connection ended with this result. `None` if the client does not read the response.
     Closed(Option<hyper::Result<()>>),
-    /// A request will not be read to its end, so that no other request can follow.
+    /// The gateway will not read a request to its end, so no other request can follow on the connection.
     RequestUnread,
-    /// The headers of a request have begun and are incomplete. This is not the first request of the connection.
+    /// A part of the headers of a request has arrived, but not of the first request of the connection. The variant
+    /// contains the headers counter.
     HeadersStarted(u64),
     /// Draining has started.
     Draining,
@@ -98,8 +100,8 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// Budget of the request bodies that the gateway has to read. It is larger than the budget of responses, because
-    /// each of these bodies is held as a whole.
+    /// Budget of the request bodies that the gateway has to read. It is larger than `budget`, because each of these
+    /// bodies is held in memory as a whole.
     inspected: Arc<BufferBudget>,
     /// The flow of the stream that is spawned next. hyper calls the service and then passes the future of the service
     /// to the executor, both in the task of the connection.
@@ -117,8 +119,8 @@ impl HttpConnection {
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
-                // Let requests borrow from the connection instead of counting references, because the connection lives
-                // longer than its requests.
+                // Let requests borrow from the connection instead of cloning references, because the connection
+                // outlives its requests.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(flow.clone());
                     serve_request(&*self.gateway, &*self.peer, in_flight, request)
@@ -129,14 +131,14 @@ impl HttpConnection {
             }
             Protocol::Http2 => {
                 let executor = StreamExecutor::new(settings, self.buffer_budget.clone());
-                // Pass an executor, with which hyper spawns each request as a separate task.
+                // Clone the references for each request, because hyper spawns each request as a separate task.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(executor.start_stream());
                     serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
                 });
                 let connection = http2_builder(settings, executor.clone()).serve_connection(io, service);
-                // GOAWAY tells the client which of its requests the gateway still answers (RFC 9113 §6.8), so no grace
-                // period is needed. The future is on the heap, because it is twice as large as the future of HTTP/1.
+                // Use no grace period when draining, because GOAWAY tells the client which of its requests the gateway
+                // still serves (RFC 9113 §6.8). Box the future, because it is twice as large as the future of HTTP/1.
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
                 Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown)).await
             }
@@ -144,7 +146,7 @@ impl HttpConnection {
     }
 
     /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. A
-    /// request that is already on its way is then served, and its response announces the close.
+    /// request that the client has already sent is then served, and its response announces the close.
     async fn drive<C>(
         &self,
         connection: C,
@@ -160,11 +162,12 @@ impl HttpConnection {
         let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
         let mut drain_started = pin!(self.drain.cancelled());
         let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
-        // Each connection has one timer. The timer is checked when it fires instead of being reset for each request.
+        // Each connection has one timer. It is not reset for each request: when it fires, the gateway computes the
+        // remaining time.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // The counter of incomplete request headers for which the timer is set.
+        // Value of the headers counter for which the timer is set.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -188,8 +191,8 @@ impl HttpConnection {
             match event.await {
                 ConnectionEvent::Closed(None) => return Ok(CloseReason::WriteStalled),
                 ConnectionEvent::Closed(Some(Ok(()))) => break,
-                // Invalid requests, such as requests with too large headers, get a response before hyper returns the
-                // error.
+                // hyper has already responded to the invalid request, such as a request with too large headers, when it
+                // returns the error.
                 ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => {
                     let is_too_large = error.is_parse_too_large();
                     self.gateway.record_unparsed(if is_too_large {
@@ -248,7 +251,8 @@ impl HttpConnection {
 }
 
 impl StreamExecutor {
-    /// Create the executor of a connection whose streams share a part of `budget`.
+    /// Create the executor of a connection. `budget` is the memory budget of all connections, of which the streams may
+    /// use a part.
     fn new(settings: &ServerSettings, budget: Arc<BufferBudget>) -> Self {
         let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
         let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
@@ -277,13 +281,14 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
         let flow = self.lock_next_flow().take().unwrap_or_else(|| self.new_flow());
         let mut watchdog = WriteWatchdog::new(self.body_idle_timeout, flow);
         let mut stream = Box::pin(stream);
-        // Drop the stream, which sends RST_STREAM.
+        // If the watchdog stops, the task ends and drops the stream, which sends RST_STREAM.
         tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
     }
 }
 
-/// Serve a request. An error as the result resets the stream. The future is boxed, like the request, because an HTTP/1
-/// connection would otherwise reserve space for it between requests.
+/// Serve a request. If the result is an error, hyper resets the HTTP/2 stream or closes the HTTP/1 connection. The
+/// future and the request are boxed, because an HTTP/1 connection would otherwise reserve space for them between
+/// requests.
 fn serve_request(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,
@@ -291,7 +296,7 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // Read the counter before the body of this request starts, so that it does not include this body.
+    // Read the number of bodies before the body of this request starts, so that the number does not include this body.
     let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
     let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
@@ -314,9 +319,9 @@ fn serve_request(
 /// Return an HTTP/1 builder that limits the memory per connection.
 fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    // Headers and a small body are copied into one write, because this costs less than a vectored write.
+    // Copy headers and body into one buffer, because for small responses this costs less than a vectored write.
     builder.writev(false);
-    // hyper fills buffers to their capacity, which can exceed `max_buf_size`, so both limits are needed.
+    // Set both limits, because hyper fills buffers to their capacity, which can exceed `max_buf_size`.
     builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
     if settings.max_headers != HYPER_MAX_HEADERS {
         builder.max_headers(settings.max_headers);
@@ -335,16 +340,16 @@ fn http2_builder(settings: &ServerSettings, executor: StreamExecutor) -> http2::
     builder
 }
 
-// The lingering close of a connection, so that the client can read the last response.
+// Lingering close of a connection, which lets the client read the last response.
 //
-// If a socket is closed while data arrives, the kernel sends a reset, and the client then loses what it has not read.
-// To prevent the reset, the gateway sends FIN, and then reads and discards data until the client also closes the
-// connection.
+// If a socket is closed while data arrives, the kernel sends a reset. The client then loses the part of the response
+// that it has not read. To prevent the reset, the gateway sends FIN, and then reads and discards data until the client
+// closes the connection as well.
 
-/// Maximum time to read from a client that keeps sending, like nginx's `lingering_time`.
+/// Maximum total time to read and discard data of a client that keeps sending, like nginx's `lingering_time`.
 const LINGERING_TIME: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for more data, like nginx's `lingering_timeout`.
+/// Maximum time to wait for the next data, like nginx's `lingering_timeout`.
 const LINGERING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Size of the buffer for discarded data in bytes.
@@ -359,8 +364,8 @@ pub(super) async fn lingering_close(mut stream: TcpStream) {
     let _ = timeout(LINGERING_TIME, discard).await;
 }
 
-/// Close the connection with a reset (RST). A truncated response then does not look complete, and the kernel keeps no
-/// data for a client that does not read.
+/// Close the connection with a reset (RST). The client then does not mistake a truncated response for a complete one,
+/// and the kernel keeps no data for a client that does not read.
 pub(super) fn reset_on_close(stream: &TcpStream) {
     // Ignore the error, because the call fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
@@ -368,7 +373,7 @@ pub(super) fn reset_on_close(stream: &TcpStream) {
 
 // === A waker for futures that are rarely ready: they are polled only after they have woken the task ===
 
-/// Wakes a task for some of its futures, and tells the task whether one of them has woken it.
+/// Wakes a task on behalf of some of its futures, and tells the task whether one of these futures has woken it.
 #[derive(Debug)]
 pub(super) struct SelectiveWaker {
     state: Arc<WakeState>,
@@ -397,13 +402,14 @@ impl SelectiveWaker {
             // Store the waker before reading the flag, so that every later wake reaches this task.
             self.state.lock_task().clone_from(&self.task);
         }
-        // Load the flag first: in most calls no future has woken the task, and the load avoids a write to a shared
-        // cache line.
+        // Load the flag before the swap. In most calls, no future has woken the task, and the load avoids a write to a
+        // shared cache line.
         let woken = &self.state.woken;
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
 
-    /// Return a context at the next call, because the task awaits other futures from now on.
+    /// Make the next call of [`Self::take_context`] return a context. Call this function after the futures were
+    /// changed, so that they are polled once.
     pub(super) fn mark_ready(&self) {
         self.state.woken.store(true, Ordering::Release);
     }

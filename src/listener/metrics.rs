@@ -85,7 +85,7 @@ impl HandshakeFailure {
 /// The TLS versions as values of the metric label.
 pub const TLS_VERSIONS: [&str; 2] = ["1.2", "1.3"];
 
-/// The application protocols (ALPN) as values of the metric label. `none` means that the client offered no protocol.
+/// The application protocols (ALPN) as values of the metric label. `none` means that no protocol was negotiated.
 pub const APPLICATION_PROTOCOLS: [&str; 3] = ["h2", "http/1.1", "none"];
 
 /// Listener metrics of a worker.

@@ -1,5 +1,5 @@
-//! The streams of a client connection: the socket below TLS, with a read budget, and the stream below HTTP, which limits
-//! HTTP/2 frames and completes the responses of hyper's HTTP/1 parser.
+//! The streams of a client connection: the socket below TLS, with a read budget, and the stream below HTTP, which
+//! limits HTTP/2 frames and adds problem documents to the error responses of hyper's HTTP/1 parser.
 
 use std::io;
 use std::io::IoSlice;
@@ -25,13 +25,14 @@ use crate::listener::metrics::ListenerMetrics;
 /// but a few reads can contain thousands of HTTP/2 frames.
 const READ_BUDGET: usize = 64 << 10;
 
-/// A TCP stream that is returned to its owner when the wrapper is dropped.
+/// A wrapper of a TCP stream. When the wrapper is dropped, it sends the stream to the receiver that [`Self::new`]
+/// returned.
 #[derive(Debug)]
 pub(super) struct ReclaimableStream {
     /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that are delivered again, before the bytes of the socket.
+    /// Bytes that were put back. They are returned before the bytes of the socket.
     prefix: Bytes,
     /// Number of bytes read since the last yield.
     bytes_read: usize,
@@ -138,17 +139,17 @@ impl AsyncWrite for ReclaimableStream {
     }
 }
 
-// === Frame limits: what a client may send on an HTTP/2 connection ===
+// === Frame limits: how many control frames and short DATA frames a client may send on an HTTP/2 connection ===
 
-/// Number of control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
-/// responses, because a client acknowledges each part of a response with WINDOW_UPDATE.
+/// Number of control frames that a client may send at once on a new connection. Requests and sent bytes increase this
+/// credit up to `MAX_CREDIT`, because a client acknowledges each part of a response with WINDOW_UPDATE.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
-/// Control frames that a connection may send per second.
+/// Control frames that a client may send per second after its credit is used up.
 const FRAMES_PER_SECOND: u32 = 200;
 
-/// Control frames that a connection may send for each request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
+/// Control frames that a client may send for each request, such as PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
 /// Number of bytes sent to the client that earn the credit for one control frame. The same number of DATA bytes from
@@ -158,8 +159,8 @@ const BYTES_PER_FRAME: u32 = 256;
 /// Maximum number of received DATA bytes that are saved as credit for short frames.
 const MOST_RECEIVED: u32 = MAX_CREDIT * BYTES_PER_FRAME;
 
-/// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames, unless longer DATA frames
-/// have added credit for short frames.
+/// Size of the shortest gRPC message in bytes. DATA frames with fewer bytes count as control frames, unless longer DATA
+/// frames have earned credit for short frames.
 const SHORT: u32 = 5;
 
 const DATA: u8 = 0;
@@ -168,13 +169,14 @@ const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 4;
 const PADDED: u32 = 8;
 
-/// Maximum padding of a frame: the length byte and up to 255 bytes (RFC 9113 §6.1).
+/// Maximum padding of a frame in bytes: the length byte and up to 255 bytes (RFC 9113 §6.1).
 const PADDING: u32 = 256;
 
 /// The GOAWAY frame with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
 const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
 
-/// A stream that counts the HTTP/2 frames of its input, and completes the responses of the HTTP/1 parser.
+/// A stream that counts received HTTP/2 frames, and replaces the error responses of hyper's HTTP/1 parser with problem
+/// documents.
 #[derive(Debug)]
 pub(super) struct MonitoredStream<S> {
     stream: S,
@@ -195,9 +197,9 @@ struct FrameMonitor {
     in_header_block: bool,
     credit: u32,
     refilled_at: Instant,
-    /// Number of bytes to the client that have not been converted to credit.
+    /// Number of bytes sent to the client that have not been converted to credit yet.
     uncredited_bytes: u32,
-    /// Number of DATA bytes whose credit for short frames is unused.
+    /// Number of received DATA bytes that are saved as credit for short DATA frames.
     received: u32,
     is_exceeded: bool,
 }
@@ -250,7 +252,7 @@ impl FrameMonitor {
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
             // Give credit for long DATA frames, because clients that split uploads at buffer and window boundaries also
-            // send short frames.
+            // send short DATA frames.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,
@@ -341,7 +343,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
         };
         let MonitoredStream { frames, activity, .. } = &mut *self;
         let Some(frames) = frames else {
-            // In HTTP/1.1, all bytes are incomplete headers until the next request starts.
+            // In HTTP/1.1, treat all received bytes as incomplete headers until hyper starts the next request.
             activity.record_headers(true);
             return polled;
         };
@@ -378,7 +380,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 
-    // Only HTTP/2 uses vectored writes, so the responses of the HTTP/1 parser pass `poll_write`.
+    // Only HTTP/2 uses vectored writes, so the error responses of the HTTP/1 parser are written with `poll_write`.
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -401,9 +403,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 /// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is
 /// the last one of its connection. The gateway sends a problem document instead.
 ///
-/// The gateway recognizes the response of hyper by its bytes, but only if all responses to earlier requests are written.
-/// Content with the same bytes is therefore never changed. If a malformed request arrives before the end of an earlier
-/// response (pipelining), its client gets the response of hyper.
+/// The gateway recognizes the response of hyper by its bytes, but only if all responses to earlier requests are
+/// written. It therefore never replaces content that has the same bytes. If a malformed request arrives before the end
+/// of an earlier response (pipelining), its client gets the response of hyper.
 #[derive(Debug)]
 struct ParserError<'a> {
     status: StatusCode,
@@ -412,7 +414,8 @@ struct ParserError<'a> {
     date: &'a str,
 }
 
-/// The heads of these responses up to the date, with the statuses and the details of the problem documents.
+/// The first bytes of these responses, up to the value of `date`. Each has the status and the detail of the problem
+/// document that replaces the response.
 const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
@@ -422,7 +425,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 414 URI Too Long\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
         StatusCode::URI_TOO_LONG,
-        "the target is too long",
+        "the request target is too long",
     ),
     (
         b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
@@ -435,7 +438,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
 impl<'a> ParserError<'a> {
-    /// Return the error response of hyper that these bytes are.
+    /// Parse the bytes of an error response of hyper. Return `None` if they are not such a response.
     fn parse(bytes: &'a [u8]) -> Option<Self> {
         let head = bytes.strip_suffix(b"\r\n\r\n")?;
         let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
@@ -443,7 +446,7 @@ impl<'a> ParserError<'a> {
         Some(ParserError { status: *status, detail, date: str::from_utf8(date).ok()? })
     }
 
-    /// Return the error response that has a problem document as its body.
+    /// Return the error response with a problem document as its body.
     fn response(&self, proxy_status: bool) -> Bytes {
         let mut headers = format!("date: {}\r\n", self.date);
         if proxy_status {
@@ -454,7 +457,7 @@ impl<'a> ParserError<'a> {
 }
 
 impl<S: AsyncWrite + Unpin> MonitoredStream<S> {
-    /// Write a response in place of the `replaced` bytes of hyper.
+    /// Write `response` instead of the error response of hyper, which has `replaced` bytes.
     fn poll_write_parser_error(
         &mut self,
         cx: &mut Context<'_>,
@@ -496,14 +499,14 @@ mod parser_error_tests {
         let mut received = vec![0; text.len()];
         client.read_exact(&mut received).await.unwrap();
         assert_eq!(received, text);
-        // A flush during a request is not the end of its response.
+        // A flush while a request is in flight does not mean that its response is written.
         let in_flight = activity.start_request(flow);
         stream.flush().await.unwrap();
         drop(in_flight);
         stream.write_all(text).await.unwrap();
         client.read_exact(&mut received).await.unwrap();
         assert_eq!(received, text);
-        // After the next flush, only hyper can have a response.
+        // After the next flush, no response of the gateway is pending, so the bytes can only come from hyper.
         stream.flush().await.unwrap();
         stream.write_all(text).await.unwrap();
         drop(stream);

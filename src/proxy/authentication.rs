@@ -1,5 +1,5 @@
-//! The authentication of a request: verifies its credentials with the providers of the route, among them
-//! authentication servers.
+//! Authentication: the providers of the route verify the credentials of a request. Some providers call an
+//! authentication server (forward authentication).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,7 +45,8 @@ pub struct AuthRejection<'a> {
 }
 
 /// Verify the credentials of a request. If the route has no providers, this function does nothing. If a provider has to
-/// wait, the function returns [`AuthError::Pending`], and [`finish`] continues.
+/// wait, for example for a server, the function returns [`AuthError::Pending`]. [`finish`] then continues the
+/// authentication.
 ///
 /// The credentials contain the results of all checks, even if the request is rejected.
 pub fn authenticate<'a>(
@@ -59,11 +60,12 @@ pub fn authenticate<'a>(
     (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
 }
 
-/// Continue an authentication for which the provider `pending` has to wait, as long as the caches of authentication
-/// servers contain an admission. If no provider is left to wait for, one call can check all limits.
+/// Continue an authentication for which the provider `pending` has to wait, as long as the admissions of the
+/// authentication servers are cached. If no provider is left that has to wait, a single store call can check all
+/// limits.
 ///
 /// # Errors
-/// As for [`authenticate`].
+/// The request is not authenticated, or a provider still has to wait ([`AuthError::Pending`]).
 pub(super) fn resume_from_cache<'a>(
     context: &mut RequestContext<'a>,
     route: &'a Route,
@@ -162,13 +164,13 @@ const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
 static DENIAL_HEADERS: [HeaderName; 6] =
     [LOCATION, SET_COOKIE, WWW_AUTHENTICATE, CONTENT_TYPE, CONTENT_LANGUAGE, RETRY_AFTER];
 
-/// Maximum size of a denial's body in bytes, such as the page of a login form. A longer body is not sent to the client.
+/// Maximum size in bytes of the body of a denial, such as a login page. A longer body is not sent to the client.
 const MAX_DENIAL_BODY: usize = 256 << 10;
 
 /// Maximum size in bytes of an admission's body that is read so that the connection can be reused.
 const MAX_ADMISSION_BODY: usize = 64 << 10;
 
-/// Ask the authentication server of a provider about a request. `index` is the index of the provider.
+/// Let the authentication server of a provider decide about a request. `index` is the index of the provider.
 pub(super) async fn verify_with_server(
     context: &mut RequestContext<'_>,
     index: usize,
@@ -190,16 +192,16 @@ pub(super) async fn verify_with_server(
     context.snapshot.metrics.record_forward_auth(index, counted);
     match result {
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
-        // Return the denial as an error, after which another alternative of `require` may still admit the request.
+        // Return `Foreign`, so that another alternative of `require` may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
-        // Ignore `on_error` for an invalid response, because the client may be able to cause it.
+        // Do not fail open after an invalid response, because the client may be able to cause one.
         Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
         Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
         Err(error) => Verification::Unavailable(error),
     }
 }
 
-/// Return the result of a provider whose admission of the request is cached.
+/// Return the cached admission of the request as the result of the provider, or `None` if no admission is cached.
 pub(super) fn verify_with_cached_admission(
     context: &mut RequestContext<'_>,
     index: usize,
@@ -213,7 +215,8 @@ pub(super) fn verify_with_cached_admission(
     Some(Verification::Valid(Proof::Forward(admission)))
 }
 
-/// Return the headers for the server, except `Host`. With a cache, these headers are the cache key.
+/// Return the headers of the request to the authentication server, except `Host`. If the provider has a cache, these
+/// headers are the cache key.
 fn told_headers(
     context: &mut RequestContext<'_>,
     provider: &ForwardProvider,
@@ -230,7 +233,7 @@ fn told_headers(
     }
     join_cookies(&mut headers);
     let ForwardedInfo { scheme, trusted, .. } = &context.peer.forwarded;
-    // As for upstreams, a trusted proxy sends the host and the scheme that the client has used.
+    // Use the host and the scheme that a trusted proxy reports, as in requests to upstreams.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
         // The conversion cannot fail, because a method is a token, and therefore a valid header value.
@@ -263,8 +266,8 @@ fn told_headers(
     headers
 }
 
-/// Call the server, unless its admission is cached or another request with the same cache key is calling it. Return
-/// whether the decision was made without calling the server.
+/// Call the authentication server. If its admission is cached, or if another request with the same cache key is calling
+/// the server, use that result instead. The second value is true if the request was admitted without a call of its own.
 async fn ask_once(
     context: &RequestContext<'_>,
     index: usize,
@@ -278,7 +281,7 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // Try again if the other request was cancelled: one of the waiting requests then calls the server.
+        // The other request was cancelled. Try again: one of the waiting requests then calls the server.
         if waiting.changed().await.is_err() {
             continue;
         }
@@ -286,8 +289,8 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // Do not share a denial with other requests, because it may start a session and must be sent to only one
-            // client.
+            // The result must not be shared: it is a denial or an admission that must not be cached, and it may start a
+            // session for one client. Call the server for this request.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }
@@ -307,13 +310,13 @@ async fn ask(
     result
 }
 
-/// The result of an exchange, with all headers of the response.
+/// The result of an exchange with an authentication server, and all headers of its response.
 struct Exchange {
     result: Result<Arc<Admission>, AuthError>,
     response: HeaderMap,
 }
 
-/// Send a request to the server and interpret its response. The gateway does not follow redirects.
+/// Send a request to the authentication server and interpret its response. Redirects are not followed.
 async fn exchange(
     context: &RequestContext<'_>,
     index: usize,
@@ -380,7 +383,7 @@ async fn send(
     result
 }
 
-/// Return the headers with these names, with all their values.
+/// Return all headers that have one of these names.
 fn selected(headers: &HeaderMap, names: &[HeaderName]) -> HeaderMap {
     let mut selected = HeaderMap::new();
     for name in names {

@@ -1,5 +1,5 @@
-//! Reads the body of a request once, and collects all values that a route, an identity or a cost depends on in one
-//! pass.
+//! Reads the body of a request once, and collects in one pass all values on which a route, an identity or a cost
+//! depends.
 
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Request};
@@ -26,8 +26,11 @@ pub enum InspectError {
     /// The body cannot be read.
     #[error(transparent)]
     Unread(#[from] UnreadBody),
-    /// The route depends on a value that servers may read differently, or on a value that is too long.
-    #[error("the JSON value `{0}`, which selects the route, occurs twice or in another spelling, or is too long")]
+    /// The route depends on a value that servers may interpret differently, or on a value that is too long.
+    #[error(
+        "the route depends on the JSON value `{0}`, which occurs twice, is in a different spelling (such as another \
+         case), or is too long"
+    )]
     Ambiguous(JsonPointer),
     /// The body is not a valid JSON-RPC message, or contradicts the MCP headers.
     #[error(transparent)]
@@ -57,7 +60,7 @@ pub enum UnreadBody {
 }
 
 impl InspectError {
-    /// Return the code of a JSON-RPC error. Return `None` if the code is the status of the response.
+    /// Return the code of the JSON-RPC error response. Return `None` if the HTTP status is to be used as the code.
     pub fn rpc_code(&self) -> Option<i32> {
         match self {
             InspectError::Unread(UnreadBody::Json(_)) => Some(-32700),
@@ -90,7 +93,7 @@ pub struct InspectedBody {
 }
 
 impl BodyContent {
-    /// Read a whole body.
+    /// Parse the bytes of a complete body. `reads_tokens` is true if a limit counts the tokens of an LLM API.
     pub fn from_bytes(bytes: &[u8], inspection: &BodyInspection, reads_tokens: bool) -> Self {
         if bytes.is_empty() {
             return BodyContent::Empty;
@@ -107,7 +110,7 @@ impl BodyContent {
         }
     }
 
-    /// Return the values of the body. Return `None` if the request has no body, or if the body is not read.
+    /// Return the values of the body. Return `None` if the request has no body, or if the body could not be read.
     pub fn json(&self) -> Option<&JsonBody> {
         match self {
             BodyContent::Read(read) => Some(&read.json),
@@ -127,10 +130,11 @@ impl BodyContent {
         }
     }
 
-    /// Check the body against the limits of a route: the JSON-RPC messages, and the MCP headers that repeat values of
-    /// the body.
+    /// Check that the limits of a route can use the body: its JSON-RPC messages must be valid, and the MCP headers that
+    /// repeat values of the body must match it.
     ///
-    /// # Errors The body cannot be read, is not a valid JSON-RPC message, or contradicts the MCP headers.
+    /// # Errors
+    /// The body cannot be read, is not a valid JSON-RPC message, or contradicts the MCP headers.
     pub fn check(&self, body_use: BodyUse, headers: &HeaderMap, max_body: usize) -> Result<(), InspectError> {
         if !body_use.values {
             return Ok(());
@@ -145,8 +149,8 @@ impl BodyContent {
         Ok(())
     }
 
-    /// Return the id for the JSON-RPC error that a request gets on a route with these limits. Return `None` if the
-    /// request is not a JSON-RPC message.
+    /// Return the id of a JSON-RPC error response to this request. The id is null if the body contains no valid
+    /// message. Return `None` if the route's limits do not read JSON-RPC messages, or if the request has no body.
     pub fn rpc_id(&self, body_use: BodyUse) -> Option<Value> {
         if !body_use.messages || matches!(self, BodyContent::Empty) {
             return None;
@@ -156,7 +160,7 @@ impl BodyContent {
     }
 }
 
-/// Read the body of a request whose route depends on it. The caller has not read the body before.
+/// Read the body of a request whose route depends on it. The body must not have been read before.
 ///
 /// # Errors
 /// The body cannot be read.
@@ -202,8 +206,8 @@ pub(super) async fn inspect<'a>(
     Ok(())
 }
 
-/// Return why a body with these headers cannot be read: it has a content coding, or its media type is not JSON in
-/// UTF-8, so that an application may read other values from the same bytes.
+/// Return why a body with these headers cannot be read: it has a content coding, or its media type cannot be JSON in
+/// UTF-8. An application may then read other values from the same bytes than the gateway.
 pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
     let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
     if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {
@@ -214,7 +218,7 @@ pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
     (!is_json || types.next().is_some()).then_some(UnreadBody::MediaType)
 }
 
-/// Return whether a body of this media type may be JSON in UTF-8 for an application.
+/// Return whether an application may read a body of this media type as JSON in UTF-8.
 fn may_be_json(media_type: &str) -> bool {
     let mut parts = media_type.split(';').map(|part| part.trim().to_ascii_lowercase());
     let essence = parts.next().unwrap_or_default();
@@ -228,9 +232,10 @@ fn may_be_json(media_type: &str) -> bool {
     !is_form && parts.all(is_utf8)
 }
 
-/// Return the share of the client's network in the memory for inspected bodies: a part of `max_buffered`, and at least one
-/// body of `max_read` bytes. The clients of `max_connections_per_ip` are counted: not trusted proxies, which forward the
-/// requests of many clients, unless they report the address of the client.
+/// Return the share of the client network in the memory for inspected bodies: `max_buffered / INSPECTED_SHARE`, but at
+/// least one body of `max_read` bytes. Return `None` if the client is exempt: `max_connections_per_ip` is 0 or does not
+/// apply to the client, or the client is a trusted proxy that forwards the requests of many clients without their
+/// addresses.
 fn network_share(context: &RequestContext<'_>, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
     let config = &context.snapshot.config;
     let (settings, peer) = (&config.server, context.peer);
@@ -243,7 +248,7 @@ fn network_share(context: &RequestContext<'_>, max_read: usize, headers: &Header
     Some(context.snapshot.metrics.inspected_by_network.share(config.client_ip.network(client), max))
 }
 
-/// Read a body of at most `max_read` bytes.
+/// Read and parse a body of at most `max_read` bytes. `max_body` is the maximum length that the route allows.
 async fn read(
     context: &RequestContext<'_>,
     max_body: Option<u64>,

@@ -1,4 +1,4 @@
-//! The context of one request: the facts that are known about it, from its headers to the end of its response.
+//! The context of one request: what the gateway knows about the request, from its headers to the end of its response.
 //!
 //! No other file writes the access log record of a request.
 
@@ -43,7 +43,7 @@ use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// The facts that are known about a request while it is handled. If the context is dropped before
+/// What the gateway knows about a request while it handles the request. If the context is dropped before
 /// [`complete`](Self::complete), the connection or stream has ended: the client closed it, or `drain_timeout` expired.
 /// The access log record then has the status 499.
 pub(super) struct RequestContext<'a> {
@@ -60,11 +60,12 @@ pub(super) struct RequestContext<'a> {
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
     /// The values of the body that a route, an identity or a cost depends on.
     pub(super) body: Option<Box<BodyContent>>,
-    /// The id of a JSON-RPC message, whose errors are JSON-RPC errors. The id is null if the message has none.
+    /// The id of the JSON-RPC message in the request, or null if the message has no id. If this is set, error responses
+    /// are JSON-RPC errors.
     pub(super) rpc_id: Option<serde_json::Value>,
     /// The maximum token usage of a request to an LLM API, if limits count its tokens.
     pub(super) llm: Option<Box<LlmRequest>>,
-    /// Reservations that the response settles when it ends.
+    /// Token reservations that are settled when the response ends.
     pub(super) settlement: Option<Box<LlmSettlement>>,
     /// The decision of the route's CORS policy about the request.
     cors: Option<Box<CorsDecision<'a>>>,
@@ -76,16 +77,17 @@ pub(super) struct RequestContext<'a> {
     request_id: Option<RequestId>,
     /// The access log record. `None` if the request is neither logged nor traced.
     record: Option<Box<RequestRecord>>,
-    /// Whether `complete` was called, so that the drop records nothing.
+    /// Whether `complete` was called. If not, dropping the context records an aborted request.
     is_complete: bool,
-    /// Whether the response may be sent before the request body has been read, so that the connection must be closed.
+    /// Whether a part of the request may still be unread when the response is sent; see
+    /// [`request_body::has_unread_body`].
     has_unread_body: bool,
-    /// Whether the content of a local reply must be discarded here; see [`Body::discard_content`].
+    /// Whether the gateway must discard the content of a local reply; see [`Body::discard_content`].
     is_http2_head: bool,
 }
 
 impl<'a> RequestContext<'a> {
-    /// Create the context of a request that was received now.
+    /// Create the context of a new request.
     pub(super) fn new(
         snapshot: &'a ConfigSnapshot,
         sinks: &Arc<TelemetrySinks>,
@@ -129,7 +131,7 @@ impl<'a> RequestContext<'a> {
         context
     }
 
-    /// Set the route. The timeout of the route starts now.
+    /// Set the route, and start its timeout.
     pub(super) fn set_route(&mut self, route: &'a Route) {
         self.route = Some(route);
         self.deadline = route.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
@@ -178,7 +180,8 @@ impl<'a> RequestContext<'a> {
         self.record.is_some()
     }
 
-    /// Return the parent of the upstream's own spans, if the request is traced.
+    /// Return the trace context that the upstream uses as the parent of its spans, or `None` if the request is not
+    /// traced.
     pub(super) fn trace(&self) -> Option<TraceContext> {
         self.record.as_ref().and_then(|record| record.trace)
     }
@@ -216,7 +219,7 @@ impl<'a> RequestContext<'a> {
         });
     }
 
-    /// Record the upstream, its result, and the costs that are known only from the response.
+    /// Record the upstream, the result of the exchange, and the costs that only the response determines.
     pub(super) fn record_upstream(
         &mut self,
         upstream: &Upstream,
@@ -250,8 +253,8 @@ impl<'a> RequestContext<'a> {
 
     // === The end of the request ===
 
-    /// Return the response to the client. The metrics are updated now. The access log record and the spans are written
-    /// when the response body ends.
+    /// Update the metrics and return the response to the client. The access log record and the spans are written when
+    /// the response body ends.
     pub(super) fn complete(&mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
@@ -323,7 +326,8 @@ struct Completion {
 }
 
 impl Completion {
-    /// Set the status and the outcome. Return `None` if there is nothing to do at the end of the body.
+    /// Set the status and the outcome in the access log record. Return `None` if there is nothing to do at the end of
+    /// the body.
     fn with_response(mut self, status: u16, outcome: &'static str) -> Option<Self> {
         if let Some(record) = &mut self.record {
             record.status = status;
@@ -349,7 +353,8 @@ impl OnComplete for Completion {
     }
 }
 
-/// The precedence of decisions in the access log: the first element that one of the limits of the request has decided.
+/// The precedence of decisions in the access log. The record gets the first of these decisions that any limit of the
+/// request has made.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Denied,
     LimitDecision::LocalDenied,
@@ -359,8 +364,7 @@ const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Allowed,
 ];
 
-/// Return the value of `decision` in the access log for a decision, or for `None`, which means that the store was
-/// unavailable.
+/// Return the data about a decision for the access log record. `decision` is `None` if the store was unavailable.
 fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>) -> DecisionInfo {
     let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
         Some(decision) => LimitDecision::from_decision(check, decision),
@@ -447,7 +451,7 @@ impl Peer {
         }
     }
 
-    /// Set the ports and the destination of the connection, for PROXY headers to upstreams.
+    /// Set the source port and the destination of the connection, for PROXY headers to upstreams.
     pub fn set_connection(&mut self, connection: &ProxiedConnection) {
         (self.port, self.destination) = (connection.source.port(), Some(connection.destination));
     }
@@ -486,13 +490,13 @@ impl Peer {
     }
 }
 
-// === Request id: sent by a trusted proxy or generated here; the same for the upstream, in logs and in problem
-// responses ===
+// === Request id: sent by a trusted proxy, or generated by this gateway. The upstream, logs and problem documents get
+// the same id ===
 
 /// The id of a request.
 #[derive(Debug, Clone)]
 pub enum RequestId {
-    /// A UUIDv7 that this gateway generated, and that is formatted only when it is needed.
+    /// A UUIDv7 that this gateway generated. It is formatted only when it is used.
     Generated(Uuid),
     /// Value of `X-Request-Id` that a trusted proxy sent.
     Received(HeaderValue),
@@ -503,8 +507,8 @@ impl RequestId {
     pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
             Some(received) => RequestId::Received(received.clone()),
-            // The UUIDv7 is ordered by millisecond. Do not use `Uuid::now_v7`, which orders ids more finely, but takes
-            // a lock that all workers share.
+            // UUIDv7 ids of different milliseconds are ordered by time. Do not use `Uuid::now_v7`, which orders ids
+            // more finely, but takes a lock that all workers share.
             None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
         }
     }

@@ -85,7 +85,7 @@ pub(super) async fn forward(
         prepare_upstream_headers(config, route, &mut request, info)
     };
     if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
-        // Request an uncompressed response, because the gateway cannot read the usage in a compressed one.
+        // Request an uncompressed response, because the gateway cannot read the token usage in a compressed one.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -143,8 +143,9 @@ fn body_limits(
     deadline: Option<Instant>,
 ) -> (BodyLimits, bool) {
     let settings = &config.server;
-    // Both sides of a gRPC call may send alternately, with pauses. gRPC requires HTTP/2, so for an HTTP/1.1 upstream
-    // the client's `Content-Type` is ignored.
+    // Set no minimum rate or total timeout for the uploads of gRPC calls, because client and server may send
+    // alternately, with pauses. gRPC requires HTTP/2, so for an HTTP/1.1 upstream the client's `Content-Type` is
+    // ignored.
     let is_streaming = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
     let idle_timeout = settings.body_idle_timeout;
     let upload = match is_streaming {
@@ -172,7 +173,7 @@ fn accept_upgrade(
     Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
-/// Move the host to the `:authority` of the request target, as HTTP/2 requires (RFC 9113 §8.3.1).
+/// Move the host from `Host` to `:authority`, as HTTP/2 requires (RFC 9113 §8.3.1).
 pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
     // Remove the framing headers, because HTTP/2 frames delimit the body (RFC 9113 §8.1).
     request.headers_mut().remove(TRANSFER_ENCODING);
@@ -188,7 +189,7 @@ pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
 
 // === Headers of the upstream request ===
 
-/// Values for the upstream request headers that are not in the request itself.
+/// Values for the upstream request headers that do not come from the received request itself.
 #[derive(Debug)]
 pub struct UpstreamRequestInfo<'a> {
     /// The credentials that the providers of the route have verified.
@@ -197,7 +198,7 @@ pub struct UpstreamRequestInfo<'a> {
     pub forwarded: &'a ForwardedInfo,
     /// Value of `X-Request-Id`.
     pub request_id: HeaderValue,
-    /// Parent of the upstream's own spans, if the request is traced.
+    /// Trace context that the upstream uses as the parent of its spans. `None` if the request is not traced.
     pub trace: Option<TraceContext>,
     /// `Host` that is sent to the upstream if the request has none.
     pub authority: &'a str,
@@ -214,9 +215,9 @@ pub struct UpstreamRequestInfo<'a> {
 pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
 
 impl ForwardedCertificate<'_> {
-    /// Set the headers of RFC 9440. Remove headers with these names from the request, even if a trusted proxy sent
-    /// them, because the upstream must receive a single certificate. Aliases of these headers are removed from the
-    /// requests of every client.
+    /// Set `Client-Cert` and `Client-Cert-Chain` (RFC 9440). Received headers with these names are removed, even if a
+    /// trusted proxy sent them, because the upstream must receive a single certificate. [`headers::strip_untrusted`]
+    /// removes the aliases of these headers from all requests.
     pub(super) fn set_headers(self, headers: &mut HeaderMap) {
         headers.remove(CLIENT_CERT);
         headers.remove(CLIENT_CERT_CHAIN);
@@ -243,8 +244,8 @@ pub fn prepare_upstream_headers<B>(
     // Forward only the host that was used for routing. An authority is always a valid header value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
-    // Offer no upgrade for HTTP/1.0, which does not support upgrades, and for a request with a body, which would have
-    // to be read first (RFC 9110 §7.8).
+    // Do not offer an upgrade for HTTP/1.0, which does not support upgrades, or for a request with a body, which would
+    // have to be read first (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &config.protected_headers);
@@ -253,8 +254,8 @@ pub fn prepare_upstream_headers<B>(
     headers.remove(EXPECT);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
-        // This header marks a mirrored copy. A client must not be able to send this header, because the upstream would
-        // mistake the request for a copy.
+        // This header marks a mirrored copy. Remove it from requests of untrusted peers, because the upstream would
+        // mistake such a request for a copy.
         headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
     }
     if let Some(host) = authority {
@@ -283,7 +284,7 @@ pub fn prepare_upstream_headers<B>(
 
 // === The values of variables in header rules for one request ===
 
-/// The received request and its route, from which variables take their content.
+/// The received request and its route, which determine the content of variables.
 #[derive(Debug)]
 pub struct RequestVariables<'a, B> {
     /// The route of the request.

@@ -27,13 +27,13 @@ use crate::telemetry::access_log::LimitInfo;
 /// The reason why a request to an LLM API is rejected before it reserves tokens.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LlmError {
-    /// The body does not contain the maximum that the request may use.
+    /// The maximum token usage of the request cannot be determined from the body.
     #[error(transparent)]
     Body(#[from] RequestError),
     /// The body is compressed.
     #[error("the request body has a content coding: the tokens of the request cannot be estimated")]
     ContentCoding,
-    /// The media type of the body is a form or has a charset that is not UTF-8.
+    /// The media type of the body is a form, or has a charset other than UTF-8.
     #[error(
         "the request body is a form or has a charset other than UTF-8: the tokens of the request cannot be estimated"
     )]
@@ -44,7 +44,7 @@ pub enum LlmError {
     /// The buffer budget is exhausted.
     #[error("the gateway has no memory for the request body at the moment")]
     NoCapacity,
-    /// The request reserves more than a limit can ever have.
+    /// The request reserves more than a limit can ever admit.
     #[error(
         "the request reserves {cost} {unit}, but the limit `{limit}` never has more than {capacity}: ask for a smaller maximum of output tokens, or send less input"
     )]
@@ -64,14 +64,15 @@ pub enum LlmError {
 #[derive(Debug)]
 pub struct LlmRequest {
     content: Content,
-    /// The model that determines the weights.
+    /// The model that determines the weights of the tokens.
     pub(super) model: Option<Box<str>>,
     /// The format of error responses.
     pub provider: Provider,
     path: Box<str>,
-    /// Whether the gateway, and not the client, requested the usage of the stream.
+    /// Whether the gateway itself has requested the usage event of the stream. The gateway then removes this event from
+    /// the response.
     hides_usage: bool,
-    /// The identities that are charged, by index of the limit.
+    /// The index of each limit that counts tokens, with the identity that the limit charges.
     clients: Vec<(usize, (Identity, IdentityDisplay))>,
 }
 
@@ -84,13 +85,13 @@ enum Content {
     Read(RequestInfo),
 }
 
-/// Return the API that a request is for. `path` is the canonical path that the upstream gets.
+/// Return the LLM API to which a request is addressed. `path` is the canonical path that the upstream gets.
 pub fn provider(path: &str, headers: &HeaderMap) -> Provider {
     Provider::from_request(path, headers.contains_key("anthropic-version"))
 }
 
-/// Take the values that were read from the body of a request on a route that counts tokens. The upstream gets the same
-/// body, unless the gateway requests the usage of a stream.
+/// Determine the maximum token usage of a request from its body, which was already read. The upstream gets the same
+/// body, unless the gateway adds the option that requests the usage of a stream.
 ///
 /// # Errors
 /// The body cannot be read, and a limit of the route requires it.
@@ -145,7 +146,7 @@ pub fn request(
 }
 
 impl Content {
-    /// Take the content of a body of at most `max_body` bytes.
+    /// Take the token usage from a body of at most `max_body` bytes.
     fn from_body(body: &mut BodyContent, max_body: usize) -> Result<Self, LlmError> {
         match body {
             BodyContent::Empty => Ok(Content::Empty),
@@ -172,7 +173,7 @@ impl LlmRequest {
     /// Set the costs of the checks whose limits count tokens.
     ///
     /// # Errors
-    /// The request reserves more than a limit can ever have.
+    /// The request reserves more than a limit can ever admit.
     pub fn reserve(&self, limits: &[RouteLimit], checks: &mut [LimitCheck<'_, '_>]) -> Result<(), Rejection<'static>> {
         for check in checks {
             let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
@@ -188,7 +189,7 @@ impl LlmRequest {
         Ok(())
     }
 
-    /// Take the identities that are charged, with their names.
+    /// Store the identities that the checks charge, with their display names.
     pub(super) fn record_clients(
         &mut self,
         limits: &[RouteLimit],
@@ -213,7 +214,7 @@ impl LlmRequest {
         llm.weights.for_model(self.model.as_deref())
     }
 
-    /// Return the estimated input tokens. Return `None` if the body was not read.
+    /// Return the estimated number of input tokens, or `None` if the body was not read.
     fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
@@ -221,8 +222,9 @@ impl LlmRequest {
         }
     }
 
-    /// Return the settlement of the reservations, to be made at the end of this response body. Return `None` if there
-    /// are none. For errors, `refund_on` refunds the reservations, or they stay charged.
+    /// Return the settlement of the reservations, which is made at the end of this response body. Return `None` if
+    /// there is no reservation to settle, or if the response is an error. After an error, a reservation is refunded if
+    /// `refund_on` contains the status, and otherwise stays charged.
     pub(super) fn settlement(
         mut self,
         decision: &mut Decision<'_>,
@@ -238,7 +240,7 @@ impl LlmRequest {
         let is_settled_by_body = |index: usize| !limits[index].refund_on.contains(status);
         let charges = decision.deferred_charges.as_mut()?.split_reservations(is_settled_by_body)?;
         let headers = response.headers();
-        // Do not measure a compressed response. The gateway has requested the identity coding.
+        // Do not measure a compressed response. An upstream that sends one has ignored the requested coding `identity`.
         let is_plain = !headers.contains_key(CONTENT_ENCODING);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let mut meters = Vec::new();
@@ -308,7 +310,7 @@ pub(super) struct LlmSettlement {
 
 /// Changes a stream of server-sent events.
 struct StreamRewriter {
-    /// Whether the event with the usage is removed. If the event is removed, the gateway sends only whole events.
+    /// Whether the event with the usage is removed. The gateway then holds each event until it is complete.
     hides_usage: bool,
     /// The format of the events that end the stream when its output exceeds a reservation.
     provider: Provider,
@@ -416,7 +418,7 @@ impl LlmSettlement {
 }
 
 impl SettledLimit {
-    /// Return whether the output certainly exceeds the reservation, and the stream must be cut.
+    /// Return whether the stream must be cut because its output certainly exceeds the reservation.
     fn is_exhausted(&self, meters: &[Meter]) -> bool {
         let output = meters[self.meter_index].meter.as_ref().map_or(0, ResponseMeter::min_output);
         self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved
@@ -425,14 +427,14 @@ impl SettledLimit {
     fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
-        // Settle only to reported usage in two cases: the input was not estimated, or the response is generated in the
-        // background, where more output may follow.
+        // In two cases, settle only to usage that the provider reports: the input was not estimated, or the provider
+        // generates the response in the background, so that more output may follow.
         let is_estimable = self.estimated_input.is_some() && !self.is_background;
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         let (cost, is_estimated, kind) = match measured {
             Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
-            // Keep the reservation charged, because nothing is known about the response.
+            // Keep the reservation charged, because nothing is known about the usage.
             None => (self.reserved, true, SETTLED_RESERVED),
         };
         if let Some(tokens) = &self.tokens {

@@ -33,7 +33,7 @@ use crate::upstream;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
 
-/// The ways in which a request can end without an upstream response.
+/// Reasons why the gateway sends a local reply instead of a response from an upstream or a route.
 #[derive(Debug)]
 pub enum Rejection<'a> {
     /// The path has no canonical form.
@@ -66,7 +66,7 @@ pub enum Rejection<'a> {
     Auth(AuthRejection<'a>),
     /// A limit of the route requires an identity that the request does not have.
     Identity(IdentityError),
-    /// The header that determines the cost of a limit has no valid value.
+    /// The header that determines the cost of the request for a limit has no valid value.
     InvalidCost(CostError),
     /// A limit is exceeded.
     RateLimited {
@@ -81,7 +81,8 @@ pub enum Rejection<'a> {
     },
     /// The body cannot be read, and the route or a limit depends on it.
     Inspect(InspectError),
-    /// A request to an LLM API reserves more tokens than a limit can have, or its body contains no readable maximum.
+    /// A request to an LLM API reserves more tokens than a limit can ever admit, or its maximum token usage cannot be
+    /// determined.
     Llm {
         /// The reason why the request is rejected.
         error: LlmError,
@@ -102,7 +103,7 @@ const ABOUT_BLANK: &str = "about:blank";
 const BODY_TOO_LARGE: (StatusCode, &str, &str) =
     (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", "body-too-large");
 
-/// `Retry-After` in seconds while limits cannot be checked: the gateway probes the store again within this time.
+/// `Retry-After` in seconds while limits cannot be checked. The gateway probes the store again within this time.
 const STORE_RETRY_AFTER_S: u64 = 1;
 
 /// `Retry-After` in seconds while requests cannot be authenticated.
@@ -131,7 +132,7 @@ impl Rejection<'_> {
         }
     }
 
-    /// Return whether the response contains the request id, because the client did not cause the failure.
+    /// Return whether the response contains the request id. It does if the client did not cause the failure.
     pub fn has_request_id(&self) -> bool {
         match self {
             Rejection::StoreUnavailable(_) => true,
@@ -177,9 +178,10 @@ impl Rejection<'_> {
                 let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
                 (problem_response(status, ABOUT_BLANK, "the request has too many headers"), "too-many-headers")
             }
-            Rejection::UriTooLong => {
-                (problem_response(StatusCode::URI_TOO_LONG, ABOUT_BLANK, "the target is too long"), "uri-too-long")
-            }
+            Rejection::UriTooLong => (
+                problem_response(StatusCode::URI_TOO_LONG, ABOUT_BLANK, "the request target is too long"),
+                "uri-too-long",
+            ),
             Rejection::BodyTooLarge => {
                 let (status, detail, outcome) = BODY_TOO_LARGE;
                 (problem_response(status, ABOUT_BLANK, detail), outcome)
@@ -188,9 +190,10 @@ impl Rejection<'_> {
                 problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the gateway does not serve this method"),
                 "unsupported-method",
             ),
-            Rejection::LowercaseMethod => {
-                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "methods are in upper case"), "bad-method")
-            }
+            Rejection::LowercaseMethod => (
+                problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "the method must be in upper case"),
+                "bad-method",
+            ),
             Rejection::UnsupportedTransferCoding => {
                 let detail = "the gateway supports no transfer coding except chunked";
                 let mut response = problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, detail);
@@ -203,7 +206,7 @@ impl Rejection<'_> {
             }
             Rejection::UnknownHost => {
                 let status = StatusCode::MISDIRECTED_REQUEST;
-                (problem_response(status, ABOUT_BLANK, "no route has this host"), "unknown-host")
+                (problem_response(status, ABOUT_BLANK, "no route serves this host"), "unknown-host")
             }
             Rejection::Forbidden => {
                 (problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"), "forbidden")
@@ -356,7 +359,7 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
     let challenge = match error {
         IdentityError::MissingApiKey(_) | IdentityError::Missing(Descriptor::ApiKey) => Some("ApiKey"),
         IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
-        // Use an unregistered scheme: none is registered for client certificates, but a 401 must contain a scheme.
+        // Use an unregistered scheme. No scheme is registered for client certificates, but a 401 must contain one.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
         IdentityError::Missing(Descriptor::Basic) => Some("Basic"),
         IdentityError::Ambiguous(_)
@@ -379,7 +382,7 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
 
 /// Return the status, the problem detail and the outcome for the access log.
 fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
-    // Do not describe the cause, because clients must not see addresses. The log contains the cause.
+    // Do not describe the cause, because clients must not see the addresses of upstreams. The log contains the cause.
     match error {
         UpstreamError::NoHealthyEndpoint { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
@@ -424,8 +427,9 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
     upstream_failure(error).0
 }
 
-/// Replace a problem document with a JSON-RPC error that has the document as its `data`. The error code is the status,
-/// unless JSON-RPC or MCP defines one. The codes of JSON-RPC and MCP are negative.
+/// Replace a problem document with a JSON-RPC error that has the document as its `data`. The error code is the HTTP
+/// status, unless JSON-RPC or MCP defines a code for the error. The codes of JSON-RPC and MCP are negative, so they
+/// never collide with a status.
 fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
     if response.headers().get(CONTENT_TYPE).is_none_or(|kind| kind != problem::CONTENT_TYPE) {
         return;
@@ -438,7 +442,7 @@ fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
 }
 
-/// Build an error response in the format of a provider, which its SDKs understand.
+/// Build an error response in the format of an LLM provider, so that its SDKs understand the error.
 fn provider_response(
     status: StatusCode,
     provider: Provider,
@@ -483,8 +487,8 @@ fn announced_names<'a>(decision: &Decision<'a>) -> Vec<&'a str> {
     decision.violated().filter(|result| result.limit.announce).map(|result| &*result.limit.name).collect()
 }
 
-/// Return the time until a retry as text, rounded up to its unit: a client that waits this long must not be too early.
-/// Programs read the number of seconds in `Retry-After`.
+/// Return the time until a retry as text, rounded up to whole units, so that a client that waits this long does not
+/// retry too early. Programs use the number of seconds in `Retry-After` instead.
 fn retry_detail(seconds: u64) -> String {
     let (unit, name) = match seconds {
         ..120 => (1, "s"),
@@ -495,8 +499,8 @@ fn retry_detail(seconds: u64) -> String {
     ["try again in ", itoa::Buffer::new().format(seconds.div_ceil(unit)), " ", name].concat()
 }
 
-/// Build a trailers-only response, as in gRPC over HTTP/2. gRPC clients read `grpc-status`, and would map a 429 to
-/// UNAVAILABLE.
+/// Build a gRPC response with the status RESOURCE_EXHAUSTED (8) in its headers (trailers-only). gRPC clients read
+/// `grpc-status`, and would map a 429 to UNAVAILABLE.
 fn resource_exhausted_response(message: &str) -> Response<Body> {
     let mut response = Response::new(Body::full(Bytes::new()));
     let headers = response.headers_mut();
@@ -527,7 +531,7 @@ fn problem_response_with_id(
     response
 }
 
-// === Proxy-Status (RFC 9209): the error as a type that clients and CDNs understand, without names and addresses ===
+// === Proxy-Status (RFC 9209): an error type for clients and CDNs, without names and addresses of upstreams ===
 
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 

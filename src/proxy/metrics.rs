@@ -152,16 +152,16 @@ impl AuthResult {
 /// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
-    /// Responses by route. Responses to requests without a route are under the empty name.
+    /// Responses by route. Responses to requests without a route are counted under the empty name.
     pub routes: MetricFamily<ResponseStats>,
     /// Responses by route and [`COUNTED_STATUSES`].
     pub statuses: MetricFamily<StatusCounter>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
-    /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]): reserved costs, and settled costs
-    /// by [`SETTLED_BY`].
+    /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]). The first counter contains reserved
+    /// costs, the others contain settled costs by [`SETTLED_BY`].
     pub tokens: MetricFamily<Counter<4>>,
-    /// Requests that any of their limits denied, by route.
+    /// Requests that at least one limit denied, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
     pub top_denied: MetricFamily<TopIdentities>,
@@ -175,9 +175,9 @@ pub struct RequestMetrics {
     pub forward_auth: MetricFamily<Counter<4>>,
     /// Duration of rate limit checks, for all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
-    /// Copies of requests, by route with `mirror`.
+    /// Copies of mirrored requests, by route.
     pub mirrors: MetricFamily<MirrorStats>,
-    /// Maximum number of bytes of the bodies of all copies.
+    /// Memory budget for the bodies of all mirrored copies.
     pub mirror_budget: MirrorBudget,
     /// Bytes of inspected request bodies by client network.
     pub inspected_by_network: Arc<InspectedByNetwork>,
@@ -189,19 +189,20 @@ const RESERVED_TOKENS: usize = 0;
 pub(super) const SETTLED_REPORTED: usize = 1;
 /// Index of settled costs that were estimated.
 pub(super) const SETTLED_ESTIMATED: usize = 2;
-/// Index of reservations that stay charged, because nothing is known about the response.
+/// Index of reservations that stay charged, because nothing is known about the usage.
 pub(super) const SETTLED_RESERVED: usize = 3;
 
-/// Sources of settled costs as metric labels, in the order of their counters, which follow the counter of reserved
-/// costs.
+/// Sources of settled costs as metric labels, in the order of their counters. The counter of reserved costs precedes
+/// these counters.
 pub const SETTLED_BY: [&str; 3] = ["reported", "estimated", "reserved"];
 
-/// Return the name of the counters of a route and a limit. Neither name contains a space.
+/// Return the name of the counters of a route and a limit, separated by a space. Neither a route name nor a limit name
+/// contains a space.
 fn token_counter_name(route: &str, limit: &str) -> String {
     format!("{route} {limit}")
 }
 
-/// Return the route and the limit in the result of [`token_counter_name`].
+/// Split a name in [`RequestMetrics::tokens`] into the route and the limit.
 pub fn split_token_counter_name(name: &str) -> (&str, &str) {
     name.split_once(' ').unwrap_or((name, ""))
 }
@@ -231,7 +232,7 @@ impl ResponseStats {
     }
 }
 
-/// Metrics of one worker, by the indices of its current configuration.
+/// Metrics of one worker. They have the same indices as the routes, limits and upstreams of its current configuration.
 #[derive(Debug)]
 pub(super) struct WorkerMetrics {
     routes: Vec<RouteMetrics>,
@@ -259,8 +260,8 @@ pub(super) struct TokenMetrics {
 }
 
 impl TokenMetrics {
-    /// Record a settled reservation. `settled_by` is the index of the source of the cost. `client` is the identity that
-    /// is charged.
+    /// Record a settled reservation. `settled_by` is the index of the counter for the source of the cost, such as
+    /// [`SETTLED_REPORTED`]. `client` is the identity that is charged, with its display name.
     pub(super) fn record(
         &self,
         reserved: u64,
@@ -351,17 +352,17 @@ impl WorkerMetrics {
         }
     }
 
-    /// Return the copies of a route with `mirror`.
+    /// Return the mirror metrics of a route, or `None` if the route has no `mirror`.
     pub(super) fn mirror(&self, route: usize) -> Option<&Arc<MirrorStats>> {
         self.routes[route].mirror.as_ref()
     }
 
-    /// Return the metrics of a limit of a route that counts tokens.
+    /// Return the token metrics of a limit of a route, or `None` if the limit does not count tokens.
     pub(super) fn tokens(&self, route: usize, limit_index: usize) -> Option<&TokenMetrics> {
         self.routes[route].tokens[limit_index].as_ref()
     }
 
-    /// Return the responses of an upstream.
+    /// Return the response metrics of an upstream.
     pub(super) fn upstream_responses(&self, upstream: usize) -> Arc<ResponseStats> {
         self.upstreams[upstream].responses.clone()
     }
@@ -418,8 +419,8 @@ impl WorkerMetrics {
         }
     }
 
-    /// Record a decision on the limits of a route. `name` is called only for denied identities that the sketch does not
-    /// contain.
+    /// Record a decision on the limits of a route. `name` returns the display name of an identity. It is called only
+    /// for denied identities that the sketch does not contain.
     pub(super) fn record_decision(
         &self,
         route: usize,
@@ -448,13 +449,14 @@ impl WorkerMetrics {
     }
 }
 
-// === Top identities: those with the most denials or the highest cost of a limit in the last minutes, in bounded memory ===
+// === Top identities: the identities with the most denials or the highest cost of a limit in the last minutes, in
+// bounded memory ===
 
 // Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 // Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
-// Streams", 2017). A sketch keeps at most 96 identities. The error of a sum is bounded: it is never too high, and too
-// low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all workers and minutes
-// are merged when the list is read.
+// Streams", 2017). A sketch keeps at most 96 identities. The error of an identity's sum is bounded: the sum is never
+// too high, and too low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all
+// workers and minutes are merged when the list is read.
 
 /// Capacity of a sketch, of which three quarters are used.
 const SKETCH_CAPACITY: usize = 128;
@@ -493,11 +495,12 @@ type Sketch = FrequentItemsSketch<SketchKey>;
 #[derive(Debug)]
 pub struct TopIdentities {
     started_at: Instant,
-    /// The sketches of the last minutes. The worker and readers of the list lock them.
+    /// The sketches of the last minutes, each with the index of its minute. The worker locks them to record, and the
+    /// admin API locks them to read the list.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
-/// An identity with a large sum.
+/// An identity with many denials or a high cost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeavyHitter {
     /// Hash of the identity.
@@ -534,7 +537,8 @@ impl TopIdentities {
         sketch.update_with_count(key, amount);
     }
 
-    /// Return the sum of a limit on all workers in the last minutes, and the `count` identities with the largest sums.
+    /// Return the sum of all identities of a limit on all workers in the last minutes, and the `count` identities with
+    /// the largest sums.
     pub fn top(workers: &[Arc<TopIdentities>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
         let Some(mut sum) = new_sketch() else { return (0, Vec::new()) };
         for worker in workers {
@@ -607,9 +611,9 @@ mod tests {
         denied[0].record(Identity(1), at(0), 1, || name("1"));
         denied[0].record(Identity(2), at(4), 1, || name("2"));
         assert_eq!(top(&denied, at(4)).len(), 2);
-        assert_eq!(top(&denied, at(5)), [(2, 1, 1)], "the first minute is long ago");
+        assert_eq!(top(&denied, at(5)), [(2, 1, 1)], "the first minute is outside the window");
         denied[0].record(Identity(3), at(5), 1, || name("3"));
-        assert_eq!(top(&denied, at(8)).len(), 2, "its place was taken");
+        assert_eq!(top(&denied, at(8)).len(), 2, "the window contains the identities 2 and 3");
         assert_eq!(top(&denied, at(20)), []);
     }
 
@@ -636,7 +640,7 @@ mod tests {
             .flatten()
             .map(|(_, sketch)| sketch.num_active_items())
             .sum::<usize>();
-        assert!(kept <= SKETCH_CAPACITY * 3 / 4, "{kept} are kept");
+        assert!(kept <= SKETCH_CAPACITY * 3 / 4, "{kept} identities are kept");
         let (all, often) = TopIdentities::top(&denied, now, 3);
         assert_eq!((all, often[0].identity, &often[0].name), (1_100_000, Identity(7), &name("the one")));
         let (at_least, at_most) = (often[0].lower_bound, often[0].upper_bound);

@@ -2,7 +2,8 @@
 //!
 //! The client never waits for the copy. The body is copied while the gateway forwards it to the upstream of the route.
 //! A separate task sends the copy when the body is complete. The number of copies is bounded per worker, and their
-//! bytes are bounded per process. When a bound is reached, further requests are not copied, and counted.
+//! bytes are bounded per process. When a bound is reached, further requests are not copied. The gateway counts them by
+//! [`DropReason`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -58,11 +59,11 @@ impl CopyResult {
 /// The reason why a request was not copied, or why its copy was not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DropReason {
-    /// The maximum number of copies, `max_in_flight`, was in flight.
+    /// `max_in_flight` copies were already in flight.
     MaxInFlight,
     /// The body exceeds `max_body`.
     MaxBody,
-    /// The bodies of all copies reached their share of `server.max_buffered`.
+    /// The bodies of all copies have used up their memory budget, which is a quarter of `server.max_buffered`.
     MaxBuffered,
     /// The body did not reach its end.
     Incomplete,
@@ -117,7 +118,7 @@ impl MirrorStats {
     }
 }
 
-/// A copy in flight. Dropping the value ends the copy.
+/// The permit of a copy in flight. Dropping the value releases the permit.
 struct InFlight(Arc<MirrorStats>);
 
 impl InFlight {
@@ -135,8 +136,7 @@ impl Drop for InFlight {
     }
 }
 
-/// The tasks of a worker that send copies. The tasks that send copies may live longer than the requests and the
-/// configuration.
+/// The tasks that send the copies of a worker. They may outlive the requests and the configuration snapshot.
 #[derive(Debug, Clone, Default)]
 pub struct MirrorTasks(TaskTracker);
 
@@ -161,7 +161,7 @@ impl Default for MirrorBudget {
     }
 }
 
-/// A request that is copied.
+/// A request that was selected for copying.
 pub(super) struct Selected<'a> {
     mirror: &'a Mirror,
     stats: Arc<MirrorStats>,
@@ -169,7 +169,8 @@ pub(super) struct Selected<'a> {
     client: Option<ProxiedConnection>,
 }
 
-/// Return whether a request of this route is copied. `request` is the request as it was received.
+/// Decide whether a request of this route is copied, and return `None` if not. `request` is the request as it was
+/// received.
 pub(super) fn select<'a>(
     context: &RequestContext<'_>,
     route: &'a Route,
@@ -188,8 +189,8 @@ pub(super) fn select<'a>(
 }
 
 impl Selected<'_> {
-    /// Copy a request that is about to be sent. The copy has the target and headers for an HTTP/1.1 upstream.
-    /// `is_upgrade` is true if the request offers to upgrade the connection.
+    /// Copy a request that is about to be sent. `request` already has the target and the headers for an HTTP/1.1
+    /// upstream. `is_upgrade` is true if the request offers to upgrade the connection.
     pub(super) fn copy(self, context: &RequestContext<'_>, request: &mut Request<RequestBody>, is_upgrade: bool) {
         let Selected { mirror, stats, client } = self;
         if is_upgrade {
@@ -232,7 +233,7 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        // Reserve `max_body` bytes if the length is unknown. A longer body of known length is not copied.
+        // Reserve memory for the known length, or for `max_body` bytes if the length is unknown.
         let max = length.exact().map_or(mirror.max_body, |length| length as usize);
         let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);
@@ -251,7 +252,7 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// Give the copy a separate flow, because the copy may outlive the connection of the client.
+    /// Separate flow of the copy, because the copy may outlive the connection of the client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,
@@ -291,13 +292,14 @@ impl RequestCopy {
             Ok(response) => {
                 stats.sent.increment(CopyResult::Responded as usize);
                 let mut body = response.into_body();
-                // Read the response to its end, so that the connection can be reused, but only for a limited time.
+                // Read the response to its end, so that the connection can be reused, but not longer than the response
+                // timeout.
                 let discard = async { while let Some(Ok(_)) = body.frame().await {} };
                 let _ = timeout(upstream.response_timeout(), discard).await;
             }
             Err(error) => {
                 stats.sent.increment(CopyResult::Failed as usize);
-                debug!(%error, "copy of a mirrored request failed");
+                debug!(%error, "the mirrored copy of a request failed");
             }
         }
     }

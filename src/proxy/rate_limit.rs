@@ -30,7 +30,8 @@ use crate::upstream::UpstreamError;
 /// that need no credential.
 ///
 /// # Errors
-/// The request is not authenticated, a limit is missing its identity or cost, or the store failed.
+/// The request is not authenticated, the request lacks an identity or a cost that a limit requires, or the store
+/// failed.
 pub(super) async fn check_limits<'a>(
     limiter: &Limiter,
     context: &mut RequestContext<'a>,
@@ -92,8 +93,8 @@ pub(super) async fn check_limits<'a>(
 /// Check the limits of a route in two calls, and wait for the provider `pending` between them. The first call checks
 /// the limits that need no credential, so that attempts to guess a credential are limited. The second call checks all
 /// other limits. If the second call denies the request, the charges of the first call are refunded. If the request is
-/// not authenticated, these charges stay. All verified credentials are in `context.credentials`, even if the request is
-/// rejected.
+/// not authenticated, these charges are kept. All verified credentials are in `context.credentials`, even if the
+/// request is rejected.
 ///
 /// # Errors
 /// The errors of [`check_limits`].
@@ -200,8 +201,8 @@ async fn refund(decision: &mut Decision<'_>) {
     }
 }
 
-/// Make the charges and refunds that depend on the response. The decision then contains the outcomes after settlement,
-/// so that the client gets the corrected values.
+/// Make the charges and refunds that depend on the response. The decision then contains the outcomes after the
+/// settlement, so that the RateLimit headers report the settled values.
 pub(super) fn settle<'d, 'a>(
     decision: &'d mut Decision<'a>,
     route: &Route,
@@ -228,7 +229,7 @@ pub(super) fn settle<'d, 'a>(
 /// Return whether the status of the response refunds the charge of a limit.
 pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Body>, UpstreamError>) -> bool {
     let status = result.as_ref().map_or_else(upstream_status, Response::status);
-    // Never refund failures that the client causes, so that a client cannot cause a refund, for example by aborting the
+    // Never refund a request that failed because of the client. A client could otherwise get a refund by aborting the
     // request.
     !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
 }
@@ -251,7 +252,8 @@ fn settle_action(
     }
 }
 
-/// Append the RateLimit headers of a decision, and the header that lets scripts of other origins read them.
+/// Append the RateLimit headers of a decision, and `Access-Control-Expose-Headers`, which lets scripts of other origins
+/// read them.
 pub fn append_ratelimit_headers(headers: &mut HeaderMap, limits: &RouteLimits, decision: &Decision<'_>) {
     if decision.results.is_empty() {
         return;
@@ -267,7 +269,7 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, limits: &RouteLimits, d
 
 // === Limit checks: the limit key, quota and cost of a request for each limit ===
 
-/// A request for which a route was found.
+/// The parts of a routed request from which identities and costs are computed.
 #[derive(Debug)]
 pub struct LimitContext<'a, B> {
     /// Method, target and headers of the request.
@@ -323,7 +325,8 @@ impl<'a, B> LimitContext<'a, B> {
     }
 }
 
-/// Build a check for each limit that applies. `identities` are the identity specs of the limits, by index.
+/// Build a check for each limit that applies. `identities` contains the identity specs to which
+/// [`RouteLimit::identity_index`] refers.
 ///
 /// # Errors
 /// The request lacks an identity, or a cost that a trusted proxy has to send.
@@ -365,9 +368,9 @@ where
     Ok(checks)
 }
 
-/// Build the checks of a request that is not authenticated: only the limits by address. Their cost is charged at once
-/// and never refunded, because guessing credentials would otherwise be free. Concurrency limits are skipped, because
-/// the request is rejected at once.
+/// Build the checks of a request that is not authenticated, only for the limits that need no credential. Their cost is
+/// charged at once and never refunded, because guessing credentials would otherwise be free. Concurrency limits are
+/// skipped, because the request is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -415,7 +418,8 @@ where
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
-/// Return the charge, refund or settlement of a limit that depends on the response.
+/// Return the action of a limit after the response: a charge, a possible refund, or nothing. `is_post_paid` is true if
+/// the response determines the cost.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

@@ -9,35 +9,35 @@ use regex::bytes::{Regex, RegexBuilder};
 
 use crate::payload::json::body::{JsonBody, JsonPointer, JsonValue};
 
-/// A condition on the values of a header or of a query parameter, or on a value of the body.
+/// A condition on the values of a header or query parameter, or on a value in the JSON body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// The part of the request that contains the values.
+    /// The part of the request whose values are tested.
     pub source: ConditionSource,
-    /// The requirement on the values.
+    /// The requirement that the values must meet.
     pub test: ValueTest,
 }
 
-/// The source of the values that a condition tests.
+/// The part of a request whose values a condition tests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConditionSource {
-    /// The lines of a request header. A list in one header line is one value.
+    /// A request header. Each occurrence of the header is one value, even if it contains a comma-separated list.
     Header(HeaderName),
     /// The query parameters with this name, after decoding.
     Query(Box<str>),
-    /// The value at a pointer into the JSON body. A string, an integer, `true` or `false` is compared as text. All
-    /// other values meet only [`Present`](ValueTest::Present).
+    /// The value at a JSON pointer into the body. Strings, integers, `true` and `false` are compared as text. All other
+    /// values meet only [`Present`](ValueTest::Present).
     Json(JsonPointer),
 }
 
-/// The body of a request, for conditions on it.
+/// The body of a request, as far as conditions know it.
 #[derive(Debug, Clone, Copy)]
 pub enum RouteBody<'a> {
-    /// The body was not read.
+    /// The body has not been read yet.
     Unread,
-    /// The body will never be known, so conditions on the body count as met.
+    /// The body is not available and will not be read. Conditions on the body count as met.
     Unknown,
-    /// The values that were read from the body. A request without a body has no values.
+    /// The values that were read from the body. Without a body, there are no values.
     Read(&'a JsonBody),
 }
 
@@ -48,32 +48,33 @@ pub enum Met {
     Yes,
     /// The request does not meet the condition.
     No,
-    /// The body has not been read, and the condition depends on it.
+    /// The condition depends on the body, which has not been read yet.
     NeedsBody,
-    /// Servers may read different values.
+    /// The value in the body is too long, or servers may read different values.
     Ambiguous,
 }
 
-/// The requirement on the values.
+/// The requirement that the values must meet.
 ///
-/// A header or parameter that is present more than once meets only [`Present`](Self::Present). Servers use the first
-/// value, the last value or all of them, so the client would choose the value that the upstream reads.
+/// If a header or parameter occurs more than once, only [`Present`](Self::Present) is met. Servers use the first value,
+/// the last value or all of them. With any other requirement, clients could send one value for routing and another one
+/// for the upstream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ValueTest {
-    /// The header, parameter or pointer has exactly one value, which is equal to this text.
+    /// There is exactly one value, and it is equal to this text.
     Exact(Box<[u8]>),
-    /// The header, parameter or pointer has exactly one value, which begins with this text.
+    /// There is exactly one value, and it starts with this text.
     Prefix(Box<[u8]>),
-    /// The header, parameter or pointer has exactly one value, and the expression matches the whole value.
+    /// There is exactly one value, and the whole value matches this expression.
     Regex(Expression),
-    /// The request has at least one value.
+    /// There is at least one value.
     Present,
-    /// The request has no value.
+    /// There is no value.
     Absent,
 }
 
 impl Condition {
-    /// Return whether a request with these headers and this query meets the condition.
+    /// Return whether a request with these headers, query and body meets the condition.
     pub fn matches(&self, headers: &HeaderMap, query: Option<&str>, body: RouteBody<'_>) -> Met {
         let is_met = match &self.source {
             ConditionSource::Header(name) => {
@@ -97,8 +98,8 @@ impl Condition {
         matches!(self.source, ConditionSource::Json(_))
     }
 
-    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two regular
-    /// expressions.
+    /// Return whether no request can meet both conditions. If this is unknown, return `false`, for example for two
+    /// regular expressions.
     pub fn excludes(&self, other: &Condition) -> bool {
         use ValueTest::{Absent, Exact, Prefix, Present, Regex};
         self.source == other.source
@@ -114,7 +115,7 @@ impl Condition {
             }
     }
 
-    /// Return whether every request that meets `other` meets this condition as well. Return `false` if this is unknown.
+    /// Return whether every request that meets `other` also meets this condition. If this is unknown, return `false`.
     pub fn is_implied_by(&self, other: &Condition) -> bool {
         use ValueTest::{Exact, Prefix, Present, Regex};
         self.source == other.source
@@ -128,7 +129,7 @@ impl Condition {
     }
 }
 
-/// Return the condition as text that completes "the route requires …".
+/// Formats the condition as text that completes "the route requires …".
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (kind, name, separator) = match &self.source {
@@ -149,7 +150,7 @@ impl fmt::Display for Condition {
 }
 
 impl ValueTest {
-    /// Return whether a value of a JSON body meets the requirement. `None` means that there is no such value.
+    /// Return whether a value in a JSON body meets the requirement. `None` means that the body has no such value.
     fn matches_json(&self, value: Option<&JsonValue>) -> bool {
         let text = value.and_then(JsonValue::text);
         match self {
@@ -178,15 +179,15 @@ impl ValueTest {
     }
 }
 
-/// Return the values of the query parameters that have this name, decoded as [`form_decoded`] does. A parameter without
+/// Return the values of all query parameters with this name. They are decoded by [`form_decoded`]. A parameter without
 /// `=` has an empty value.
 pub fn query_values<'q>(query: &'q str, name: &str) -> impl Iterator<Item = Cow<'q, [u8]>> {
     let pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     pairs.filter(move |(key, _)| *form_decoded(key) == *name.as_bytes()).map(|(_, value)| form_decoded(value))
 }
 
-/// Decode a name or value of a query in the encoding of forms (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
-/// Replacing them with U+FFFD would make different values equal.
+/// Decode a name or value in the form encoding of a query (WHATWG URL §5.1). Keep bytes that are not UTF-8: replacing
+/// them with U+FFFD would make different values equal.
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     if text.contains(['%', '+']) {
         Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
@@ -197,21 +198,21 @@ fn form_decoded(text: &str) -> Cow<'_, [u8]> {
 
 // === Regular expressions that must match a whole text ===
 
-/// Maximum length of an expression, in bytes.
+/// Maximum length of an expression in bytes.
 pub const MAX_LENGTH: usize = 1024;
 
-/// Maximum size of a compiled expression, in bytes. The maximum bounds the time of a match, which in the worst case is
-/// proportional to the product of this size and the length of the text.
+/// Maximum size of a compiled expression in bytes. In the worst case, the time to match is proportional to the product
+/// of this size and the length of the text. The limit bounds this time.
 const MAX_COMPILED_SIZE: usize = 128 << 10;
 
-/// Maximum memory in bytes for the automaton of an expression, which is built on demand, for each thread that matches
-/// at the same time.
+/// Maximum memory in bytes for the lazily built automaton of an expression. Each thread that matches at the same time
+/// may use this memory.
 const MAX_CACHE_SIZE: usize = 256 << 10;
 
-/// Maximum nesting of groups and repetitions.
+/// Maximum nesting depth of groups and repetitions.
 const MAX_NESTING: u32 = 32;
 
-/// A regular expression that is anchored at both ends. Classes such as `\d`, and the flag `(?i)`, apply only to ASCII
+/// A regular expression that must match a whole text. Classes such as `\d`, and the flag `(?i)`, apply only to ASCII
 /// characters.
 #[derive(Debug, Clone)]
 pub struct Expression {
@@ -219,7 +220,7 @@ pub struct Expression {
     anchored: Regex,
 }
 
-/// The reason why an expression is not valid.
+/// The reason why an expression is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExpressionError {
     /// The expression is empty.
@@ -228,10 +229,10 @@ pub enum ExpressionError {
     /// The expression is longer than [`MAX_LENGTH`].
     #[error("the regular expression is longer than {MAX_LENGTH} bytes")]
     TooLong,
-    /// The compiled expression is too large.
+    /// The compiled expression is larger than 128 KiB.
     #[error("the compiled regular expression is larger than {} KiB", MAX_COMPILED_SIZE >> 10)]
     TooLarge,
-    /// The syntax is not valid.
+    /// The expression has a syntax error.
     #[error("the regular expression is not valid: {0}")]
     Syntax(String),
 }
@@ -240,7 +241,7 @@ impl Expression {
     /// Compile an expression.
     ///
     /// # Errors
-    /// The expression is not valid, or too large.
+    /// The expression is invalid or too large.
     pub fn new(text: &str) -> Result<Self, ExpressionError> {
         if text.is_empty() {
             return Err(ExpressionError::Empty);
@@ -248,14 +249,14 @@ impl Expression {
         if text.len() > MAX_LENGTH {
             return Err(ExpressionError::TooLong);
         }
-        // The expression is first compiled alone, so that its parentheses must be balanced: an unbalanced parenthesis
-        // could close the group that is added around the expression.
+        // First compile the expression alone, so that unbalanced parentheses are errors. Otherwise, they could close
+        // the group that is added below.
         compile(text)?;
         let anchored = compile(&format!(r"\A(?:{text})\z"))?;
         Ok(Expression { text: text.into(), anchored })
     }
 
-    /// Return the expression as it is written.
+    /// Return the text of the expression.
     pub fn as_str(&self) -> &str {
         &self.text
     }
@@ -265,8 +266,8 @@ impl Expression {
         self.anchored.is_match(text)
     }
 
-    /// Return the part of a text that a named group matches. Return `None` if the expression does not match the text,
-    /// or if the group does not take part in the match.
+    /// Return the part of a text that a named group captures. Return `None` if the expression does not match, or if the
+    /// group is not part of the match.
     pub fn capture<'t>(&self, text: &'t str, name: &str) -> Option<&'t str> {
         let captures = self.anchored.captures(text.as_bytes())?;
         text.get(captures.name(name)?.range())
@@ -278,7 +279,7 @@ impl Expression {
     }
 }
 
-/// Compare the texts: two expressions are equal if their texts are equal.
+/// Two expressions are equal if their texts are equal.
 impl PartialEq for Expression {
     fn eq(&self, other: &Self) -> bool {
         self.text == other.text
@@ -293,7 +294,7 @@ fn compile(text: &str) -> Result<Regex, ExpressionError> {
     builder.build().map_err(|error| match error {
         regex::Error::CompiledTooBig(_) => ExpressionError::TooLarge,
         error => {
-            // The message of a syntax error shows the expression first. The reason is in the last line of the message.
+            // The message shows the expression first. Its last line contains the reason.
             let message = error.to_string();
             let reason = message.lines().last().unwrap_or_default();
             ExpressionError::Syntax(reason.strip_prefix("error: ").unwrap_or(reason).to_owned())
@@ -380,7 +381,7 @@ mod tests {
         }
     }
 
-    /// The test checks that both comparisons of conditions agree with the values that the conditions accept.
+    /// `excludes` and `is_implied_by` must agree with the values that the conditions accept.
     #[test]
     fn comparisons_agree_with_matches() {
         let values = ["gold", "free", "go", "golden", "x", ""];
@@ -454,7 +455,7 @@ mod tests {
         assert_eq!(error("("), ExpressionError::Syntax("unclosed group".to_owned()));
     }
 
-    /// The test checks that the time is linear in the length of the text.
+    /// Matching must take linear time in the length of the text.
     #[test]
     fn nested_repetitions_are_not_exponential() {
         let expression = Expression::new("(?:a|a|aa)+(?:a*)*b").unwrap();

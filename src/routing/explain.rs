@@ -7,44 +7,44 @@ use http::Method;
 use crate::routing::condition::Condition;
 use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable, Unmet};
 
-/// A route compared with a request. A route with several hosts, or with both forms of a trailing slash, has one
-/// candidate for each.
+/// The result of comparing a route with a request. A route with several hosts has one candidate per host. A route that
+/// accepts a path with and without trailing slash has one candidate for each form.
 #[derive(Debug)]
 pub struct Candidate<'t, T> {
     /// Target of the route.
     pub target: &'t T,
-    /// Host of the route, as it is configured. `None` matches any host.
+    /// Host of the route, as configured. `None` if the route matches any host.
     pub host: Option<String>,
     /// Methods of the route. An empty list means all methods.
     pub methods: &'t [Method],
     /// Indices of the listeners of the route. An empty list means all listeners.
     pub listeners: &'t [usize],
-    /// Conditions of the route.
+    /// Conditions of the route on headers, query parameters and the body.
     pub conditions: &'t [Condition],
-    /// The first condition that the request does not meet. `None` if the route matches.
+    /// The first requirement that the request does not meet. `None` if the route matches.
     pub mismatch: Option<MismatchReason<'t>>,
-    /// Number of path segments that match.
+    /// Number of path segments of the request that match.
     matched_segments: usize,
 }
 
-/// The condition that a request does not meet.
+/// The requirement that a request does not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MismatchReason<'t> {
     /// The host of the request does not match.
     Host,
     /// The path of the request does not match.
     Path,
-    /// The route belongs to another listener.
+    /// The route does not serve the listener of the request.
     Listener,
     /// The method of the request does not match.
     Method,
-    /// This condition on a header, a query parameter or the body.
+    /// The request does not meet this condition on a header, a query parameter or the body.
     Condition(&'t Condition),
 }
 
 impl<T> Candidate<'_, T> {
-    /// Sort key, with the closest match first. The conditions are checked in this order: host, path, listener, method,
-    /// headers and query.
+    /// Return a sort key that puts the closest match first. The requirements of a route are checked in this order:
+    /// host, path, listener, method, conditions. A route that meets more of them is closer.
     pub fn distance(&self) -> impl Ord + use<T> {
         let criterion = match self.mismatch {
             None => 0,
@@ -58,18 +58,18 @@ impl<T> Candidate<'_, T> {
     }
 }
 
-/// State of a walk through the route tree, from the root to a node.
+/// State of a walk through the route tree, at one node.
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
-    /// The part of the path that was not compared yet. `None` if no segment remains.
+    /// The part of the path that has not been compared yet. `None` if no segment is left.
     remaining: Option<&'a str>,
     path_matches: bool,
     matched_segments: usize,
 }
 
 impl<T> RouteTable<T> {
-    /// Compare all routes with a request, in no particular order.
+    /// Compare all routes with a request. The candidates are in no particular order.
     pub fn candidates(&self, request: &RouteRequest<'_>) -> Vec<Candidate<'_, T>> {
         let host = request.host;
         let mut found = Vec::new();
@@ -186,17 +186,18 @@ impl<T> RouteEntry<T> {
     }
 }
 
-// Detection of unreachable routes.
+// Detection of unreachable routes, which match no request with certain methods.
 
-/// The target of an unreachable route, the target of the route that takes precedence, and the affected methods.
+/// The target of an unreachable route, the target of the route that precedes it, and the methods for which it is
+/// unreachable.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
 
 impl<T> RouteTable<T> {
-    /// Return the unreachable routes: routes without methods but with conditions, over which a route with methods and
-    /// the same or fewer conditions takes precedence. A route with several hosts is returned once for each host.
+    /// Return routes that are unreachable for some methods. Such a route has conditions, but no methods. A route with
+    /// methods precedes it, and has the same or fewer conditions. A route with several hosts is returned once per host.
     ///
-    /// Routes cannot be unreachable in any other way, because more specific routes leave the remaining requests to less
-    /// specific ones.
+    /// A route cannot be unreachable for another reason: more specific routes leave all other requests to less specific
+    /// routes.
     pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
         for routes in self.hosts() {
@@ -226,8 +227,8 @@ fn collect_unreachable<'t, T>(entries: &'t [RouteEntry<T>], found: &mut Vec<Unre
 }
 
 impl<T> RouteEntry<T> {
-    /// Return whether this route takes precedence over `late`, a route without methods, for all requests with one of
-    /// the methods of this route.
+    /// Return whether this route precedes `late` for all requests with one of this route's methods. `late` is a route
+    /// without methods.
     fn precedes(&self, late: &RouteEntry<T>) -> bool {
         let (listeners, late_listeners) = (self.listeners(), late.listeners());
         let is_implied = |condition: &Condition| late.conditions().iter().any(|late| condition.is_implied_by(late));
@@ -324,7 +325,7 @@ mod unreachable_tests {
                 table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // The lookup must give the same result as the explanation.
+                // The lookup must agree with the explanation.
                 let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::routing::condition::{Expression, ExpressionError};
 
-/// A path pattern: segments such as `/v1/users/{id}` or `/v1/{*rest}`, or a regular expression.
+/// A path pattern: path segments such as `/v1/users/{id}` or `/v1/{*rest}`, or a regular expression.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathPattern(pub(super) PathForm);
 
@@ -22,22 +22,22 @@ pub(super) enum Segment {
     Rest(Box<str>),
 }
 
-/// Error in a path pattern.
+/// An error in a path pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PathPatternError {
-    /// The path does not start with `/`.
+    /// The pattern does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
-    /// The path has a segment after the catch-all parameter, which must be last.
+    /// A segment follows the catch-all parameter, which must be the last segment.
     #[error("`{{*{0}}}` matches the rest of the path: nothing may follow it")]
     RestNotLast(String),
-    /// A segment has braces but is not a valid parameter.
+    /// A segment contains braces, but is not a valid parameter.
     #[error("a parameter must be a whole segment with a name, such as `{{id}}` or `{{*rest}}`, not `{0}`")]
     InvalidParameter(String),
     /// Two parameters have the same name.
     #[error("duplicate parameter `{0}`")]
     DuplicateParameter(String),
-    /// A segment has `*` outside of a catch-all parameter.
+    /// A segment contains `*` outside of a catch-all parameter.
     #[error("`*` alone is not supported: `{{*rest}}` matches the rest of the path")]
     BareWildcard,
 }
@@ -81,19 +81,20 @@ impl FromStr for PathPattern {
     }
 }
 
-/// Return the pattern that a path in the syntax of another program probably means: `:id`, `<id>`, `*` and regular
-/// expressions. Return `None` if the path has no such syntax, or if its meaning is unclear.
+/// Convert a path in the syntax of another program to a pattern that probably has the same meaning. Supported are
+/// `:id`, `<id>`, `*` and regular expressions. Return `None` if the path has no such syntax, or if its meaning is
+/// unclear.
 pub fn suggestion(text: &str) -> Option<String> {
-    // Remove the location modifiers of nginx and the anchors of regular expressions.
+    // Remove nginx location modifiers and the anchors of regular expressions.
     let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
-    // Replace `[^/]` before splitting at slashes, because it is the only common expression that contains a slash.
+    // Before splitting at slashes, replace `[^/]`: it is the only common expression that contains a slash.
     let path = path.replace("[^/]", "[^.]");
     let mut segments = Vec::new();
     let mut parameters: usize = 0;
     let mut rest = path.strip_prefix('/')?.split('/').peekable();
     while let Some(segment) = rest.next() {
         let is_wildcard = matches!(segment, "*" | "**" | ".*" | ".+" | "(.*)" | "(.+)" | "{*}");
-        // Propose a parameter for one segment if other segments follow the wildcard.
+        // If segments follow the wildcard, use a parameter for a single segment.
         segments.push(match foreign_parameter(segment) {
             Some(name) => name,
             None if is_wildcard && rest.peek().is_none() => "{*rest}".to_owned(),
@@ -104,7 +105,7 @@ pub fn suggestion(text: &str) -> Option<String> {
             None => segment.to_owned(),
         });
     }
-    // Append a catch-all parameter if the regular expression has no `$`, because it also matches longer paths.
+    // A regular expression without `$` also matches longer paths, so append a catch-all parameter.
     let is_prefix = text.trim_start_matches(['~', '*', ' ']).starts_with('^') && !text.ends_with('$');
     if is_prefix && segments.last().is_none_or(|last: &String| !last.starts_with("{*")) {
         segments.retain(|segment| !segment.is_empty());
@@ -114,7 +115,7 @@ pub fn suggestion(text: &str) -> Option<String> {
     (path != text && path.parse::<PathPattern>().is_ok()).then_some(path)
 }
 
-/// Return the parameter for `:id`, `<id>`, `<int:id>`, `{id:EXPRESSION}` and `{rest...}`.
+/// Convert `:id`, `<id>`, `<int:id>`, `{id:EXPRESSION}` or `{rest...}` to a parameter.
 fn foreign_parameter(segment: &str) -> Option<String> {
     let enclosed = |open: char, close: char| segment.strip_prefix(open)?.strip_suffix(close);
     let (name, expression) = if let Some(name) = segment.strip_prefix(':') {
@@ -133,18 +134,18 @@ fn foreign_parameter(segment: &str) -> Option<String> {
     is_name.then(|| format!("{{{star}{name}}}"))
 }
 
-/// Return whether a segment is a regular expression and not text.
+/// Return whether a segment is a regular expression instead of literal text.
 fn is_regex(segment: &str) -> bool {
     let is_group = segment.starts_with('(') && segment.ends_with(')');
     is_group || segment.contains(".+") || segment.contains(".*") || segment.contains(['[', ']', '\\'])
 }
 
 impl PathPattern {
-    /// Create a pattern from a regular expression, which must match the whole path. Named groups of the expression are
-    /// parameters.
+    /// Create a pattern from a regular expression that must match the whole path. The named groups of the expression
+    /// are parameters.
     ///
     /// # Errors
-    /// The expression is not valid, or too large.
+    /// The expression is invalid or too large.
     pub fn from_regex(text: &str) -> Result<Self, ExpressionError> {
         Ok(PathPattern(PathForm::Regex(Expression::new(text)?)))
     }
@@ -154,7 +155,7 @@ impl PathPattern {
         matches!(self.0, PathForm::Regex(_))
     }
 
-    /// Return the segments. A regular expression has no parameters.
+    /// Return the segments. The list is empty for a regular expression.
     fn segments(&self) -> &[Segment] {
         match &self.0 {
             PathForm::Segments(segments) => segments,
@@ -162,8 +163,8 @@ impl PathPattern {
         }
     }
 
-    /// Return the pattern with the trailing slash added or removed: `/a/` for `/a`, and `/a` for `/a/` and
-    /// `/a/{*rest}`. Return `None` for `/`, `/{*rest}` and regular expressions.
+    /// Return the pattern with the trailing slash added or removed. The result is `/a/` for `/a`, and `/a` for `/a/`
+    /// and `/a/{*rest}`. Return `None` for `/`, `/{*rest}` and regular expressions.
     pub fn with_other_slash(&self) -> Option<PathPattern> {
         let PathForm::Segments(segments) = &self.0 else { return None };
         let ends_in_slash = match segments.last()? {
@@ -178,7 +179,7 @@ impl PathPattern {
         (!other.is_empty()).then_some(PathPattern(PathForm::Segments(other)))
     }
 
-    /// Return a path that the pattern matches, with `value` for every parameter. Return `None` for regular expressions.
+    /// Return a path that matches the pattern. `value` replaces each parameter. Return `None` for regular expressions.
     pub fn sample(&self, value: &str) -> Option<String> {
         let PathForm::Segments(segments) = &self.0 else { return None };
         let text = |segment: &Segment| match segment {
@@ -188,13 +189,13 @@ impl PathPattern {
         Some(segments.iter().map(text).collect())
     }
 
-    /// Return whether all segments are literal.
+    /// Return whether the pattern has no parameters and is no regular expression.
     pub fn is_literal(&self) -> bool {
         let PathForm::Segments(segments) = &self.0 else { return false };
         segments.iter().all(|segment| matches!(segment, Segment::Literal(_)))
     }
 
-    /// Return the value of a parameter in a path that the pattern matches.
+    /// Return the value of a parameter in a path that matches the pattern.
     pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
         let segments = match &self.0 {
             PathForm::Segments(segments) => segments,
@@ -212,7 +213,8 @@ impl PathPattern {
         None
     }
 
-    /// Return whether both patterns match the same paths. Regular expressions are compared by their text.
+    /// Return whether both patterns match the same paths. Two regular expressions match the same paths only if their
+    /// texts are equal.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let (one, other) = match (&self.0, &other.0) {
             (PathForm::Segments(one), PathForm::Segments(other)) => (one, other),
@@ -252,7 +254,7 @@ impl PathPattern {
         }
     }
 
-    /// Return whether all paths that the pattern matches start with the segments of `prefix`.
+    /// Return whether the pattern starts with the literal segments in `prefix`.
     pub fn has_prefix(&self, prefix: &str) -> bool {
         let mut segments = self.segments().iter();
         let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
@@ -260,10 +262,10 @@ impl PathPattern {
     }
 }
 
-// Rewrite templates: path and query with parameters of the route's path.
+// Rewrite templates: a path and a query that may contain path parameters of the route.
 //
-// Clients cannot change the structure of the result. In the path, a parameter keeps its canonical form. In the query,
-// it is percent-encoded as a single value.
+// Clients cannot change the structure of the result. In the path, the value of a parameter keeps its canonical form. In
+// the query, it is percent-encoded.
 
 /// A rewrite template, such as `/internal/{rest}` or `/search?of={id}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -279,7 +281,7 @@ enum Piece {
     Parameter(Box<str>),
 }
 
-/// Error in a rewrite template.
+/// An error in a rewrite template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     /// The template does not start with `/`.
@@ -288,13 +290,13 @@ pub enum TemplateError {
     /// A brace is not part of a parameter.
     #[error("braces must enclose a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
-    /// The template has a parameter in the syntax of a path pattern.
+    /// The template contains a catch-all parameter in the syntax of a path pattern, such as `{*rest}`.
     #[error("`{{*{0}}}` is valid only in `path`: write `{{{0}}}`")]
     Wildcard(String),
-    /// The template has a fragment.
+    /// The template contains a fragment.
     #[error("a fragment (`#`) is never sent to servers")]
     Fragment,
-    /// The query is empty.
+    /// The template contains `?`, but its query is empty.
     #[error("the query after `?` is empty; the query of the request is always kept")]
     EmptyQuery,
 }
@@ -343,7 +345,7 @@ fn parse_pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
 }
 
 impl RewriteTemplate {
-    /// Return the parameters in order of appearance.
+    /// Return the names of the parameters, in the order in which they occur.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.path.iter().chain(self.query.iter().flatten()).filter_map(|piece| match piece {
             Piece::Literal(_) => None,
@@ -351,8 +353,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return whether the parameter always consists of whole segments where the path of the template uses it. If it
-    /// does not, a value that is empty or has several segments would change the adjacent segments.
+    /// Return whether the parameter is always a whole path segment in the template's path. Otherwise, a value that is
+    /// empty or has several segments would change the adjacent segments.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
@@ -368,20 +370,20 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return the path and the query with `value` in place of every parameter.
+    /// Return the path and the query, with `value` in place of each parameter.
     pub fn fill(&self, value: &str) -> (String, Option<String>) {
         let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
         (fill(&self.path), self.query.as_deref().map(fill))
     }
 
-    /// Return the target for a request whose canonical `path` matches the pattern of its route. The query of the
-    /// request is appended to the query of the template.
+    /// Expand the template for a request. Return the request target. The canonical `path` of the request must match the
+    /// pattern. The query of the request is appended to the query of the template.
     pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
         for piece in &self.path {
             let text = piece.text(value);
-            // In the path, the value of a catch-all parameter may be empty or end with a slash.
+            // The value of a catch-all parameter may be empty or end with a slash, so avoid a double slash.
             out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
         }
         let mut separator = '?';
@@ -412,14 +414,14 @@ impl Piece {
     }
 }
 
-/// Append a value to a query. Keep unreserved characters and percent-encoding, and encode all other characters of a
-/// canonical path.
+/// Append a parameter value to a query. Keep unreserved characters and existing percent-encoding. Percent-encode all
+/// other characters.
 fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
             out.push(char::from(byte));
         } else {
-            // Ignore the result, because writing to memory cannot fail.
+            // Writing to a string cannot fail.
             let _ = write!(out, "%{byte:02X}");
         }
     }
@@ -532,7 +534,7 @@ mod tests {
         assert_eq!(PathPattern::from_regex("/a").unwrap().with_other_slash(), None);
     }
 
-    /// Both forms of a path, with and without the trailing slash, have the same parameters.
+    /// A path captures the same parameters with and without its trailing slash.
     #[test]
     fn parameters_are_captured_with_either_slash() {
         for (pattern, path, name, expected) in [

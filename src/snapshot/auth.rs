@@ -28,29 +28,29 @@ use crate::snapshot::remote_auth;
 use crate::snapshot::remote_auth::{InternalUpstreams, KeyUrl};
 use crate::snapshot::validator::Validator;
 
-/// The providers of a configuration, and the files that they use.
+/// The authentication providers of a configuration, and the files that they use.
 #[derive(Debug, Default)]
 pub struct Authentication {
-    /// Providers, by the index that routes use.
+    /// Providers. Routes refer to them by index.
     pub providers: Vec<AuthProvider>,
-    /// Files of consumers. Each file is listed once.
+    /// Consumers files. A file that several providers use is listed once.
     pub consumers_files: Vec<ConsumersFile>,
-    /// JWK Set files as the loader has read them, with the index of their provider.
+    /// JWK Set files as they were when the configuration was loaded, each with the index of its provider.
     pub jwks_files: Vec<(usize, FileSnapshot)>,
     /// JWK Sets that are fetched from a URL.
     pub key_urls: Vec<KeyUrl>,
-    /// Files of users as the loader has read them, with the index of their provider.
+    /// Users files as they were when the configuration was loaded, each with the index of its provider.
     pub users_files: Vec<(usize, FileSnapshot)>,
-    /// The source of the tier of a request.
+    /// Source of a request's tier.
     pub tier_source: TierSource,
 }
 
-/// A file of consumers.
+/// A consumers file.
 #[derive(Debug)]
 pub struct ConsumersFile {
-    /// The file as the loader has read it.
+    /// The file as it was when the configuration was loaded.
     pub file: FileSnapshot,
-    /// The consumers. The value is replaced when the file changes.
+    /// The current consumers. They are replaced when the file changes.
     pub consumers: Arc<ArcSwap<Consumers>>,
 }
 
@@ -60,7 +60,7 @@ impl Authentication {
         ConsumerDirectory(self.consumers_files.iter().map(|file| file.consumers.load_full()).collect())
     }
 
-    /// Return warnings about keys that expire soon, with the provider of their consumers.
+    /// Return warnings about API keys that expire soon. Each warning names the provider that uses the key.
     pub fn key_warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let mut warnings = Vec::new();
         for file in &self.consumers_files {
@@ -87,10 +87,10 @@ impl Authentication {
     }
 }
 
-/// Time before the expiry of a key from which `check` and the log warn.
+/// How long before a key expires `check` and the log warn about it.
 const EXPIRY_NOTICE: Duration = Duration::from_secs(14 * 86_400);
 
-/// If an enabled key expires soon, return its expiry and a warning.
+/// If an enabled key expires soon, return its expiry (µs since the Unix epoch) and a warning.
 fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
     let terms = key.terms.as_ref().filter(|terms| !terms.disabled)?;
     let expires_us = terms.expires_us?;
@@ -127,7 +127,7 @@ impl Kind {
     }
 }
 
-/// Compile all providers. The servers of the providers are added to `internal`.
+/// Compile all providers. Add their servers to `internal`.
 pub(super) fn authentication(
     config: &Config,
     limits: &LimitsByName,
@@ -176,11 +176,11 @@ pub(super) fn authentication(
     compiled
 }
 
-/// Report keys that are valid only for other kinds of providers.
+/// Report keys that are not valid for this kind of provider.
 fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
     let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
     let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
-    // Use the span of the table for an empty list, whose own span is unknown.
+    // An empty list has no item with a span. Use the start of the file as its span.
     let list = |list_of: &Option<Vec<config::Text>>| list(list_of).map(|span| span.unwrap_or_default());
     for (key, span, owners) in [
         ("header", auth.header.as_ref().map(|header| header.span()), &[Kind::ApiKey][..]),
@@ -207,7 +207,9 @@ fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut 
         if let Some(span) = span.filter(|_| !owners.contains(&own)) {
             let owners: Vec<_> = owners.iter().map(|owner| format!("kind = \"{}\"", owner.label())).collect();
             let issue = Issue::new(span, format!("`{key}` is valid only for {}", owners.join(" and ")));
-            reader.push_missing(issue.with_hint(format!("`{name}` is of kind \"{}\": leave it out", own.label())));
+            reader.push_missing(
+                issue.with_hint(format!("remove `{key}`, because [auth.{name}] has kind = \"{}\"", own.label())),
+            );
         }
     }
 }
@@ -234,7 +236,7 @@ fn api_key(
         None => {
             if on_unknown == OnUnknownKey::Reject {
                 let message = format!("`{name}` has no `consumers`: every key would be rejected");
-                let hint = "consumers = \"consumers.toml\", or on_unknown = \"accept\"";
+                let hint = "set consumers = \"consumers.toml\", or on_unknown = \"accept\"";
                 reader.push_missing(Issue::new(span.clone(), message).with_hint(hint));
             }
             Arc::default()
@@ -261,7 +263,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
             let Some(header) = reader.header_name(list.span(), text) else { continue };
             if let Some(reason) = reserved_reason(&header, Direction::Request) {
                 let issue = Issue::new(list.span(), format!("`{header}` cannot contain an API key: {reason}"));
-                reader.push_issue(issue.with_hint("such as \"x-api-key\" or \"authorization\""));
+                reader.push_issue(issue.with_hint("use a header such as \"x-api-key\" or \"authorization\""));
             } else if places.iter().any(|place| place.header == header) {
                 reader.push_issue(Issue::new(list.span(), format!("duplicate header `{header}`")));
             } else {
@@ -271,7 +273,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
         }
         if list.get_ref().0.is_empty() {
             let issue = Issue::new(list.span(), "`header` is empty: no request would have a key");
-            reader.push_issue(issue.with_hint("leave it out for \"x-api-key\""));
+            reader.push_issue(issue.with_hint("remove `header` to use the default \"x-api-key\""));
         }
         if places.len() > MAX_PLACES {
             let issue = Issue::new(list.span(), format!("an API key is read from at most {MAX_PLACES} headers"));
@@ -280,7 +282,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
     }
     if let Some(text) = auth.scheme.as_ref().filter(|_| !places.iter().any(|place| place.scheme.is_some())) {
         let issue = Issue::new(text.span(), "`scheme` is valid only for `authorization` and `proxy-authorization`");
-        reader.push_missing(issue.with_hint("header = \"authorization\", or leave it out"));
+        reader.push_missing(issue.with_hint("set header = \"authorization\", or remove `scheme`"));
     }
     if places.is_empty() {
         places.push(KeyPlace { header: HeaderName::from_static("x-api-key"), scheme: None });
@@ -288,7 +290,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
     places
 }
 
-/// Return text such as "header `authorization` (Bearer) or `x-api-key`".
+/// Return a description such as "header `authorization` (Bearer) or `x-api-key`".
 fn describe_places(places: &[KeyPlace]) -> String {
     let place = |KeyPlace { header, scheme }: &KeyPlace| match scheme {
         Some(scheme) => format!("`{header}` ({scheme})"),
@@ -297,7 +299,7 @@ fn describe_places(places: &[KeyPlace]) -> String {
     format!("header {}", places.iter().map(place).collect::<Vec<_>>().join(" or "))
 }
 
-/// Return the consumers of a file, which is read only once.
+/// Return the consumers of a file. If several providers use the file, it is read only once.
 fn consumers(
     text: &config::Text,
     config: &Config,
@@ -350,13 +352,15 @@ fn jwt(
     for (key, text) in [("refresh_interval", &auth.refresh_interval), ("ca", &auth.ca)] {
         if let Some(text) = text {
             reader.push_missing(
-                Issue::new(text.span(), format!("`{key}` requires `jwks_url`")).with_hint("leave it out"),
+                Issue::new(text.span(), format!("`{key}` requires `jwks_url`"))
+                    .with_hint("remove this key, or set `jwks_url`"),
             );
         }
     }
     let Some(text) = &auth.jwks_file else {
         let issue = Issue::new(span.clone(), "`jwks_file` is missing");
-        let hint = "for example jwks_file = \"certs/jwks.json\", or a URL: jwks_url = \"https://issuer.example/.well-known/jwks.json\"";
+        let hint = "set jwks_file = \"certs/jwks.json\", or a URL: jwks_url = \
+                    \"https://issuer.example/.well-known/jwks.json\"";
         reader.push_missing(issue.with_hint(hint));
         return verifier;
     };
@@ -386,12 +390,12 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
     };
     if !config.listener.iter().any(asks) {
         let message = format!("`{name}` verifies client certificates, but no listener requests them");
-        let hint = "tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
+        let hint = "set tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
         reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
     }
 }
 
-/// Compile `claims`.
+/// Compile `claims`, the required claims.
 fn required_claims(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<RequiredClaim> {
     let mut required = Vec::new();
     for (name, values) in auth.claims.iter().flat_map(|claims| claims.get_ref()) {
@@ -399,7 +403,7 @@ fn required_claims(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<Requi
         if alternatives.is_empty() || alternatives.iter().any(Vec::is_empty) {
             let message = match alternatives.is_empty() {
                 true => format!("the claim `{name}` has no value: no token would be admitted"),
-                false => format!("a list of values of the claim `{name}` is empty: it requires nothing"),
+                false => format!("a list of values of the claim `{name}` is empty, so it requires nothing"),
             };
             reader.push_issue(
                 Issue::new(values.span(), message)
@@ -420,7 +424,7 @@ pub(super) fn route_auth(
     config: &Config,
     reader: &mut Validator<'_>,
 ) -> Option<RouteAuth> {
-    // Skip providers with errors, which are already reported.
+    // Skip providers with errors, because the errors are already reported.
     let find = |name: &str, span: Range<usize>, reader: &mut Validator<'_>| {
         if !config.auth.contains_key(name) {
             reader.unknown_name(span, "provider", name, config.auth.keys().map(String::as_str));
@@ -454,7 +458,7 @@ pub(super) fn route_auth(
                 if config.auth.get(name).is_some_and(|auth| auth.get_ref().consumers.is_none()) {
                     let message = format!("`{name}` has no `consumers`: every key would be rejected");
                     reader.push_missing_elsewhere(Issue::new(item.span(), message).with_hint(format!(
-                        "consumers = \"consumers.toml\" in [auth.{name}], or `identify` instead of `require`"
+                        "set consumers = \"consumers.toml\" in [auth.{name}], or use `identify` instead of `require`"
                     )));
                 }
                 alternative.push(index);
@@ -494,8 +498,8 @@ pub(super) fn route_auth(
     Some(RouteAuth { required, identify, providers, challenges, missing })
 }
 
-/// Report two providers that read API keys from the same header, because a key of the second would be unknown to the
-/// first.
+/// Report providers that read API keys from the same header. A key of the second provider would be unknown to the first
+/// and rejected.
 fn report_shared_places(
     route: &config::tables::Route,
     providers: &[usize],
@@ -538,14 +542,14 @@ fn challenges(providers: &[usize], compiled: &Authentication) -> Vec<Challenge> 
                 let realm = basic.realm.replace('\\', "\\\\").replace('"', "\\\"");
                 add(&format!("Basic realm=\"{realm}\", charset=\"UTF-8\""));
             }
-            // Create no challenge for an authentication server, because the client gets the challenges of its response.
+            // An authentication server sends its own challenges in its response.
             ProviderKind::Forward(_) => {}
         }
     }
     challenges
 }
 
-/// Return the detail of a 401 for a request without a credential, which lists all alternatives.
+/// Return the problem detail of a 401 for a request without a credential. The detail lists all alternatives.
 fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String {
     let describe = |index: &usize| match &compiled.providers[*index].kind {
         ProviderKind::ApiKey(keys) => format!("an API key in the {}", describe_places(&keys.places)),
@@ -574,8 +578,8 @@ fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String 
     }
 }
 
-/// Report limits of a route by a credential that no provider of the route verifies. Client certificates need no
-/// provider.
+/// Report limits whose identity is a credential that no provider of the route verifies. Limits by client certificate
+/// need no provider.
 pub(super) fn check_limit(
     text: &config::Text,
     compiled: &CompiledLimit,
@@ -604,36 +608,44 @@ pub(super) fn check_limit(
             Descriptor::Forward(name) => format!("no authentication server of this route returns `{name}`"),
             _ => format!("no provider of kind \"{}\" verifies the requests of this route", kind.label()),
         };
-        let message = format!("`{}` is by {}, but {provider}", compiled.limit.name, descriptor.label());
+        let message = format!("`{}` counts by {}, but {provider}", compiled.limit.name, descriptor.label());
         let known = all.providers.iter().find(|provider| is_of_kind(provider));
         let hint = match (known, kind) {
             (Some(provider), _) => {
-                format!("identify = [\"{0}\"], or require = [\"{0}\"] to reject requests without one", provider.name)
+                format!(
+                    "set identify = [\"{0}\"] on this route, or require = [\"{0}\"] to reject requests without this \
+                     credential",
+                    provider.name
+                )
             }
-            // Report nothing if a provider of this kind has errors, because these are already reported.
+            // If a provider of this kind has errors, report nothing, because those errors are already reported.
             (None, Kind::Forward) if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("forward")) => {
-                "[auth.sso] with kind = \"forward\", `url` and `response_headers`, and require = [\"sso\"] on this route"
+                "add [auth.sso] with kind = \"forward\", `url` and `response_headers`, and set require = [\"sso\"] on \
+                 this route"
                     .to_owned()
             }
             (None, Kind::Forward) => {
                 format!("list {} in `response_headers` of [auth.NAME]", &descriptor.label()["auth:".len()..])
             }
             (None, _) if config.auth.values().any(|auth| auth.get_ref().is_of_kind(kind.label())) => continue,
-            (None, Kind::Jwt) => "[auth.tokens] with kind = \"jwt\" and jwks_file = \"certs/jwks.json\", and identify \
-                                  = [\"tokens\"] on this route"
+            (None, Kind::Jwt) => "add [auth.tokens] with kind = \"jwt\" and jwks_file = \"certs/jwks.json\", and set \
+                                  identify = [\"tokens\"] on this route"
                 .to_owned(),
-            (None, Kind::Basic) => "[auth.users] with kind = \"basic\" and users = \"htpasswd\", and identify = [\"users\"] \
-                                    on this route"
+            (None, Kind::Basic) => "add [auth.users] with kind = \"basic\" and users = \"htpasswd\", and set identify \
+                                    = [\"users\"] on this route"
                 .to_owned(),
-            (None, _) => "[auth.keys] with kind = \"api-key\" and consumers = \"consumers.toml\", and identify = \
-                          [\"keys\"] on this route"
-                .to_owned(),
+            (None, _) => {
+                "add [auth.keys] with kind = \"api-key\" and consumers = \"consumers.toml\", and set identify = \
+                 [\"keys\"] on this route"
+                    .to_owned()
+            }
         };
         reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
     }
 }
 
-/// Report `on_missing` and `on_unknown` of providers that routes only require, because these keys apply to `identify`.
+/// Report `on_missing` and `on_unknown` of providers that are only in `require` of routes. These keys affect only
+/// `identify`.
 pub(super) fn check_identify_keys(config: &Config, reader: &mut Validator<'_>) {
     for (name, auth) in &config.auth {
         let routes = || config.route.iter().map(|route| route.get_ref());
@@ -648,8 +660,9 @@ pub(super) fn check_identify_keys(config: &Config, reader: &mut Validator<'_>) {
         let auth = auth.get_ref();
         for (key, text) in [("on_missing", &auth.on_missing), ("on_unknown", &auth.on_unknown)] {
             if let Some(text) = text {
-                let message = format!("`{key}` applies to `identify`, but routes only require `{name}`");
-                let hint = format!("leave it out, or identify = [\"{name}\"] instead of `require`");
+                let message =
+                    format!("`{key}` has an effect only with `identify`, but routes use `{name}` only in `require`");
+                let hint = format!("remove `{key}`, or use identify = [\"{name}\"] instead of `require`");
                 reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
             }
         }

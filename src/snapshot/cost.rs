@@ -1,5 +1,5 @@
-//! Cost of a request for a limit: a constant, a header of a trusted proxy, a response header, the tokens of an LLM API,
-//! or the MCP tools.
+//! Cost of a request for a limit. It is a constant, a request header of a trusted proxy, a response header, the token
+//! count of a request to an LLM API, or the sum for the called MCP tools.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use crate::snapshot::validator::Validator;
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// A constant, which is the same for each request.
+    /// The same cost for each request.
     Fixed(u64),
-    /// The value of a request header, if a trusted proxy sent it.
+    /// The value of a request header. It counts only if a trusted proxy sent it.
     Request {
         /// The request header.
         header: HeaderName,
-        /// Maximum cost. A larger value counts as this maximum.
+        /// Maximum cost. Larger values are reduced to this maximum.
         max: u64,
-        /// Cost if the header is missing, or if the peer is not a trusted proxy.
+        /// Cost if the header is missing or the peer is not a trusted proxy.
         default: u64,
     },
     /// The value of a response header. The cost is charged when the response arrives.
@@ -39,18 +39,19 @@ pub enum Cost {
         /// Cost if the header is missing or invalid.
         default: u64,
     },
-    /// The tokens of a request to an LLM API, which are reserved before the request and settled after the response.
+    /// The tokens of a request to an LLM API. They are reserved before the request is forwarded, and settled after the
+    /// response.
     Llm(Arc<LlmCost>),
-    /// The cost of the tools that the messages of an MCP request call.
+    /// The sum of the costs of the messages in an MCP request. The tool that a message calls determines its cost.
     Tools(Arc<ToolCosts>),
 }
 
 /// Costs of MCP messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCosts {
-    /// Cost of a call by the name of its tool.
+    /// Cost of a tool call, by tool name.
     pub tools: Vec<(NamePattern, u64)>,
-    /// Cost of all other messages, and of a request without messages.
+    /// Cost of every other message, and of a request without messages.
     pub default: u64,
 }
 
@@ -60,44 +61,44 @@ impl ToolCosts {
         tool.copied().unwrap_or(self.default)
     }
 
-    /// Return the cost of the most expensive message.
+    /// Return the highest cost of a single message.
     pub fn max(&self) -> u64 {
         self.tools.iter().map(|(_, cost)| *cost).chain([self.default]).max().unwrap_or(0)
     }
 }
 
-/// How the tokens of LLM APIs are counted.
+/// How to count the tokens of requests to LLM APIs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmCost {
-    /// Cost of a token, by kind of token and model.
+    /// Cost of a token, by kind (input, cached input, output) and model.
     pub weights: ModelWeights,
-    /// Estimates that determine the reserved cost before the response arrives.
+    /// Parameters for estimating the cost that is reserved before the response arrives.
     pub estimate: InputEstimate,
-    /// Maximum length in bytes of a body that is read.
+    /// Maximum size in bytes of a request body to read.
     pub max_body: usize,
-    /// Cost of a request whose body cannot be read. `None` if such a request is rejected.
+    /// Cost of a request whose body cannot be read. If `None`, such requests are rejected.
     pub unread_cost: Option<u64>,
-    /// Where responses report their usage.
+    /// Where to find the token usage in responses.
     pub usage: UsageFormat,
-    /// Whether a stream ends when its output exceeds the reservation.
+    /// Whether to end a stream when its output exceeds the reservation.
     pub cuts: bool,
-    /// Whether the usage of streams is requested from OpenAI's API.
+    /// Whether to request the usage of streams from OpenAI's API.
     pub includes_usage: bool,
 }
 
-/// Maximum cost that Lua 5.1 computes exactly.
+/// Maximum cost. Lua 5.1 computes exactly with integers up to this value.
 const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
 
-/// Cost that is charged for a request to an LLM API if it is rejected before its body is read.
+/// Cost of a request to an LLM API that is rejected before its body is read.
 const UNREAD_LLM_COST: u64 = 1;
 
-/// A trusted proxy sent an invalid cost.
+/// The error for an invalid cost from a trusted proxy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the header `{0}` is not a single integer")]
 pub struct CostError(pub HeaderName);
 
 impl Cost {
-    /// Return the part of the cost that is known before the response, from the headers of the request.
+    /// Return the cost that is known from the request headers, before the response arrives.
     ///
     /// # Errors
     /// A trusted proxy sent an invalid cost.
@@ -115,8 +116,8 @@ impl Cost {
         }
     }
 
-    /// Return the cost of a request whose messages a limit counts. `cost` is the cost of one message, if it does not
-    /// depend on the message.
+    /// Return the total cost of the JSON-RPC messages in a request. `cost` is the cost of each message, unless the
+    /// called tool determines it. Without messages, return `cost`.
     pub fn of_messages(&self, cost: u64, body: Option<&JsonBody>, counted: CountedMessages) -> u64 {
         let Some(Ok(messages)) = body.and_then(|body| body.messages.as_ref()) else { return cost };
         let counted = messages.counted(counted).map(|message| match self {
@@ -126,7 +127,7 @@ impl Cost {
         counted.fold(0, u64::saturating_add).min(MAX_COST)
     }
 
-    /// Return the cost from the response headers, or `None` if the cost does not depend on the response.
+    /// Return the cost that the response headers contain, or `None` if the cost does not depend on them.
     pub fn response_cost(&self, headers: &HeaderMap) -> Option<u64> {
         match self {
             Cost::Response { header, default } => Some(parse_single(headers, header).flatten().unwrap_or(*default)),
@@ -134,7 +135,7 @@ impl Cost {
         }
     }
 
-    /// Set the cost that applies if the header is missing.
+    /// Replace the cost that applies if the header is missing.
     pub fn with_default(self, default: u64) -> Self {
         match self {
             Cost::Fixed(cost) => Cost::Fixed(cost),
@@ -145,7 +146,7 @@ impl Cost {
         }
     }
 
-    /// Return how tokens are counted, if this is the cost of an LLM API.
+    /// Return the token counting settings if this is the cost of an LLM API.
     pub fn llm(&self) -> Option<&Arc<LlmCost>> {
         match self {
             Cost::Llm(llm) => Some(llm),
@@ -153,13 +154,14 @@ impl Cost {
         }
     }
 
-    /// Return whether the cost is charged only after the response.
+    /// Return whether the cost is charged only when the response arrives.
     pub fn is_deferred(&self) -> bool {
         matches!(self, Cost::Response { .. })
     }
 }
 
-/// Parse a header with a single value. Return `Some(None)` if the header is not exactly one integer of decimal digits.
+/// Parse the value of a header as a decimal integer. Return `None` if the header is missing, and `Some(None)` if its
+/// value is invalid or it occurs several times.
 fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>> {
     let mut values = headers.get_all(header).iter();
     let first = values.next()?;
@@ -172,17 +174,17 @@ fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>>
 pub struct RefundOn(pub Vec<RangeInclusive<u16>>);
 
 impl RefundOn {
-    /// Return whether the charge is never refunded.
+    /// Return whether no response status causes a refund.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Return whether the charge is refunded for this status.
+    /// Return whether a response with this status causes a refund.
     pub fn contains(&self, status: StatusCode) -> bool {
         self.0.iter().any(|range| range.contains(&status.as_u16()))
     }
 
-    /// Parse a status such as `503` or a class such as `5xx`.
+    /// Parse a status code such as `503`, or a class such as `5xx`.
     pub fn parse(text: &str) -> Option<RangeInclusive<u16>> {
         if let Some(class) = text.strip_suffix("xx") {
             let class: u16 = class.parse().ok().filter(|class| (1..=5).contains(class))?;
@@ -198,13 +200,13 @@ impl RefundOn {
 /// Default of `default_output`, in tokens.
 const DEFAULT_OUTPUT: i64 = 1024;
 
-/// Default of `bytes_per_token`, which is the value for English text.
+/// Default of `bytes_per_token`, which is typical of English text.
 const BYTES_PER_TOKEN: i64 = 4;
 
-/// Default of `image_tokens` and `audio_tokens`, which is the value for an image of about a megapixel.
+/// Default of `image_tokens` and `audio_tokens`, which is typical of an image with one megapixel.
 const MEDIA_TOKENS: i64 = 1000;
 
-/// Compile the cost of a limit whose `cost` has `llm`. `inspect_body` is the default of the key with the same name.
+/// Compile an LLM cost. `inspect_body` is the default of the key with this name.
 pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Validator<'_>) -> LlmCost {
     reader.one_of(table.llm.as_ref(), (), &[("auto", ())]);
     let tokens = |reader: &mut Validator<'_>, value: &Option<Spanned<i64>>, default| {
@@ -238,7 +240,7 @@ pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Vali
     }
 }
 
-/// Report keys that belong to an LLM cost in a table without `llm`.
+/// Report keys that require `llm`, in a table without `llm`.
 pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     let keys = [
         ("default_output", table.default_output.as_ref().map(|key| key.span())),
@@ -261,8 +263,8 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     }
 }
 
-/// Compile weights. A missing weight has the value in `standard`; a cached input token costs as much as any other input
-/// token.
+/// Compile weights. Missing weights have the values in `standard`. If `input` is set, it is also the default of
+/// `cached_input`.
 fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>) -> Weights {
     let input = weight(written.input.as_ref(), standard.input, reader);
     let cached_default = if written.input.is_some() { input } else { standard.cached_input };
@@ -273,11 +275,12 @@ fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>
     }
 }
 
-/// Return a weight in thousandths.
+/// Return a weight as an integer, in thousandths.
 fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'_>) -> u64 {
     let Some(written) = written else { return default };
     let thousandths = reader.fraction(Some(written), 0..=MAX_WEIGHT, 0.0) * 1000.0;
-    // Round the product, because a decimal fraction is not exact in binary.
+    // The product may differ slightly from an integer, because binary floating point cannot represent all decimal
+    // fractions.
     if (thousandths - thousandths.round()).abs() > 1e-6 {
         let issue = Issue::new(written.span(), format!("{} has more than three decimal places", written.get_ref()));
         reader.push_issue(issue.with_hint("choose a larger unit, because weights have a resolution of 0.001"));

@@ -1,4 +1,4 @@
-//! The active configuration, reload requests, and the result of the last reload.
+//! The active configuration, requests to reload it, and the result of the last reload.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -12,29 +12,29 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
 
-/// The configuration in use.
+/// The active configuration, and the state that belongs to it.
 #[derive(Debug)]
 pub struct ActiveConfig {
     /// The compiled configuration.
     pub config: Arc<CompiledConfig>,
-    /// Upstream clusters, in the order of the configuration's upstreams.
+    /// Upstream clusters, in the same order as the upstreams in `config`.
     pub clusters: Arc<[Arc<UpstreamCluster>]>,
     /// Activation time in µs since the Unix epoch.
     pub active_since_us: u64,
-    /// The last reload that changed a key.
+    /// The changes of the last reload that changed a key.
     pub last_change: ConfigChange,
 }
 
-/// The differences that a reload has made.
+/// The changes that a reload made.
 #[derive(Debug, Clone, Default)]
 pub struct ConfigChange {
-    /// The differences as sentences. Empty until the first reload after the start.
+    /// The differences, each as a sentence. Empty until a reload changes a key.
     pub differences: Arc<[String]>,
-    /// Activation time in µs since the Unix epoch. 0 after the start.
+    /// Time of activation in µs since the Unix epoch. 0 until a reload changes a key.
     pub at_us: u64,
 }
 
-/// Result of a reload: the last change of the active configuration, or the complete error report.
+/// Result of a reload: the last change of the active configuration, or the full error report.
 pub type ReloadResult = Result<ConfigChange, String>;
 
 /// Cause of a reload.
@@ -42,7 +42,8 @@ pub type ReloadResult = Result<ConfigChange, String>;
 pub enum ReloadCause {
     /// The configuration file, or a file that it includes, has changed.
     FileChanged,
-    /// An administrator has requested the reload. All files that the configuration names are read again as well.
+    /// An administrator requested the reload. The gateway also rereads all other files that the configuration refers
+    /// to.
     Requested,
 }
 
@@ -55,29 +56,29 @@ pub struct ReloadRequest {
     pub reply: oneshot::Sender<ReloadResult>,
 }
 
-/// The failure of a reload.
+/// A failed reload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReloadFailure {
-    /// The complete error report.
+    /// The full error report.
     pub error: String,
     /// Time of the failure in µs since the Unix epoch.
     pub failed_at_us: u64,
 }
 
-/// Access to the active configuration of the process, and to reloads.
+/// Gives access to the active configuration, and triggers reloads.
 #[derive(Debug)]
 pub struct ConfigHandle {
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
-    /// The files of the configuration at the last attempt to load it.
+    /// The configuration files as they were at the last attempt to load them.
     last_attempt: Mutex<ConfigFiles>,
     reloads: AtomicU64,
     failures: AtomicU64,
 }
 
 impl ConfigHandle {
-    /// Create the handle with the initial configuration, and the receiver of reload requests.
+    /// Create the handle for the initial configuration. Also return the receiver for reload requests.
     pub fn new(config: Arc<CompiledConfig>) -> (Self, Receiver<ReloadRequest>) {
         let clusters = config.upstreams.iter().cloned().map(UpstreamCluster::new).map(Arc::new).collect();
         let last_attempt = Mutex::new(config.files.clone());
@@ -97,27 +98,27 @@ impl ConfigHandle {
         self.active.load_full()
     }
 
-    /// Request a reload. The returned receiver gets the result.
+    /// Request a reload. The result is sent to the returned receiver.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
-        // Ignore the error of `send`: if the reload thread has ended, the reply channel closes, and the caller gets an
-        // error.
+        // Ignore a send error, which means that the reload thread has ended. The caller notices it, because the reply
+        // channel is closed.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }
 
-    /// Record the files of the configuration before an attempt to load it.
+    /// Record the configuration files before an attempt to load them.
     pub fn record_attempt(&self, files: ConfigFiles) {
         *lock(&self.last_attempt) = files;
     }
 
-    /// Return the files of the configuration at the last attempt to load it.
+    /// Return the configuration files as they were at the last attempt to load them.
     pub fn last_attempt(&self) -> ConfigFiles {
         lock(&self.last_attempt).clone()
     }
 
-    /// Make a configuration active, and count a successful reload. `differences` are the differences from the previous
-    /// configuration.
+    /// Make a configuration active, and count a successful reload. `differences` contains the differences from the
+    /// previous configuration.
     pub fn activate(
         &self,
         config: Arc<CompiledConfig>,
@@ -143,12 +144,12 @@ impl ConfigHandle {
         *lock(&self.last_failure) = Some(ReloadFailure { error: error.to_owned(), failed_at_us: clock::unix_us() });
     }
 
-    /// Return the failure of the last reload, or `None` if the reload succeeded.
+    /// Return the failure of the last reload, or `None` if it succeeded.
     pub fn last_failure(&self) -> Option<ReloadFailure> {
         lock(&self.last_failure).clone()
     }
 
-    /// Return the number of successful and of failed reloads.
+    /// Return the number of successful reloads and the number of failed reloads.
     pub fn reload_counts(&self) -> [u64; 2] {
         [&self.reloads, &self.failures].map(|count| count.load(Ordering::Relaxed))
     }

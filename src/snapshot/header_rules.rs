@@ -17,11 +17,12 @@ use crate::http::headers::{
 use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
 
-/// Maximum length in bytes of an unknown variable that an error message quotes. Values may be secrets that contain
-/// braces.
+/// Maximum length in bytes of an unknown variable that an error message quotes. Longer text in braces may be part of a
+/// secret.
 const MAX_QUOTED_NAME: usize = 20;
 
-/// Compile the header changes of one direction. `route` is the name of the route, which is the value of `{route}`.
+/// Compile the header changes for requests or for responses. `route` is the name of the route, which is the value of
+/// `{route}`.
 pub(super) fn compile(
     set: &BTreeMap<String, Text>,
     remove: &[Text],
@@ -50,7 +51,7 @@ pub(super) fn compile(
     mutations
 }
 
-/// The value of a header to set.
+/// The value to which a header is set.
 enum Value {
     Fixed(HeaderValue),
     Template(ValueTemplate),
@@ -90,7 +91,7 @@ fn template_issue(span: Range<usize>, error: &TemplateError) -> Issue {
     })
 }
 
-/// Return the name of a header that may be changed, unless the header is reserved or listed twice.
+/// Return the name of a header to change. Report an error if the header is reserved or listed twice.
 fn mutated_header(
     span: Range<usize>,
     name: &str,
@@ -101,7 +102,7 @@ fn mutated_header(
     let name = reader.header_name(span.clone(), name)?;
     if let Some(reason) = reserved_reason(&name, section) {
         reader.push_issue(
-            Issue::new(span, format!("`{name}` cannot be set or removed: {reason}")).with_hint("leave it out"),
+            Issue::new(span, format!("`{name}` cannot be set or removed: {reason}")).with_hint("remove this header"),
         );
         return None;
     }
@@ -115,15 +116,15 @@ fn mutated_header(
 
 // === CORS ===
 
-/// Methods that preflights allow if neither `cors` nor the route lists methods. Browsers send these methods without a
-/// preflight (Fetch standard, "CORS-safelisted method").
+/// Methods that preflight responses allow if neither `cors` nor the route lists methods. Browsers send requests with
+/// these methods without a preflight ("CORS-safelisted method" in the Fetch standard).
 const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST");
 
-/// Value that means all origins, methods or headers.
+/// Value for all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route with these limits. Move `expose_header` of the limits into the policy, which
-/// exposes the RateLimit headers itself.
+/// Compile the CORS policy of a route. Move `expose_header` from `limits` into the policy, so that the header is not
+/// sent twice.
 pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
     let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());
@@ -185,7 +186,9 @@ fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
                         "\"https://*.example.com\", or \"*\" alone for all origins".to_owned()
                     }
                     OriginError::NotAscii => "\"https://xn--bcher-kva.example\" for https://bücher.example".to_owned(),
-                    OriginError::Malformed => "scheme, host and port: \"https://app.example.com:8443\"".to_owned(),
+                    OriginError::Malformed => {
+                        "write scheme, host and port: \"https://app.example.com:8443\"".to_owned()
+                    }
                 };
                 let message = format!("`{}`: {error}", text.get_ref());
                 reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
@@ -195,7 +198,7 @@ fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
     AllowedOrigins::new(patterns)
 }
 
-/// Reject changes of headers that the policy sets.
+/// Report header rules that change headers which the CORS policy sets.
 fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Validator<'_>) {
     let Some(rules) = rules.map(|rules| rules.get_ref()) else { return };
     let set = rules.set.iter().map(|(name, value)| (name.as_str(), value.span()));
@@ -203,12 +206,12 @@ fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Va
     for (name, span) in set.chain(removed) {
         if name.parse().is_ok_and(|name: HeaderName| is_cors_header(&name)) {
             let issue = Issue::new(span, format!("`cors` of this route already sets `{name}`"));
-            reader.push_issue(issue.with_hint("leave it out"));
+            reader.push_issue(issue.with_hint("remove this header"));
         }
     }
 }
 
-/// Compile `max_age` to a number of seconds.
+/// Convert `max_age` to a number of seconds.
 fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValue> {
     let text = text?;
     let age = reader.duration(Some(text), Duration::ZERO);
@@ -219,7 +222,7 @@ fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValu
     Some(HeaderValue::from(age.as_secs()))
 }
 
-/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, `Retry-After`, and the headers in
+/// Return the value of `Access-Control-Expose-Headers`: the RateLimit headers, `Retry-After`, and the headers in
 /// `expose`.
 fn expose(
     cors: &Cors,
@@ -258,7 +261,8 @@ fn header_names(list: &[Text], reader: &mut Validator<'_>) -> Vec<HeaderName> {
     names
 }
 
-/// Return the value of a list header, or `None` if the list is empty. Tokens and commas form a valid header value.
+/// Return the value of a list header, or `None` if the list is empty. Tokens that are joined with commas are always a
+/// valid value.
 fn list_value<'t>(tokens: impl Iterator<Item = &'t str>) -> Option<HeaderValue> {
     let list = tokens.collect::<Vec<_>>().join(", ");
     HeaderValue::try_from(list).ok().filter(|value| !value.is_empty())

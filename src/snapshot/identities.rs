@@ -1,5 +1,4 @@
-//! Compiles identities: client addresses, the identities of limits, consumers, and the networks of `allow` and
-//! `deny`.
+//! Compiles client addresses, the identities of limits, consumers, and the networks of `allow` and `deny`.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -28,7 +27,7 @@ use crate::snapshot::routes::Route;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// Label of the client network in `by`.
+/// Name of the client network in `by`.
 const IP_LABEL: &str = "ip";
 
 /// Compile `[client_ip]`.
@@ -68,8 +67,8 @@ pub(super) fn identity_spec(
         }
     }
     let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    // Skip the limit by default, because MCP sessions have requests that call no tool, and responses of clients have no
-    // method.
+    // Skip the limit by default: some requests of an MCP session call no tool, and responses that a client sends have
+    // no method.
     let skips_other_messages =
         limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
@@ -77,8 +76,7 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, skips_other_messages, methods, exemptions: exempt }
 }
 
-/// Compile `exempt`. The possible sources are the sources in `by`, and `ip` if the client network can replace another
-/// source.
+/// Compile `exempt`. Each source must be in `by`. `ip` is also valid if the client network can replace another source.
 fn exemptions(
     limit: &config::tables::Limit,
     descriptors: &[Descriptor],
@@ -119,9 +117,9 @@ fn exemptions(
                 Some(net) => exemptions.networks.push(net),
                 None => network_issue(value, text.span(), reader),
             },
-            // Convert exempt hosts to lower case, as routing does.
+            // Convert hosts to lower case, as routing does for requests.
             Some(Descriptor::Host) => exemptions.values.push((Descriptor::Host, value.to_ascii_lowercase().into())),
-            // Decode exempt cookies in the same way as cookies of requests.
+            // Decode cookie values, as for cookies of requests.
             Some(descriptor @ Descriptor::Cookie(_)) => {
                 let decoded = String::from_utf8_lossy(&cookie_value(value.as_bytes())).as_ref().into();
                 exemptions.values.push((descriptor.clone(), decoded));
@@ -176,7 +174,7 @@ pub(super) fn json_pointer(text: &str, span: Range<usize>, reader: &mut Validato
     pointer
 }
 
-/// Report a text that is not a network.
+/// Report text that is not an address or network.
 pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validator<'_>) {
     let issue = Issue::new(span, format!("`{text}` is not an address or a network"));
     reader.push_issue(issue.with_hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
@@ -184,21 +182,21 @@ pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validat
 
 pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;
 
-/// The names that a consumers file may contain, and the names that it must not repeat.
+/// The names that a consumers file may refer to, and the consumer names that it must not repeat.
 pub(super) struct KnownNames<'c> {
     compiled: &'c LimitsByName,
-    /// The limits as they are written. Limits that do not compile are reported elsewhere, so consumers may name them
-    /// and their tiers.
+    /// The limits as written in the configuration. Limits with errors are reported elsewhere, so consumers may refer to
+    /// them and to their tiers.
     written: Option<&'c BTreeMap<String, Spanned<config::tables::Limit>>>,
     /// The names of the routes.
     routes: Vec<&'c str>,
-    /// The consumers of other files.
+    /// The consumers of all other consumers files.
     others: ConsumerDirectory,
     tier_source: &'c TierSource,
 }
 
 impl<'c> KnownNames<'c> {
-    /// Create the names for a configuration without errors.
+    /// Collect the names of a configuration without errors.
     pub(super) fn new(
         compiled: &'c LimitsByName,
         routes: &'c [Arc<Route>],
@@ -209,7 +207,7 @@ impl<'c> KnownNames<'c> {
         KnownNames { compiled, written: None, routes, others, tier_source }
     }
 
-    /// Create the names for a configuration that may have errors.
+    /// Collect the names of a configuration that may have errors.
     pub(super) fn written(
         compiled: &'c LimitsByName,
         config: &'c Config,
@@ -232,7 +230,7 @@ impl<'c> KnownNames<'c> {
     }
 }
 
-/// Read and compile a file of consumers.
+/// Read and compile a consumers file.
 pub(super) fn load(
     text: &config::Text,
     names: &KnownNames<'_>,
@@ -258,15 +256,15 @@ pub(super) fn load(
     (loaded.map_err(|faulty| reader.add_file_issues(faulty)).unwrap_or_default().consumers, Some(file))
 }
 
-/// The consumers of a file.
+/// The consumers of one consumers file.
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no keys and no explicit `keys = []`. A file without keys is probably being written.
+    /// Whether the file has no keys and no explicit `keys = []`. Another program may then still be writing the file.
     pub(super) is_incomplete: bool,
 }
 
-/// Parse and compile the content of a file of consumers.
+/// Parse and compile the content of a consumers file.
 pub(super) fn read(
     path: &Path,
     content: &[u8],
@@ -346,7 +344,7 @@ fn compile_consumers(
                 },
             };
             let Some(hash) = parse_key_hash(hash) else {
-                // Do not quote the text, because it may be an API key that was pasted by mistake.
+                // Do not quote the text, because the operator may have pasted an API key.
                 issues.push(Issue::new(span, "this is not the hash of a key").with_hint(KEY_HASH_HINT));
                 continue;
             };
@@ -359,9 +357,9 @@ fn compile_consumers(
     consumers
 }
 
-const KEY_HASH_HINT: &str = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
+const KEY_HASH_HINT: &str = "write \"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
 
-/// Compile the restrictions of a key.
+/// Compile the restrictions of an API key.
 fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<KeyTerms>> {
     let mut instant =
         |written: &Option<Spanned<Datetime>>| {
@@ -392,7 +390,7 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
     (terms != KeyTerms::default()).then(|| Box::new(terms))
 }
 
-/// Compile the tier of a consumer. At least one limit must have this tier.
+/// Compile the tier of a consumer. Report an error if no limit has this tier.
 fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.tiers();
@@ -404,9 +402,10 @@ fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<I
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {
             Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
-            None => {
-                issue.with_hint(format!("tiers = {{ {} = {{ quota = \"…\" }} }} on a limit by api-key", text.get_ref()))
-            }
+            None => issue.with_hint(format!(
+                "set tiers = {{ {} = {{ quota = \"…\" }} }} on a limit that counts by api-key",
+                text.get_ref()
+            )),
         });
     }
     Some(text.get_ref().as_str().into())
@@ -426,11 +425,11 @@ fn limit_variants(
             continue;
         }
         let Some(compiled) = limits.get(name).filter(|compiled| uses_api_key(compiled)) else {
-            let issue = Issue::new(own.span(), format!("there is no limit `{name}` by api-key"));
+            let issue = Issue::new(own.span(), format!("no limit `{name}` counts by api-key"));
             let known = limits.iter().filter(|(_, compiled)| uses_api_key(compiled)).map(|(name, _)| name.as_str());
             issues.push(match closest_name(name, known) {
                 Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
-                None => issue.with_hint("consumers can have quotas only for limits by api-key"),
+                None => issue.with_hint("consumers can have quotas only for limits that count by api-key"),
             });
             continue;
         };
@@ -447,12 +446,12 @@ fn limit_variants(
     variants
 }
 
-// === `allow` and `deny`, and the files of networks that they name ===
+// === `allow` and `deny`, and the network files that they refer to ===
 
-/// Prefix of an item that names a file.
+/// Prefix of an item in `allow` or `deny` that refers to a network file.
 const FILE_PREFIX: &str = "file:";
 
-/// The files of networks, in the order in which rules first name them. Each file is read once.
+/// The network files, in the order in which access rules first refer to them. Each file is read once.
 #[derive(Default)]
 pub(super) struct NetworkFiles(pub(super) Vec<Arc<NetworkFile>>);
 
@@ -496,7 +495,7 @@ impl NetworkFiles {
         NetworkList { inline: NetworkSet::new(networks), files }
     }
 
-    /// Return a file. The file is read only if no earlier rule has named it.
+    /// Return a network file. Read it only if no earlier rule refers to it.
     fn file(&mut self, name: &str, text: &Text, reader: &mut Validator<'_>) -> Option<Arc<NetworkFile>> {
         if reader.is_unresolved(text) {
             reader.push_issue(Issue::new(
@@ -524,13 +523,13 @@ impl NetworkFiles {
     }
 }
 
-/// Parse the content of a file of networks.
+/// Parse the content of a network file.
 fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
     let text = file::utf8_text(path, content.to_vec())?;
     parse_networks(&text).map_err(|(lines, further)| {
         let issue = |span: Range<usize>| {
             let line = &text[span.clone()];
-            // Give a hint for lines in the syntax of other programs, such as `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
+            // Give a hint for the syntax of other programs, such as `deny 10.0.0.1;` or `10.0.0.1, 10.0.0.2`.
             let mut words = line.split(|c: char| c.is_whitespace() || "\"',;".contains(c));
             let hint = match words.find(|word| parse_network(word).is_some()) {
                 Some(network) => format!("write only the network in the line: {network}"),
@@ -547,10 +546,11 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 }
 
 impl CompiledConfig {
-    /// Replace the networks of the file with this index by the networks in `content`.
+    /// Replace the networks of a network file with those in `content`. `index` is the index of the file.
     ///
-    /// # Errors The file has errors, or is empty because a program is writing it. After an error, the active networks
-    /// do not change.
+    /// # Errors
+    /// The file has errors, or is empty because a program is writing it. After an error, the active networks do not
+    /// change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {

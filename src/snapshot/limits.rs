@@ -33,14 +33,14 @@ use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
 use crate::upstream::UpstreamSettings;
 
-/// Time that is added to the response timeout of the slowest upstream to get the TTL of a concurrency permit. Permits
-/// are renewed while their request runs.
+/// Time added to the response timeout of the slowest upstream. The sum is the TTL of a concurrency permit. Permits are
+/// renewed while their request is in flight.
 const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 
 /// Maximum length of a quota unit.
 const MAX_UNIT_LENGTH: usize = 32;
 
-/// Misspelled units. With such a unit, SDKs would not find the headers that they expect.
+/// Common misspellings of units, with the correct unit. SDKs expect the correct unit in header names.
 const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
 /// Compile all limits.
@@ -64,17 +64,18 @@ pub(super) fn limits(
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)
             && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
         {
-            let message = "this limit is by client certificate, but no listener requests client certificates: no \
+            let message = "this limit counts by client certificate, but no listener requests client certificates: no \
                            request would have the identity";
             reader.push_missing_elsewhere(
                 Issue::new(span.clone(), message)
-                    .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
+                    .with_hint("set tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
             );
         }
         let has_user_header =
             identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
         if identity_spec.on_missing == OnMissing::Reject && trusted_proxies == 0 && has_user_header {
-            let message = "this limit is by a header that only trusted proxies may set, but there are no trusted proxies: every request would be rejected";
+            let message = "this limit counts by a header that only trusted proxies may set, but there are no trusted \
+                           proxies: every request would be rejected";
             let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip], or by = \"header:NAME\" if clients \
                         may choose the value";
             reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
@@ -130,7 +131,7 @@ pub(super) fn limits(
     limits
 }
 
-/// Report a constant cost that exceeds the capacity of a variant of the limit.
+/// Report a constant cost that exceeds the capacity of the limit or of one of its variants.
 pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, reader: &mut Validator<'_>) {
     for (tier, variant) in limit.variants() {
         let capacity = variant.rule.capacity();
@@ -148,7 +149,7 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
     }
 }
 
-/// Return the headers that only trusted proxies may set because a limit uses them.
+/// Return the headers that only trusted proxies may set, because limits use them as identity or cost.
 pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<HeaderName> {
     let mut names = Vec::new();
     for compiled in limits.values() {
@@ -194,8 +195,9 @@ fn cost(
         }
         if limit.unit.is_none() {
             let issue = Issue::new(written.span(), "`llm` requires `unit`, which names what the quota counts");
-            reader
-                .push_missing(issue.with_hint("unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"));
+            reader.push_missing(
+                issue.with_hint("set unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"),
+            );
         }
         return Some(Cost::Llm(Arc::new(cost)));
     }
@@ -207,7 +209,7 @@ fn cost(
         let issue = Issue::new(default.span(), "`default` requires `tools`");
         reader.push_missing(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
     }
-    // Use a temporary value, which `Cost::with_default` replaces with the cost of the route.
+    // Temporary value, which `Cost::with_default` replaces with the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
         (Some(text), None, Some(max)) => {
@@ -215,7 +217,7 @@ fn cost(
             if trusted_proxies == 0 {
                 let message = "`request_header` requires trusted proxies, but there are none";
                 let hint =
-                    "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: other clients could choose their own cost";
+                    "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip]: other clients could choose their own cost";
                 reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
             }
             let header = reader.header_name(text.span(), text.get_ref())?;
@@ -227,7 +229,8 @@ fn cost(
         }
         _ => {
             let issue = Issue::new(written.span(), "invalid cost");
-            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \"x-tokens-used\", cost.llm = \"auto\", or cost.tools = { search = 5 }";
+            let hint = "write cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \
+                        \"x-tokens-used\", cost.llm = \"auto\", or cost.tools = { search = 5 }";
             reader.push_missing(issue.with_hint(hint));
             None
         }
@@ -249,7 +252,7 @@ fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
 
 fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Validator<'_>) -> RefundOn {
     let Some(written) = &limit.refund_on else {
-        // By default, refund failed requests to LLM APIs, because providers do not bill them.
+        // By default, refund failed requests to LLM APIs. Providers do not bill them.
         let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
         return if is_llm { RefundOn(vec![400..=599]) } else { RefundOn::default() };
     };
@@ -266,7 +269,7 @@ fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Va
     RefundOn(statuses)
 }
 
-/// Return the quota unit. The unit is part of header names and of a structured-field string.
+/// Return the quota unit. It becomes part of header names and of a structured-field string.
 fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<Box<str>> {
     let text = limit.unit.as_ref()?;
     let unit = text.get_ref().as_str();
@@ -303,7 +306,7 @@ fn counts_usage(limit: &config::tables::Limit) -> bool {
     limit.usage.as_ref().is_some_and(|usage| *usage.get_ref())
 }
 
-/// Compile `usage`: the calendar days by which the cost is totalled.
+/// Compile `usage`: the calendar days for which the total cost is stored.
 fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator<'_>) -> Option<Arc<UsageDays>> {
     let usage = limit.usage.as_ref().filter(|_| counts_usage(limit))?;
     if let Rule::Concurrency(_) = rule {
@@ -432,7 +435,7 @@ fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c 
     routes.filter(move |route| route.limits.iter().any(|limit| limit.get_ref() == name))
 }
 
-/// Return the largest known cost of a request for the limit.
+/// Return the maximum cost of a request for the limit, as far as the configuration determines it.
 fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     match cost {
         Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,
@@ -445,8 +448,8 @@ fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     }
 }
 
-/// Return the TTL of a concurrency permit in µs: the response timeout of the slowest upstream of the limit's routes,
-/// plus a margin.
+/// Return the TTL of a concurrency permit in µs: the response timeout of the slowest upstream, plus a margin. Consider
+/// the upstreams of all routes that use the limit.
 fn permit_ttl(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
     let used = routes_using(config, name).filter_map(|route| route.upstream.as_ref());
     let used = used.flat_map(|shares| upstream_indices(shares.get_ref(), upstreams));
@@ -475,7 +478,7 @@ const ALGORITHMS: [(&str, Algorithm); 8] = [
     ("concurrency", Algorithm::Concurrency),
 ];
 
-/// Compile the quota and rule of the default variant. `permit_ttl` is the TTL of a concurrency permit in µs.
+/// Compile the default quota and the rule of a limit. `permit_ttl` is the TTL of a concurrency permit in µs.
 pub(super) fn rule(
     limit: &config::tables::Limit,
     span: &Range<usize>,
@@ -483,7 +486,7 @@ pub(super) fn rule(
     reader: &mut Validator<'_>,
 ) -> Option<(Quota, Rule)> {
     let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
-    // Accept `time_zone` for any algorithm if `usage` is set, because it defines the days of usage totals.
+    // If `usage` is set, accept `time_zone` for any algorithm, because it defines the days of the usage totals.
     let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
@@ -553,8 +556,8 @@ fn timed_rule(
     })
 }
 
-/// Return the quota and burst of a variant. Without these keys, the quota and burst of the limit apply. If there is a
-/// quota without a burst, the burst is the count of the quota.
+/// Return the quota and burst of a variant. If neither is set, the values of the limit apply. If only the quota is set,
+/// its count is the burst.
 pub(super) fn limit_variant(
     written: &config::tables::LimitVariant,
     rule: &Rule,
@@ -580,7 +583,7 @@ pub(super) fn limit_variant(
     }
 }
 
-/// Return the issue about a quota, with the quota that was probably intended.
+/// Return the issue for an invalid quota. The hint shows the quota that the operator probably meant.
 fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
     let issue = Issue::new(text.span(), error.to_string());
     let is_syntax = matches!(error, QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_));
@@ -594,12 +597,14 @@ fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
 pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
         QuotaError::Inexact { .. } => "use a smaller quota, a shorter window, or a rounder count",
-        QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" needs a few bytes for any quota",
+        QuotaError::LongLog { .. } => "use algorithm = \"token-bucket\", which needs only a few bytes for any quota",
         QuotaError::TimeZone(_) => "use a name of the IANA database, such as \"Europe/Berlin\"",
         QuotaError::Buckets { .. } => "use another number of `buckets`: 10 divides most windows",
         QuotaError::NoFixedWindow => "use algorithm = \"fixed-window\", or a quota per \"30d\"",
         QuotaError::Prefetch { .. } => "set a smaller `prefetch`: a tenth of the quota or of the burst is enough",
         QuotaError::LocalShare { .. } => "set a smaller `gateway_count`, a smaller cost, or a shorter window",
-        _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
+        _ => {
+            "write COUNT/UNIT, where UNIT is s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\""
+        }
     }
 }

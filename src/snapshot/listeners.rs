@@ -1,4 +1,4 @@
-//! Compiles `[[listener]]` and `[acme]`: addresses, certificates and client certificate verification.
+//! Compiles `[[listener]]` and `[acme]`: addresses, certificates, and the verification of client certificates.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -67,7 +67,8 @@ pub(super) fn listeners(
         if let Some(value) = listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && trusted_proxies == 0) {
             let message =
                 "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
-            let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
+            let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip] to the addresses of the proxies in front \
+                        of the gateway";
             reader.push_missing_elsewhere(Issue::new(value.span(), message).with_hint(hint));
         }
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
@@ -88,13 +89,13 @@ pub(super) fn listeners(
     compiled
 }
 
-/// Return whether two sockets cannot both listen, because they have the same port and one address includes the other by
-/// the rules of the kernel.
+/// Return whether the kernel would not let two sockets listen on these addresses. This is the case if they have the
+/// same port, and one address includes the other.
 pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // Treat IPv4-mapped addresses such as `::ffff:192.0.2.1` as IPv4 addresses.
+    // Treat IPv4-mapped IPv6 addresses such as `::ffff:192.0.2.1` as IPv4 addresses.
     let one = one.ip().to_canonical();
     let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
@@ -102,13 +103,13 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     one == other || covers(one) || covers(other)
 }
 
-/// Return whether sockets on `[::]` accept IPv4 connections as well. Whether an IPv6 socket also covers IPv4 depends on
-/// a system setting (`net.ipv6.bindv6only` on Linux).
+/// Return whether sockets on `[::]` also accept IPv4 connections. A system setting determines this
+/// (`net.ipv6.bindv6only` on Linux).
 fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }
 
-/// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later).
+/// Return the listeners whose address conflicts with that of an earlier listener, as pairs of indices (earlier, later).
 pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
     (0..listeners.len()).filter_map(|later| {
         let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
@@ -171,7 +172,7 @@ fn tls(
     }
 }
 
-/// Compile the verification of client certificates.
+/// Compile the settings that verify client certificates.
 fn client_verifier(
     tls: &config::ListenerTls,
     reader: &mut Validator<'_>,
@@ -202,13 +203,13 @@ fn client_verifier(
 
 impl ListenerTls {
     /// Return whether both accept the same client certificates, and the trust roots of `other` have not been replaced
-    /// since.
+    /// since it was loaded.
     pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
-    /// Serve a new certificate from the next connection on.
+    /// Use a new certificate, starting with the next connection.
     ///
     /// # Errors
     /// The certificate is invalid, has expired or is not valid yet. After an error, the active certificate does not
@@ -220,32 +221,32 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Verify client certificates with new CA certificates, starting with the next connection.
+    /// Use new CA certificates to verify client certificates, starting with the next connection.
     ///
     /// # Errors
-    /// The file has no valid CA certificates. After an error, the active CA certificates do not change.
+    /// The file contains no valid CA certificates. After an error, the active CA certificates do not change.
     pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
         self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 
-/// The part of the configuration that a warning is about.
+/// The part of the configuration that a warning concerns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WarningSubject {
     /// An upstream, by name.
     Upstream(Box<str>),
     /// A listener, by index.
     Listener(usize),
-    /// A certificate of a listener, by the indices of both.
+    /// A certificate of a listener: the index of the listener, and the index of the certificate.
     Certificate(usize, usize),
-    /// The consumers of a provider, by the name of the provider.
+    /// The consumers of an authentication provider, by the name of the provider.
     Consumers(Box<str>),
     /// `[acme]`.
     Acme,
 }
 
 impl CompiledConfig {
-    /// Return warnings about a configuration that works, but may not have the intended effect.
+    /// Return warnings about settings that are valid, but may not have the intended effect.
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
@@ -269,8 +270,8 @@ impl CompiledConfig {
                 let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
                 if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
-                        "`{}` is by client-cert, but {address} has no tls.client_ca: the limit rejects every request \
-                         on this listener",
+                        "`{}` counts by client-cert, but {address} has no tls.client_ca: the limit rejects every \
+                         request on this listener",
                         compiled.limit.name
                     );
                     warnings.push((WarningSubject::Listener(index), text));
@@ -281,27 +282,28 @@ impl CompiledConfig {
     }
 }
 
-// === `[acme]`, and the names of the listeners that use it ===
+// === `[acme]`, and the certificate names of the listeners that use it ===
 
-/// Both kinds of challenges, in the default order.
+/// Both challenge types, in the default order.
 const CHALLENGES: [(&str, ChallengeKind); 2] =
     [("http-01", ChallengeKind::Http01), ("tls-alpn-01", ChallengeKind::TlsAlpn01)];
 
-/// The certificates that the gateway obtains with ACME, and their settings.
+/// The certificates that the gateway obtains by ACME, and the ACME settings.
 #[derive(Debug)]
 pub struct Acme {
-    /// The keys of `[acme]`.
+    /// The settings in `[acme]`.
     pub settings: Arc<AcmeSettings>,
-    /// The certificates in use, which are kept across configurations.
+    /// The active certificates. A reload keeps them.
     pub certificates: Arc<ManagedCertificates>,
-    /// The names of all listeners, in sorted order.
+    /// The names for which certificates are obtained, of all listeners, sorted.
     pub names: Vec<Box<str>>,
-    /// Wildcard hosts of routes on listeners without `names`. No certificate is obtained for these hosts.
+    /// Wildcard hosts of routes that ACME listeners without `names` would serve. No certificates are obtained for these
+    /// hosts.
     pub skipped_wildcards: Vec<Box<str>>,
 }
 
 impl Acme {
-    /// Return warnings about names for which the operator may expect a certificate, although none is obtained.
+    /// Return warnings about names without a certificate, although the operator may expect one.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let unused = self.names.is_empty().then(|| "[acme] has no effect: no listener has `tls.acme`".to_owned());
         let wildcards = self.skipped_wildcards.iter().map(|host| {
@@ -316,19 +318,19 @@ impl Acme {
 /// `[acme]`
 #[derive(Debug)]
 pub struct AcmeSettings {
-    /// URL of the directory of the CA.
+    /// URL of the CA's ACME directory.
     pub directory: Uri,
-    /// Email address of the account.
+    /// Email address of the ACME account.
     pub email: Option<Box<str>>,
-    /// Trust roots for the connection to the CA.
+    /// Trust roots that verify the CA's server.
     pub trust_roots: TrustRoots,
-    /// Directory for the account, the certificates and their keys.
+    /// Directory for the ACME account, the certificates and their private keys.
     pub storage: PathBuf,
-    /// Kinds of challenges, in the order of preference.
+    /// Challenge types in order of preference.
     pub challenges: Vec<ChallengeKind>,
-    /// External account to which the ACME account is bound.
+    /// External account to which the ACME account is bound (EAB).
     pub external_account: Option<ExternalAccount>,
-    /// Secret of the store, with which private keys in Redis are encrypted.
+    /// Secret that encrypts the private keys in Redis.
     pub secret: StoreSecret,
 }
 
@@ -336,7 +338,7 @@ pub struct AcmeSettings {
 pub struct StoreSecret(Box<str>);
 
 impl StoreSecret {
-    /// Return the secret as it is written.
+    /// Return the secret as written in the configuration.
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -348,11 +350,12 @@ impl fmt::Debug for StoreSecret {
     }
 }
 
-/// Account at the CA outside of ACME (RFC 8555 §7.3.4). The `Debug` implementation does not print the key.
+/// Existing account at the CA, to which the ACME account is bound (RFC 8555 §7.3.4). The `Debug` implementation does
+/// not print the MAC key.
 pub struct ExternalAccount {
-    /// Identifier of the external account key, from the CA.
+    /// Key identifier that the CA issued.
     pub key_id: String,
-    /// MAC key of the external account, from the CA.
+    /// MAC key that the CA issued.
     pub mac_key: Vec<u8>,
 }
 
@@ -362,13 +365,13 @@ impl fmt::Debug for ExternalAccount {
     }
 }
 
-/// The parts of `[acme]` that listeners need.
+/// Settings and routes as far as listeners with `tls.acme` need them.
 pub(super) struct AcmeListeners {
-    /// The certificates. `None` if there is no `[acme]`.
+    /// The certificates. `None` without `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
-    /// Default names, for listeners without `names`: the hosts of all routes.
+    /// Default names for listeners without `names`: the hosts of all routes.
     default_names: Vec<Box<str>>,
-    /// Wildcard hosts of routes.
+    /// Wildcard hosts of all routes.
     wildcards: Vec<Box<str>>,
     /// Whether a listener uses the default names.
     uses_defaults: bool,
@@ -389,7 +392,7 @@ impl AcmeListeners {
             match host.strip_prefix("*.") {
                 Some(_) => wildcards.push(host),
                 None if is_dns_name(&host) => default_names.push(host),
-                // Skip a host that is an IP address, and an invalid host, which the route reports.
+                // Skip hosts that are IP addresses. Also skip invalid hosts, which are reported for the route.
                 None => {}
             }
         }
@@ -410,7 +413,7 @@ impl AcmeListeners {
         let Some(certificates) = self.certificates.clone() else {
             let issue = Issue::new(acme.span(), "`acme` requires the table [acme]");
             reader.push_missing_elsewhere(
-                issue.with_hint("[acme] with accept_terms = true and email = \"you@example.com\""),
+                issue.with_hint("add [acme] with accept_terms = true and email = \"you@example.com\""),
             );
             return None;
         };
@@ -431,7 +434,7 @@ impl AcmeListeners {
     }
 }
 
-/// Compile `names`. Wildcards are errors, because CAs issue certificates for them only with DNS-01 challenges.
+/// Compile `names`. A wildcard is an error, because CAs issue wildcard certificates only by DNS-01 challenges.
 fn compile_names(names: &[Text], reader: &mut Validator<'_>) -> Vec<Box<str>> {
     let mut compiled: Vec<Box<str>> = Vec::new();
     for text in names {
@@ -510,7 +513,8 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     if let Some(url) = config.store.url.as_ref().filter(|url| is_missing && url.get_ref() != "memory:") {
         let message = "ACME over a shared store requires `store.secret`: it encrypts the private keys in Redis";
         reader.push_missing_elsewhere(Issue::new(url.span(), message).with_hint(
-            "secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
+            "set secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex \
+             32",
         ));
     }
     let secret = StoreSecret(secret.map_or("", |secret| secret.get_ref()).into());
@@ -558,7 +562,7 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
     }
 }
 
-/// Return the storage directory: as it is written, otherwise below the first directory in `$STATE_DIRECTORY`
+/// Return the storage directory: `storage` if it is set, otherwise `acme` in the first directory in `$STATE_DIRECTORY`
 /// (systemd.exec(5)), otherwise `certs/acme`.
 fn storage(text: Option<&Text>, reader: &Validator<'_>) -> PathBuf {
     if let Some(text) = text {

@@ -1,4 +1,4 @@
-//! Compiles `[notify.NAME]`, the destinations of quota events, and `notify` of limits.
+//! Compiles `[notify.NAME]` (the destinations of quota events) and `notify` of limits.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,34 +26,34 @@ use crate::upstream::fetch;
 /// Prefix of a webhook secret in the Standard Webhooks specification.
 const SECRET_PREFIX: &str = "whsec_";
 
-/// Permitted length of a webhook secret in bytes, in the Standard Webhooks specification.
+/// Allowed length of a webhook secret in bytes, according to the Standard Webhooks specification.
 const SECRET_LENGTHS: std::ops::RangeInclusive<usize> = 24..=64;
 
-/// Maximum length of the key of a stream, in bytes.
+/// Maximum length in bytes of the key of a Redis stream.
 const MAX_STREAM_KEY: usize = 256;
 
-/// Thresholds of limits without `at`, in percent.
+/// Default thresholds in percent, for limits without `at`.
 const DEFAULT_THRESHOLDS: [u8; 2] = [80, 100];
 
 /// A destination of quota events.
 #[derive(Debug)]
 pub enum EventDestination {
-    /// A server that gets each event as an HTTP request.
+    /// A server to which the gateway posts each event.
     Webhook(Box<Webhook>),
-    /// A Redis stream in the server of the store.
+    /// A Redis stream in the store.
     Stream(EventStream),
 }
 
 /// A webhook.
 #[derive(Debug)]
 pub struct Webhook {
-    /// URL that receives the events.
+    /// URL to which the gateway posts the events.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Key with which the gateway signs the events.
     pub key: Key,
-    /// Maximum time for a request to the webhook and its response.
+    /// Maximum time for a request, including its response.
     pub timeout: Duration,
 }
 
@@ -62,12 +62,12 @@ pub struct Webhook {
 pub struct EventStream {
     /// Redis key of the stream.
     pub key: Box<str>,
-    /// Approximate number of entries that Redis keeps.
+    /// Approximate maximum number of entries in the stream.
     pub max_length: u64,
 }
 
 impl EventDestination {
-    /// Return the TLS settings of a webhook.
+    /// Return the TLS settings if the destination is a webhook with TLS.
     pub(crate) fn tls_mut(&mut self) -> Option<&mut EndpointTls> {
         match self {
             EventDestination::Webhook(webhook) => webhook.tls.as_mut(),
@@ -76,7 +76,7 @@ impl EventDestination {
     }
 }
 
-/// Return the name of the TLS settings of a destination, which no upstream may have.
+/// Return the name of a destination's TLS settings. No upstream may have this name.
 pub(crate) fn internal_name(destination: &str) -> String {
     format!("notify.{destination}")
 }
@@ -93,7 +93,7 @@ pub(super) fn destinations(
         reader.check_name(destination.span(), name);
         if let Some(upstream) = config.upstream.get(&internal_name(name)) {
             let message = format!("the gateway uses the upstream name `{}` for [notify.{name}]", internal_name(name));
-            reader.push_issue(Issue::new(upstream.span(), message).with_hint("another name"));
+            reader.push_issue(Issue::new(upstream.span(), message).with_hint("choose another name for this upstream"));
         }
         let (span, table) = (destination.span(), destination.get_ref());
         let one = match (&table.webhook, &table.stream) {
@@ -118,7 +118,7 @@ pub(super) fn destinations(
     compiled
 }
 
-/// Report keys that belong to another kind of destination.
+/// Report keys that are not valid for this kind of destination.
 fn report_keys(keys: &[(&str, Option<Range<usize>>)], owner: &str, reader: &mut Validator<'_>) {
     for (name, span) in keys {
         if let Some(span) = span {
@@ -164,7 +164,7 @@ fn secret(text: Option<&Text>, span: &Range<usize>, reader: &mut Validator<'_>) 
     let bytes = encoded.and_then(|encoded| STANDARD.decode(encoded).ok());
     let bytes = bytes.filter(|bytes| SECRET_LENGTHS.contains(&bytes.len()));
     if bytes.is_none() && !reader.is_unresolved(text) {
-        let issue = Issue::new(text.span(), "`secret` is not `whsec_` and 24 to 64 bytes in base64");
+        let issue = Issue::new(text.span(), "`secret` must be `whsec_`, followed by 24 to 64 bytes in base64");
         reader.push_issue(issue.with_hint("generate a secret: echo whsec_$(openssl rand -base64 32)"));
     }
     Some(Key::new(HMAC_SHA256, &bytes?))
@@ -179,11 +179,11 @@ fn stream(
     let max_length = reader.number(table.max_length.as_ref(), 1..1_000_000_001, 10_000) as u64;
     if !has_redis {
         let issue = Issue::new(text.span(), "`stream` requires a store in Redis");
-        reader.push_issue(issue.with_hint("[store] with url = \"redis://…\", or `webhook`"));
+        reader.push_issue(issue.with_hint("set url = \"redis://…\" in [store], or use `webhook`"));
     }
     let key = text.get_ref().as_str();
-    // Reject braces in the name of a stream. The name is the hash tag of the claims, which must be in the slot of the
-    // stream.
+    // Reject braces in the key of a stream. The key is also the hash tag of the keys that claim events, so that they
+    // are in the cluster slot of the stream.
     let is_valid = (1..=MAX_STREAM_KEY).contains(&key.len())
         && key.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'{' | b'}'));
     if !is_valid && !reader.is_unresolved(text) {

@@ -1,5 +1,5 @@
-//! Compiles `[tiers]` and the providers of `[auth.NAME]` that need more than a lookup: password files, authentication
-//! servers and key sets from a URL.
+//! Compiles `[tiers]`, and these authentication providers (`[auth.NAME]`): `basic` with its password file, `forward`
+//! with its authentication server, and `jwt` with keys from a URL.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,23 +28,24 @@ use crate::upstream::connector::EndpointTls;
 use crate::upstream::fetch;
 use crate::upstream::{Protocol, UpstreamSettings};
 
-/// Beginning of the names of internal upstreams: `auth.NAME` is the server of `[auth.NAME]`.
+/// Prefix of the names of internal upstreams. The authentication server of `[auth.NAME]` is the internal upstream
+/// `auth.NAME`.
 const UPSTREAM_PREFIX: &str = "auth.";
 
-/// Maximum time to connect to an authentication server, as for other upstreams.
+/// Maximum time to connect to an authentication server. It is equal to the default for other upstreams.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum lifetime of a cached admission. A revoked session is still admitted for this time.
+/// Maximum lifetime of a cached admission. A cached admission stays valid for this time after a session is revoked.
 const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
 
 /// Bounds of `refresh_interval`.
 const REFRESH_INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
-/// The internal upstreams and TLS settings of providers. The internal upstreams come after the upstreams of
+/// The internal upstreams and TLS settings that providers need. The indices of internal upstreams follow those of
 /// `[upstream.NAME]`.
 #[derive(Debug)]
 pub(super) struct InternalUpstreams {
-    /// Number of upstreams of `[upstream.NAME]`.
+    /// Index of the first internal upstream: the number of `[upstream.NAME]` tables.
     pub(super) first: usize,
     pub(super) settings: Vec<UpstreamSettings>,
     pub(super) tls: Vec<UpstreamTls>,
@@ -57,17 +58,17 @@ pub struct KeyUrl {
     pub provider: usize,
     /// Name of the authentication provider.
     pub name: Box<str>,
-    /// URL of the key set.
+    /// URL of the JWK Set.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Time between two fetches.
     pub refresh_interval: Duration,
-    /// The keys, which are shared with the verifier. A reload keeps the keys if the URL is the same.
+    /// The keys, which the token verifier also uses. A reload keeps the keys if the URL does not change.
     pub keys: Arc<RemoteKeys>,
 }
 
-/// Compile a provider of kind `basic`. Return the file as it was read.
+/// Compile a provider of kind `basic`. Also return its users file.
 pub(super) fn basic(
     name: &str,
     auth: &config::Auth,
@@ -101,8 +102,8 @@ pub(super) fn basic(
     }
 }
 
-/// Parse a file of users. The error consists of a message and a hint. An empty file is an error, because it is probably
-/// being written.
+/// Parse a users file. An error consists of a message and a hint. An empty file is an error, because another program
+/// may be writing it.
 fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy();
     match Htpasswd::parse(&file.content) {
@@ -113,10 +114,10 @@ fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
 }
 
 impl BasicProvider {
-    /// Use the users of a changed file.
+    /// Replace the users with those of a changed file.
     ///
     /// # Errors
-    /// The error of the file, and a hint. After an error, the active users do not change.
+    /// The file is invalid. The error contains a message and a hint. After an error, the active users do not change.
     pub fn reload_users(&self, file: &FileSnapshot) -> Result<(), String> {
         let users = parse_users(file).map_err(|(message, hint)| format!("{message}; {hint}"))?;
         self.verifier.replace_users(users);
@@ -124,7 +125,7 @@ impl BasicProvider {
     }
 }
 
-/// Compile a provider of kind `forward`, and its server as an internal upstream.
+/// Compile a provider of kind `forward`. Its server becomes an internal upstream.
 pub(super) fn forward(
     name: &str,
     auth: &config::Auth,
@@ -169,18 +170,18 @@ pub(super) fn forward(
     }))
 }
 
-/// Return the name of the internal upstream of a provider.
+/// Return the name of a provider's internal upstream.
 pub(crate) fn internal_name(provider: &str) -> String {
     format!("{UPSTREAM_PREFIX}{provider}")
 }
 
-/// Report upstreams that have the name of an internal upstream.
+/// Report upstreams whose name is the name of an internal upstream.
 pub(super) fn check_upstream_names(config: &Config, reader: &mut Validator<'_>) {
     for (name, upstream) in &config.upstream {
         let provider = name.strip_prefix(UPSTREAM_PREFIX).filter(|provider| config.auth.contains_key(*provider));
         if let Some(provider) = provider {
             let message = format!("the gateway uses the upstream name `{name}` for the server of [auth.{provider}]");
-            reader.push_issue(Issue::new(upstream.span(), message).with_hint("another name"));
+            reader.push_issue(Issue::new(upstream.span(), message).with_hint("choose another name for this upstream"));
         }
     }
 }
@@ -191,8 +192,8 @@ fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<He
     for text in list {
         let Some(name) = reader.header_name(text.span(), text.get_ref()) else { continue };
         if let Some(reason) = reserved_reason(&name, Direction::Request) {
-            let message = format!("{recipient} `{name}` always or never, so it cannot be listed: {reason}");
-            reader.push_issue(Issue::new(text.span(), message).with_hint("leave it out"));
+            let message = format!("`{name}` cannot be listed, because {recipient} it always or never: {reason}");
+            reader.push_issue(Issue::new(text.span(), message).with_hint("remove this header from the list"));
         } else if names.contains(&name) {
             reader.push_issue(Issue::new(text.span(), format!("`{name}` is listed twice")));
         } else {
@@ -202,7 +203,8 @@ fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<He
     names
 }
 
-/// Compile `cache`. Return the values that the server receives, and the lifetime and number of cache entries.
+/// Compile `cache`. Return the request values that the server receives, and the lifetime and maximum number of cached
+/// admissions.
 fn cache_settings(
     cache: &Spanned<config::AuthCache>,
     request_headers: &[HeaderName],
@@ -235,7 +237,7 @@ fn cache_settings(
                     "the authentication server reads `{missing}`, which is not in `by`: a cached admission would be \
                      valid for any `{missing}`"
                 );
-                let hint = format!("add \"{missing}\" to `by`, or leave it out of `request_headers`");
+                let hint = format!("add \"{missing}\" to `by`, or remove it from `request_headers`");
                 reader.push_issue(Issue::new(by.span(), message).with_hint(hint));
             }
             told
@@ -267,7 +269,7 @@ pub(super) fn key_url(
     let refresh_interval = reader.duration(auth.refresh_interval.as_ref(), Duration::from_secs(600));
     if let Some(text) = auth.refresh_interval.as_ref().filter(|_| !REFRESH_INTERVALS.contains(&refresh_interval)) {
         let issue = Issue::new(text.span(), format!("`{}` is out of range", text.get_ref()));
-        reader.push_issue(issue.with_hint("from \"1s\" to \"1d\""));
+        reader.push_issue(issue.with_hint("write a duration from \"1s\" to \"1d\""));
     }
     let url = server_url(text, reader)?;
     let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
@@ -281,7 +283,7 @@ pub(super) fn key_url(
     Some(KeyUrl { provider, name: name.into(), url, tls: endpoint_tls, refresh_interval, keys })
 }
 
-/// Parse the URL of an authentication server or of a token issuer.
+/// Parse the URL of an authentication server or of a JWK Set.
 fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref().parse::<Uri>().ok();
     let url = url.filter(|url| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some());
@@ -298,7 +300,7 @@ fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     Some(url)
 }
 
-/// Return a server as a table `[upstream.NAME]`. Errors have the span of the server's URL.
+/// Return an `[upstream.NAME]` table for a server. Errors point to the server's URL.
 pub(super) fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
     if let Some(ca) = ca.filter(|_| url.scheme() != Some(&Scheme::HTTPS)) {
         reader.push_issue(Issue::new(ca.span(), "`ca` is valid only for a URL with `https://`"));
@@ -325,7 +327,7 @@ pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSo
             if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("jwt")) {
                 let issue =
                     Issue::new(text.span(), "[tiers] reads the tier from a claim, but no provider verifies tokens");
-                reader.push_issue(issue.with_hint("[auth.tokens] with kind = \"jwt\""));
+                reader.push_issue(issue.with_hint("add [auth.tokens] with kind = \"jwt\""));
             }
             TierSource::Jwt(claim.into())
         }
@@ -333,7 +335,7 @@ pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSo
             Some(name) => {
                 if !config.auth.values().any(|auth| returns_header(auth.get_ref(), &name)) {
                     let message = format!("no authentication server returns `{name}`");
-                    let hint = format!("response_headers = [\"{name}\"] in [auth.NAME] with kind = \"forward\"");
+                    let hint = format!("set response_headers = [\"{name}\"] in an [auth.NAME] with kind = \"forward\"");
                     reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
                 }
                 TierSource::Forward(name)
@@ -348,14 +350,14 @@ pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSo
     }
 }
 
-/// Return whether a provider of kind `forward` has this header in `response_headers`.
+/// Return whether the provider is of kind `forward` and has this header in `response_headers`.
 pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
     let mut names = auth.response_headers.iter().flatten();
     auth.is_of_kind("forward") && names.any(|text| text.get_ref().eq_ignore_ascii_case(name.as_str()))
 }
 
-/// Return whether the identity of a limit contains the credential from which tiers are taken. Otherwise, clients of
-/// several tiers would share a bucket. If the identity lacks the credential, return the parts that `by` lacks.
+/// Check that the identity of a limit includes the credential that determines the tier. Otherwise, clients with
+/// different tiers could share a bucket. On failure, return the source that `by` lacks.
 pub(super) fn check_tier_identity(source: &TierSource, descriptors: &[Descriptor]) -> Result<(), &'static str> {
     let has = |is_source: fn(&Descriptor) -> bool| descriptors.iter().any(is_source);
     let (is_met, lacks) = match source {

@@ -1,4 +1,4 @@
-//! Compiles the action of a route: upstreams by weight, direct response or redirect, path rewriting and
+//! Compiles the action of a route: weighted upstreams, direct response or redirect. Also compiles path rewriting and
 //! mirroring.
 
 use std::ops::Range;
@@ -21,7 +21,7 @@ use crate::upstream::{Protocol, UpstreamSettings};
 /// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;
 
-/// Statuses with which clients follow `Location` automatically (RFC 9110 §15.4).
+/// Status codes for which clients follow `Location` automatically (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
 /// Compile the action of a route. A route must have exactly one action.
@@ -52,12 +52,12 @@ pub(super) fn route_action(
         return self::redirect(redirect.get_ref(), &redirect.span(), path, reader).map(RouteAction::Redirect);
     }
     let issue = Issue::new(span.clone(), "this route has no action");
-    let hint = "upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
+    let hint = "set upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
     reader.push_missing(issue.with_hint(hint));
     None
 }
 
-/// Return the indices of the upstreams that a route names. Unknown names are reported elsewhere.
+/// Return the indices of the upstreams that a route refers to. Skip unknown names, which are reported elsewhere.
 pub(super) fn upstream_indices(shares: &UpstreamWeights, upstreams: &[UpstreamSettings]) -> Vec<usize> {
     let index = |name: &str| upstreams.iter().position(|upstream| *upstream.name == *name);
     match shares {
@@ -128,7 +128,7 @@ fn redirect(
         }
         *status.get_ref()
     });
-    // This code is not reached, because `route_action` has reported all other statuses.
+    // Fallback that is never used, because `route_action` has rejected all other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     let to = match (&redirect.to, &redirect.scheme) {
         (Some(to), None) => {
@@ -144,7 +144,7 @@ fn redirect(
                 (None, _) => "this redirect has no target",
                 (Some(_), _) => "`to` and `scheme` cannot be combined",
             };
-            let hint = "either to = \"/v1/{rest}\", or scheme = \"https\" for the same host, path and query";
+            let hint = "set either to = \"/v1/{rest}\", or scheme = \"https\" for the same host, path and query";
             let issue = Issue::new(scheme.as_ref().map_or(span.clone(), |text| text.span()), message);
             reader.push_missing(issue.with_hint(hint));
             return None;
@@ -179,10 +179,10 @@ fn redirect_template(to: &Text, path: Option<&PathPattern>, reader: &mut Validat
     Some(RedirectTarget::Template { origin: origin.into(), template })
 }
 
-/// Split a redirect target into its origin (scheme and host, which may be empty) and the rest.
+/// Split a redirect target into its origin and the rest. The origin is the scheme and host, and may be empty.
 fn split_origin(to: &str) -> Option<(&str, &str)> {
     let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
-        // Reject a path that begins with two slashes, because browsers would read a host name after them.
+        // Reject a path that starts with two slashes, because browsers interpret the text after them as a host name.
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -217,7 +217,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
         Some(("a prefix starts with `/`".to_owned(), format!("\"/{text}\"")))
     } else if text.ends_with('/') {
         let shorter = text.trim_end_matches('/');
-        let hint = if shorter.is_empty() { "leave it out".to_owned() } else { format!("\"{shorter}\"") };
+        let hint = if shorter.is_empty() { "remove `strip_prefix`".to_owned() } else { format!("\"{shorter}\"") };
         Some(("a prefix must not end with `/`".to_owned(), hint))
     } else if path.is_some_and(PathPattern::is_regex) {
         let hint = "`rewrite` with a named group: path_regex = '/v1/(?<rest>.*)' and rewrite = \"/{rest}\"";
@@ -237,7 +237,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     }
 }
 
-/// Parse a template, and check that it expands to a canonical path for any values of its parameters.
+/// Parse a template, and check that it expands to a canonical path for all values of its parameters.
 fn rewrite_template(
     text: &str,
     span: &Range<usize>,
@@ -247,18 +247,18 @@ fn rewrite_template(
     let template: RewriteTemplate = match text.parse() {
         Ok(template) => template,
         Err(error) => {
-            let hint = "a path such as \"/internal/{rest}\", with parameters of the route's `path`";
+            let hint = "write a path such as \"/internal/{rest}\", with parameters of the route's `path`";
             reader.push_issue(Issue::new(span.clone(), format!("{error}")).with_hint(hint));
             return None;
         }
     };
-    // Insert `~` for each parameter. It is not a hexadecimal digit, so it cannot complete percent-encoding in the
-    // template.
+    // Replace each parameter with `~`. It is not a hexadecimal digit, so it cannot complete a percent-encoded byte of
+    // the template.
     let (plain, query) = template.fill("~");
     match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
         Ok(_) => {
-            // The hint does not quote the canonical form, which contains `~` instead of parameters.
+            // The hint does not show the canonical form, because `~` replaces the parameters in it.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
             reader.push_issue(issue.with_hint(
                 "no `.` or `..` segments and no `//`; only characters that a path may not contain are \
@@ -308,25 +308,25 @@ pub(super) fn websocket(
 
 // Weighted selection of upstreams.
 
-/// The fractional part of the golden ratio, times 2^64. Its multiples are evenly distributed (Weyl, 1916), in every run
-/// of consecutive multiples and also if only every n-th multiple is used. A periodic client is therefore not always
-/// assigned to the same upstream.
+/// The fractional part of the golden ratio, times 2^64. Its multiples modulo 2^64 are evenly distributed (Weyl, 1916).
+/// This is true for any range of consecutive multiples, and if only every n-th multiple is used. Periodic requests of
+/// one client are therefore not always sent to the same upstream.
 pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Distributes the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Upstreams by index, each with the sum of its weight and all earlier weights. Upstreams with weight 0 are
-    /// omitted.
+    /// Indices of the upstreams, each with the sum of its own weight and the weights before it. Upstreams with weight 0
+    /// are omitted.
     cumulative_weights: Vec<(u64, usize)>,
     /// Sum of all weights.
     total_weight: u64,
-    /// Number of requests, of all workers together.
+    /// Number of requests so far, counted over all workers.
     counter: AtomicU64,
 }
 
 impl WeightedUpstreams {
-    /// Create the split from upstream indices and weights. Return `None` if all weights are 0.
+    /// Create the weighted selection from upstream indices and weights. Return `None` if all weights are 0.
     pub fn new(weights: impl IntoIterator<Item = (usize, u32)>) -> Option<Self> {
         let mut sum = 0;
         let weights = weights.into_iter().filter(|(_, weight)| *weight > 0);
@@ -343,7 +343,7 @@ impl WeightedUpstreams {
         })
     }
 
-    /// Return the indices of the upstreams with a weight.
+    /// Return the indices of the upstreams with a weight above 0.
     pub fn upstreams(&self) -> impl Iterator<Item = usize> {
         self.cumulative_weights.iter().map(|(_, upstream)| *upstream)
     }
@@ -354,7 +354,7 @@ impl WeightedUpstreams {
             return only;
         }
         let number = self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO);
-        // Scale the position from 0..2^64 to 0..total_weight.
+        // Scale the number from 0..2^64 to 0..total_weight.
         let position = ((u128::from(number) * u128::from(self.total_weight)) >> 64) as u64;
         let index = self.cumulative_weights.partition_point(|(end, _)| *end <= position);
         self.cumulative_weights[index].1
@@ -363,35 +363,36 @@ impl WeightedUpstreams {
 
 // === Mirroring: which requests are copied, and to which upstream ===
 
-/// Fraction of `server.max_buffered` that the bodies of all copies may use, in addition to `server.max_buffered`.
+/// `server.max_buffered` divided by this number is the maximum memory for the bodies of all copies. This memory is in
+/// addition to `server.max_buffered`.
 pub const BUFFER_DIVISOR: usize = 4;
 
 /// `mirror` of a route.
 #[derive(Debug)]
 pub struct Mirror {
-    /// Upstream of the copies, by index.
+    /// Index of the upstream that receives the copies.
     pub upstream: usize,
-    /// Percentage of the requests that are copied.
+    /// Percentage of requests to copy.
     pub percent: f64,
-    /// Maximum size, in bytes, of a body that is copied.
+    /// Maximum size in bytes of the body of a copied request.
     pub max_body: usize,
     /// Maximum number of copies in flight per worker.
     pub max_in_flight: usize,
-    /// The percentage as a fraction of 2^64.
+    /// `percent` scaled from 0..100 to 0..2^64.
     share: u128,
-    /// Number of requests, of all workers together.
+    /// Number of requests so far, counted over all workers.
     counter: AtomicU64,
 }
 
 impl Mirror {
     fn new(upstream: usize, percent: f64, max_body: usize, max_in_flight: usize) -> Self {
-        // The product is exact, because 2^64 is a power of two, so 100 % gives exactly 2^64.
+        // 100 % gives exactly 2^64: multiplying by a power of two does not round.
         let share = (percent / 100.0 * 2.0_f64.powi(64)) as u128;
         Mirror { upstream, percent, max_body, max_in_flight, share, counter: AtomicU64::new(0) }
     }
 
-    /// Return whether the next request is copied. The copied requests are evenly distributed, like the requests of a
-    /// weighted upstream.
+    /// Return whether to copy the next request. Copied requests are evenly distributed over all requests, as in
+    /// [`WeightedUpstreams`].
     pub fn picks_next(&self) -> bool {
         u128::from(self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO)) < self.share
     }
@@ -440,7 +441,7 @@ mod tests {
                 for (index, weight) in weights.iter().enumerate() {
                     let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // The test checks that the shares are exact from the first request on, not only on average.
+                    // The distribution must be exact from the first request, not only on average.
                     assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }

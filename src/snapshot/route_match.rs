@@ -1,5 +1,5 @@
-//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers, query parameters and the
-//! body.
+//! Compiles the matching rules of a route: hosts, listeners, path, methods, and conditions on headers, query parameters
+//! and the body.
 
 use std::net::Ipv6Addr;
 use std::ops::Range;
@@ -17,18 +17,18 @@ use crate::routing::pattern::PathPattern;
 use crate::snapshot::identities::json_pointer;
 use crate::snapshot::validator::Validator;
 
-/// The treatment of requests whose path differs from the path of the route only in the trailing slash.
+/// How to handle requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
-    /// The route does not match requests whose path differs in the trailing slash.
+    /// The route does not match them.
     Strict,
-    /// The route also matches requests whose path differs in the trailing slash.
+    /// The route matches them as well.
     Same,
-    /// Requests whose path differs in the trailing slash are redirected to the path of the route.
+    /// They are redirected to the path of the route.
     Redirect,
 }
 
-/// Compile the match of a route and its treatment of the trailing slash.
+/// Compile the matching rules of a route, and its `trailing_slash`.
 pub(super) fn route_match(
     route: &config::tables::Route,
     span: &Range<usize>,
@@ -74,16 +74,16 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
     hosts
 }
 
-/// Return whether a canonical host, or the rest of a host after `*.`, can occur in a request: a name, an IPv4 address,
-/// or an IPv6 address in brackets, all without port.
+/// Return whether a host can occur in a request: a name, an IPv4 address, or an IPv6 address in brackets, without a
+/// port. `name` is in canonical form. For a wildcard, it is the part after `*.`.
 fn is_host(name: &str) -> bool {
     let address = name.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
     address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
         || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }
 
-/// Return the indices of the listeners with these names. Compiling removes no valid listener, so the compiled listeners
-/// have the same indices.
+/// Return the indices of the listeners with these names. In a valid configuration, the compiled listeners have the same
+/// indices.
 fn listener_indices(
     names: &[Text],
     span: &Range<usize>,
@@ -132,8 +132,8 @@ fn path(route: &config::tables::Route, span: &Range<usize>, reader: &mut Validat
     match PathPattern::from_regex(expression.get_ref()) {
         Ok(pattern) => {
             let text = expression.get_ref();
-            // Report an expression that cannot match, because every path starts with a slash: its first character is a
-            // plain character other than a slash, and no quantifier makes it optional.
+            // Every path starts with a slash. Report an expression that cannot match a slash at the start: its first
+            // character is a letter or digit that no quantifier makes optional.
             let is_plain = |character: char| character.is_ascii_alphanumeric() || matches!(character, '/' | '-' | '_');
             let is_relative = text.starts_with(|first: char| first.is_ascii_alphanumeric())
                 && text.chars().nth(1).is_none_or(is_plain);
@@ -160,12 +160,12 @@ fn expression_issue(text: &Text, error: &ExpressionError, example: &str) -> Issu
     Issue::new(text.span(), error.to_string()).with_hint(hint)
 }
 
-/// Compile `path`.
+/// Compile `path` as a pattern.
 fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
     match text.get_ref().parse::<PathPattern>() {
         Ok(pattern) => {
-            // Compare the path without the braces of the pattern with its canonical form, because request paths are
-            // canonical.
+            // Remove the braces of the pattern. Compare the rest with its canonical form, because the paths of requests
+            // are canonical.
             let plain = text.get_ref().replace(['{', '}'], "");
             match canonical_path(&plain) {
                 Ok(same) if same == plain => {}
@@ -193,10 +193,11 @@ fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
     }
 }
 
-/// Return the hint for a path in the syntax of another program.
+/// Return the hint for a path that has the syntax of another program.
 pub(crate) fn foreign_path_hint(path: &str) -> String {
     format!(
-        "write path = \"{path}\": {{id}} is one segment, {{*rest}} the rest of the path; `path_regex` has expressions"
+        "write path = \"{path}\": {{id}} is one segment, {{*rest}} the rest of the path; use `path_regex` for a \
+         regular expression"
     )
 }
 
@@ -230,7 +231,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
         |name: &str, rule: &Spanned<ValueRule>, source: Option<ConditionSource>, reader: &mut Validator<'_>| {
             let (Some(test), Some(source)) = (value_test(name, rule, source.as_ref(), reader), source) else { return };
             if conditions.iter().any(|other| other.source == source) {
-                // Report header names that differ only in case, because they are equal.
+                // Header names that differ only in case are the same header.
                 let issue = Issue::new(rule.span(), format!("duplicate condition on `{name}`"));
                 reader.push_issue(issue.with_hint("a header can have only one condition"));
             }
@@ -253,7 +254,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
     conditions
 }
 
-/// Compile a condition, which has exactly one key.
+/// Compile a condition. It must have exactly one key.
 fn value_test(
     name: &str,
     rule: &Spanned<ValueRule>,

@@ -1,4 +1,4 @@
-//! Compiled routes: match, action, limits and header changes.
+//! Compiled routes: matching, actions, limits and header changes.
 
 use std::borrow::Cow;
 use std::collections::hash_map::Entry;
@@ -51,21 +51,21 @@ pub struct Route {
     pub index: usize,
     /// Name of the route.
     pub name: Arc<str>,
-    /// Path pattern or regular expression, as it is written.
+    /// Path pattern or regular expression, as written in the configuration.
     pub path: Box<str>,
     /// Parsed path pattern.
     pub path_pattern: PathPattern,
     /// The action for requests of the route.
     pub action: RouteAction,
-    /// Change of the path that the upstream gets. `None` if the path does not change.
+    /// Change of the path before the request is forwarded. `None` if the path does not change.
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
-    /// Clients that may use the route. `None` if all clients may use the route.
+    /// Client networks that may use the route. `None` if all clients may use it.
     pub access: Option<Arc<AccessRules>>,
     /// CORS policy. `None` if the upstream sets the CORS headers.
     pub cors: Option<Arc<CorsPolicy>>,
-    /// Providers of `require` and `identify`. `None` if requests are not authenticated.
+    /// Authentication by `require` and `identify`. `None` if requests are not authenticated.
     pub auth: Option<RouteAuth>,
     /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
@@ -73,18 +73,18 @@ pub struct Route {
     pub max_body: Option<u64>,
     /// Whether protocol upgrades are allowed.
     pub websocket: bool,
-    /// The copies of requests to another upstream.
+    /// Mirroring: which requests are copied to another upstream. `None` if none are.
     pub mirror: Option<Mirror>,
-    /// Changes to the request headers for the upstream.
+    /// Changes to the headers of the upstream request.
     pub request_headers: HeaderMutations,
-    /// Changes to the response headers.
+    /// Changes to the headers of the response to the client.
     pub response_headers: HeaderMutations,
 }
 
-/// A limit in the form in which a route uses it.
+/// A limit as a route uses it.
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
-    /// The limit that applies to requests of the route.
+    /// The limit.
     pub limit: Arc<LimitSpec>,
     /// Index into [`RouteLimits::identities`].
     pub identity_index: usize,
@@ -92,57 +92,58 @@ pub struct RouteLimit {
     pub cost: Cost,
     /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
-    /// The JSON-RPC messages that each have the cost. `None` if the whole request has the cost.
+    /// The JSON-RPC messages to count, each with this cost. If `None`, the whole request is counted once.
     pub counted: Option<CountedMessages>,
 }
 
-/// Limits of a route, and the response headers about them.
+/// Limits of a route, and settings for the RateLimit headers.
 #[derive(Debug, Default)]
 pub struct RouteLimits {
-    /// The identities of the limits, without duplicates.
+    /// The different identities of the limits. Limits with the same identity share one entry.
     pub identities: Vec<IdentitySpec>,
     /// The limits of the route.
     pub limits: Vec<RouteLimit>,
-    /// Number of limits that can deny a request: all except shadow limits.
+    /// Number of enforced limits, which can deny requests. Shadow limits are not enforced.
     pub enforced: usize,
     /// Styles of the RateLimit headers.
     pub header_styles: Vec<HeaderStyle>,
-    /// Value of Access-Control-Expose-Headers, which lets scripts of other origins read the RateLimit headers.
+    /// Value of `Access-Control-Expose-Headers`. It allows scripts of other origins to read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
-    /// What must be read from request bodies before the limits are checked. `None` if nothing must be read.
+    /// What to read from request bodies before the check, to count tokens. `None` if no limit counts tokens.
     pub llm: Option<LlmInspection>,
-    /// Whether an identity or a cost depends on values of the body.
+    /// Whether an identity or a cost depends on values in the request body.
     pub reads_values: bool,
-    /// Precomputed RateLimit-Policy for responses in which every limit decided with its default variant.
+    /// Precomputed value of `RateLimit-Policy`. It is used if the decision contains all enforced limits with their
+    /// default quotas.
     pub policy_header: Option<HeaderValue>,
 }
 
-/// What the limits of a route read from a body, in addition to tokens.
+/// What the limits of a route read from a request body, apart from tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BodyUse {
-    /// Whether the limits read JSON values or messages.
+    /// Whether the limits read JSON values or JSON-RPC messages.
     pub values: bool,
     /// Whether the limits read JSON-RPC messages.
     pub messages: bool,
-    /// Whether the messages are MCP messages, whose headers must match the body.
+    /// Whether the messages are MCP messages. The MCP headers of the request must then match its body.
     pub is_mcp: bool,
 }
 
-/// What must be read from request bodies, because limits count the tokens of an LLM API.
+/// How to read request bodies to count the tokens of an LLM API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LlmInspection {
-    /// Maximum length of a body in bytes.
+    /// Maximum size of a body in bytes.
     pub max_body: usize,
-    /// Whether one of these limits may deny requests. Shadow limits do not.
+    /// Whether one of the token limits is enforced. Shadow limits are not.
     pub is_enforced: bool,
-    /// Whether requests whose body cannot be read are rejected.
+    /// Whether to reject requests whose body cannot be read.
     pub is_required: bool,
-    /// Whether the usage of streams is requested from OpenAI's API.
+    /// Whether to request the usage of streams from OpenAI's API.
     pub includes_usage: bool,
 }
 
 impl LlmInspection {
-    /// Return the combined inspection that these limits need.
+    /// Return the settings that satisfy all limits that count tokens. Return `None` if no limit counts tokens.
     fn for_limits(limits: &[RouteLimit]) -> Option<Self> {
         let inspections = limits.iter().filter_map(|route_limit| {
             let llm = route_limit.cost.llm()?;
@@ -169,7 +170,7 @@ impl RouteLimits {
         self.reads_values || self.llm.is_some()
     }
 
-    /// Return what the identities and costs of a request with this method read from its body.
+    /// Return what the limits read from the body of a request with this method, apart from tokens.
     pub fn body_use(&self, method: &Method) -> BodyUse {
         let mut body_use = BodyUse::default();
         if !self.reads_values {
@@ -187,7 +188,8 @@ impl RouteLimits {
         body_use
     }
 
-    /// Return what must be read from the body of a request with this method. Return `None` if nothing must be read.
+    /// Return how to read the body of a request with this method, to count its tokens. Return `None` if no limit counts
+    /// them.
     pub fn llm_inspection(&self, method: &Method) -> Option<LlmInspection> {
         let inspection = self.llm?;
         let counts_tokens = |route_limit: &RouteLimit| {
@@ -198,23 +200,23 @@ impl RouteLimits {
     }
 }
 
-/// The action for requests of a route.
+/// The action of a route.
 #[derive(Debug)]
 pub enum RouteAction {
     /// Forward to one of the upstreams.
     Forward(WeightedUpstreams),
-    /// Respond without an upstream.
+    /// Send a fixed response, without an upstream.
     DirectResponse(DirectResponse),
     /// Redirect the client.
     Redirect(Redirect),
 }
 
-/// Change of the path that the upstream gets.
+/// Change of the path before the request is forwarded.
 #[derive(Debug)]
 pub enum Rewrite {
-    /// Remove a prefix of the path.
+    /// Remove this prefix from the path.
     StripPrefix(Box<str>),
-    /// Replace the path by a template.
+    /// Replace the path with an expanded template.
     Template(RewriteTemplate),
 }
 
@@ -230,14 +232,14 @@ pub struct Redirect {
 /// The target of a redirect.
 #[derive(Debug)]
 pub enum RedirectTarget {
-    /// Another path, which a template describes.
+    /// Another path, or a URL, from a template.
     Template {
         /// Scheme and host. Empty if the redirect is relative to the request.
         origin: Box<str>,
         /// Path and query of the target.
         template: RewriteTemplate,
     },
-    /// The same host, path and query with another scheme or port.
+    /// The same host, path and query, but another scheme or port.
     Scheme {
         /// `http` or `https`.
         scheme: &'static str,
@@ -248,7 +250,7 @@ pub enum RedirectTarget {
     OtherSlash,
 }
 
-/// A response of the gateway, without an upstream.
+/// A fixed response that the gateway sends without an upstream.
 #[derive(Debug)]
 pub struct DirectResponse {
     /// Status of the response.
@@ -274,11 +276,13 @@ impl DirectResponse {
 }
 
 impl Redirect {
-    /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Neither this path
-    /// nor an expanded template contains `//` or a backslash, so browsers cannot find a host name in them.
+    /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Browsers cannot
+    /// mistake a part of the location's path for a host name, because this path and expanded templates never contain
+    /// `//` or a backslash.
     ///
-    /// # Errors The location needs a host that the request does not have, or the named groups of a regular expression
-    /// form a path that is not canonical.
+    /// # Errors
+    /// The location needs a host, but the request has none. Or the named groups of a regular expression result in a
+    /// path that is not canonical.
     pub fn response<B>(
         &self,
         request: &Request<B>,
@@ -291,8 +295,7 @@ impl Redirect {
                 (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
             }
             RedirectTarget::Scheme { scheme, port } => {
-                // The host is valid, because it was checked before the request was routed. It contains no port and no
-                // user.
+                // The host is valid, because it was checked before routing. It contains no port and no user name.
                 let host = request_host(request.uri(), request.headers(), request.version());
                 let host = host.map_err(RedirectError::Host)?;
                 if host.is_empty() {
@@ -307,17 +310,17 @@ impl Redirect {
             }
         };
         for byte in target.bytes() {
-            // Encode characters that are not valid in URIs (RFC 3986 §2), because clients may send them in queries.
+            // Percent-encode characters that are not valid in URIs (RFC 3986 §2). Clients may send them in queries.
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
             } else {
-                // Ignore the result, because writing to memory cannot fail.
+                // Writing to a string cannot fail.
                 let _ = write!(location, "%{byte:02X}");
             }
         }
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = self.status;
-        // The conversion cannot fail, because all characters are graphic ASCII characters.
+        // All characters are graphic ASCII characters, so the conversion cannot fail.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
         Ok(response)
     }
@@ -327,8 +330,8 @@ fn with_query(path: &str, query: Option<&str>) -> String {
     query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
 }
 
-/// Return the path from which parameters are captured. A regular expression matches the canonical path, in which
-/// delimiters have another encoding than in the forwarded path. Segments are the same in both paths.
+/// Return the path from which to extract the parameters. A regular expression matches the canonical path, whose
+/// delimiters are encoded differently from those in the forwarded path. Both paths have the same segments.
 fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
     if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
 }
@@ -336,13 +339,13 @@ fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
 /// Why a request cannot be redirected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedirectError {
-    /// The host of the request is missing or malformed. Contains the text of the problem detail.
+    /// The host of the request is missing or malformed. Contains the problem detail.
     Host(&'static str),
-    /// The path of the location is not canonical.
+    /// The path of the location would not be canonical.
     Path(PathError),
 }
 
-/// Expand a template for a path in its forwarded form. The pattern must match the path.
+/// Expand a template for a path in its forwarded form. The pattern must match this path.
 fn expanded(
     template: &RewriteTemplate,
     pattern: &PathPattern,
@@ -358,12 +361,12 @@ fn expanded(
 }
 
 impl Rewrite {
-    /// Return the target for a request with this path in its forwarded form, and with this query. The pattern must
-    /// match the path.
+    /// Return the request target for the upstream. `path` is the path of the request in its forwarded form, and must
+    /// match the pattern.
     ///
     /// # Errors
-    /// The named groups of a regular expression form a path that is not canonical, for example one with dot segments.
-    /// Parameters of a path are whole segments, so they always form a canonical path.
+    /// The named groups of a regular expression result in a path that is not canonical, for example with dot segments.
+    /// Parameters of a path pattern are whole segments, so they always result in a canonical path.
     pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
         match self {
             Rewrite::Template(template) => expanded(template, pattern, path, query),
@@ -383,10 +386,9 @@ impl Route {
         self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
     }
 
-    /// Return the route that redirects the other form of the path, with or without the trailing slash, to this route.
-    /// The returned route has the name, the metrics, the access rules and the CORS policy of this route. This redirect
-    /// needs no credential and is charged to no limit, because credentials and limits apply to the request for the
-    /// other form.
+    /// Return the route for `trailing_slash = "redirect"`. It redirects requests whose path differs only in the
+    /// trailing slash. The new route has the name, metrics, access rules and CORS policy of this route. It requires no
+    /// credential and has no limits, because they apply to the request that follows the redirect.
     fn slash_redirect(&self) -> Route {
         Route {
             index: self.index,
@@ -412,7 +414,8 @@ impl Route {
     }
 }
 
-/// Maximum number of limits of a route. It bounds the number of script arguments and the size of the RateLimit headers.
+/// Maximum number of limits of a route. It bounds the number of Lua script arguments and the size of the RateLimit
+/// headers.
 const MAX_LIMITS: usize = 16;
 
 /// Compile all routes.
@@ -517,7 +520,7 @@ fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<
     Some(reader.duration(Some(written), Duration::ZERO))
 }
 
-/// Compile the limits of a route. Errors are reported even if the route itself is invalid.
+/// Compile the limits of a route. Report their errors even if the route itself is invalid.
 fn route_limits(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
@@ -532,7 +535,7 @@ fn route_limits(
     for text in &route.limits {
         let limit_name = text.get_ref();
         let Some(compiled) = limits.get(limit_name) else {
-            // Skip a limit that exists but has errors, because these are already reported.
+            // If the limit exists but has errors, skip it, because its errors are already reported.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
@@ -548,7 +551,7 @@ fn route_limits(
                 && path.is_some_and(|path| !path.has_parameter(parameter))
             {
                 let message = format!(
-                    "`{limit_name}` is by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
+                    "`{limit_name}` counts by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
                 );
                 reader.push_missing(
                     Issue::new(text.span(), message)
@@ -605,7 +608,7 @@ fn route_limits(
         let units = Vec::from_iter(units);
         let names = header_styles.iter().map(|style| style.header_names(&units));
         let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
-        // The conversion cannot fail, because the value consists of header names and commas.
+        // The value consists of header names and commas, so the conversion cannot fail.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
@@ -623,7 +626,7 @@ fn route_limits(
     }
 }
 
-/// Return the result of a limit before the first request, for [`RouteLimits::policy_header`].
+/// Return a placeholder result of a limit, from which to compute [`RouteLimits::policy_header`].
 fn initial_result(limit: &LimitSpec) -> LimitResult<'_> {
     let outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
     LimitResult { limit_index: 0, limit, quota: limit.default_variant.quota, outcome }

@@ -1,4 +1,4 @@
-//! Compiles `[server]`, `[log]`, `[admin]` and `[store]`, and reads the limit on open files.
+//! Compiles `[server]`, `[log]`, `[admin]` and `[store]`, and reads the process limit on open files.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -27,23 +27,23 @@ use crate::snapshot::validator::Validator;
 use crate::snapshot::{Listener, StoreSettings};
 use crate::telemetry::log::{FACILITIES, Journald, LogFormat, Syslog, SyslogProtocol};
 
-/// Minimum of `max_header_size`, because hyper needs a buffer of at least this size.
+/// Minimum of `max_header_size` in bytes. hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;
 
 /// Default of `inspect_body`, in bytes.
 pub(super) const INSPECT_BODY: usize = 1 << 20;
 
-/// Maximum length of the path of a unix socket on Linux, bytes (unix(7)).
+/// Maximum length in bytes of the path of a Unix socket on Linux (unix(7)).
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Default sockets of the log daemons.
+/// Default socket paths of the log daemons.
 const SYSLOG_SOCKET: &str = "/dev/log";
 const JOURNALD_SOCKET: &str = "/run/systemd/journal/socket";
 
-/// Default facility: `local0` is free for local use, so that a syslog rule can select the access log.
+/// Default syslog facility. `local0` is reserved for local use, so that a syslog rule can select the access log.
 const DEFAULT_FACILITY: u8 = 16;
 
-/// Default tag of log messages, and the maximum length of a tag (APP-NAME, RFC 5424 §6).
+/// Default tag of syslog messages, and the maximum length of a tag in bytes (`APP-NAME`, RFC 5424 §6).
 const DEFAULT_TAG: &str = "sluicegate";
 const MAX_TAG: usize = 48;
 
@@ -54,57 +54,58 @@ pub struct ServerSettings {
     pub workers: usize,
     /// How workers share connections.
     pub worker_model: WorkerModel,
-    /// Time after SIGTERM in which connections are accepted and served as before.
+    /// Time after SIGTERM during which the gateway still accepts connections and serves requests.
     pub accept_grace: Duration,
-    /// Maximum time for requests in flight after SIGTERM and `accept_grace`.
+    /// Maximum time for the requests in flight at shutdown, after `accept_grace`.
     pub drain_timeout: Duration,
-    /// Maximum number of client connections, for all workers together.
+    /// Maximum number of client connections of all workers together.
     pub max_connections: usize,
     /// Maximum number of connections per client network. 0 = no limit.
     pub max_connections_per_ip: usize,
-    /// Whether `max_connections_per_ip` has its default value. The default exempts loopback addresses, because a proxy
-    /// on the same machine connects for many clients.
+    /// Whether `max_connections_per_ip` is not set. Loopback addresses are then exempt, because a proxy on the same
+    /// machine connects on behalf of many clients.
     pub is_default_per_ip: bool,
-    /// Maximum number of bytes of bodies that the process buffers.
+    /// Maximum number of bytes that the process buffers in total for bodies.
     pub max_buffered: usize,
-    /// Maximum time from accepting a connection to the end of the first request headers.
+    /// Maximum time from accepting a connection to the end of the headers of the first request.
     pub header_timeout: Duration,
-    /// Maximum time between two requests on a connection.
+    /// Maximum idle time of a connection between two requests.
     pub idle_timeout: Duration,
-    /// Maximum time without received or sent bytes of a body.
+    /// Maximum time without progress on a request or response body.
     pub body_idle_timeout: Duration,
     /// Minimum rate of a request body in bytes per second. 0 = no minimum.
     pub min_body_rate: u64,
     /// Maximum time to receive a request body.
     pub body_timeout: Option<Duration>,
-    /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
+    /// Maximum size in bytes of a request body that is buffered before the request is forwarded. 0 = no buffering.
     pub request_buffer: u64,
-    /// Maximum number of bytes of a request body that is read for a route, an identity or a cost.
+    /// Maximum number of bytes of a request body to read for routing, an identity or a cost.
     pub inspect_body: usize,
-    /// Maximum size of the request headers in bytes.
+    /// Maximum total size of the request headers in bytes.
     pub max_header_size: usize,
-    /// Maximum number of request header lines.
+    /// Maximum number of request headers. Each occurrence of a header counts.
     pub max_headers: usize,
     /// Maximum length of the request target in bytes.
     pub max_uri: usize,
     /// Maximum number of concurrent streams per HTTP/2 connection.
     pub http2_max_streams: u32,
-    /// Whether requests for hosts that no route names are rejected.
+    /// Whether to reject requests for hosts that no route names.
     pub block_unknown_hosts: bool,
-    /// Whether errors have the header `Proxy-Status`.
+    /// Whether error responses have a `Proxy-Status` header.
     pub proxy_status: bool,
 }
 
-/// Maximum time that idle connections stay open while the gateway drains, for requests that are already being sent.
+/// Maximum time for which idle connections stay open while the gateway drains. A client may already be sending a
+/// request on such a connection.
 const MAX_DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 impl ServerSettings {
-    /// Time that idle connections stay open when the gateway stops.
+    /// Return the time for which idle connections stay open while the gateway drains.
     pub fn drain_grace(&self) -> Duration {
         MAX_DRAIN_GRACE.min(self.drain_timeout / 2)
     }
 
-    /// Return whether `max_connections_per_ip` does not count connections of this address.
+    /// Return whether connections from this address do not count towards `max_connections_per_ip`.
     pub fn is_exempt_from_per_ip(&self, address: IpAddr) -> bool {
         self.is_default_per_ip && address.to_canonical().is_loopback()
     }
@@ -115,7 +116,7 @@ impl ServerSettings {
 pub enum WorkerModel {
     /// Each worker accepts and serves its own connections.
     PerCore,
-    /// All worker threads share one work-stealing runtime.
+    /// All workers share one work-stealing runtime.
     Shared,
 }
 
@@ -130,13 +131,13 @@ pub struct LogSettings {
     pub level: Level,
     /// Destination of the access log.
     pub access_log: AccessLogTarget,
-    /// Share of the access log records of successes that are written, above 0. 1 = all.
+    /// Fraction of successful requests to write to the access log, above 0. 1 = all.
     pub access_sample: f64,
-    /// OTLP endpoint for spans. `None` if there are no traces.
+    /// OTLP endpoint for spans. `None` disables traces.
     pub trace_endpoint: Option<Uri>,
 }
 
-/// Destination of the access log.
+/// Destination of the access log records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AccessLogTarget {
     /// No access log.
@@ -152,7 +153,7 @@ pub enum AccessLogTarget {
 }
 
 impl AccessLogTarget {
-    /// Return the socket, if the target is one.
+    /// Return the path of the socket, if the destination is a socket.
     pub fn socket(&self) -> Option<&Path> {
         match self {
             AccessLogTarget::Off | AccessLogTarget::Stdout | AccessLogTarget::File(_) => None,
@@ -202,8 +203,8 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
     }
 }
 
-/// Return the default of `max_connections`: half of the file descriptors that remain after a reserve for the workers
-/// (listeners, the store, their runtime). Each connection may need a second descriptor, for the upstream.
+/// Return the default of `max_connections`. Reserve some file descriptors for the workers (listeners, store, runtime),
+/// and use half of the rest. Each connection may need a second descriptor, for the upstream.
 fn default_max_connections(workers: usize) -> i64 {
     let reserved = 64 + 16 * workers as u64;
     let connections = hard_limit().saturating_sub(reserved) / 2;
@@ -212,7 +213,7 @@ fn default_max_connections(workers: usize) -> i64 {
 
 /// Compile `[log]`.
 pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
-    // People read logs on a terminal, and programs read logs from a file or a pipe.
+    // People read logs on a terminal. Programs read logs from a file or a pipe.
     let by_terminal = |is_terminal| if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
@@ -238,7 +239,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
     }
 }
 
-/// Compile `access` of `[log]`: the destination, and the share of the records of successes.
+/// Compile `access` of `[log]`. Return the destination, and the fraction of successful requests to log.
 fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) -> (AccessLogTarget, f64) {
     let Some(written) = written else { return (AccessLogTarget::Stdout, 1.0) };
     let no_settings = AccessLogTable::default();
@@ -294,8 +295,8 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     (target, sample)
 }
 
-/// Return the path of a log socket. The socket need not exist, because the daemon may start later. `span` is the span
-/// of the destination.
+/// Return the path of a log socket. The socket need not exist yet, because the daemon may start later. `span` is the
+/// span of the destination.
 fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &mut Validator<'_>) -> PathBuf {
     let path = text.map_or_else(|| PathBuf::from(default), |text| reader.resolve_path(text));
     let span = text.map_or_else(|| span.clone(), |text| text.span());
@@ -304,14 +305,14 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
         reader.push_issue(Issue::new(span, message).with_hint(format!("such as \"{default}\"")));
     } else if path.metadata().is_ok_and(|found| !found.file_type().is_socket()) {
         let issue = Issue::new(span, format!("{} is not a socket", path.display()));
-        let hint = format!("the socket of the daemon, such as \"{default}\"; a file to append to belongs in `to`");
+        let hint = format!("give the socket of the daemon, such as \"{default}\"; set `to` to append to a file");
         reader.push_issue(issue.with_hint(hint));
     }
     path
 }
 
-/// Return the tag of log messages. Only characters of program names are allowed, because daemons end a tag at any other
-/// character.
+/// Return the tag of log messages. Allow only characters of program names, because log daemons treat any other
+/// character as the end of the tag.
 fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     let Some(text) = text else { return DEFAULT_TAG.into() };
     let tag = text.get_ref().as_str();
@@ -324,8 +325,8 @@ fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     tag.into()
 }
 
-/// Parse the URL of an OTLP collector. An empty URL disables traces. The specification defines the default path
-/// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
+/// Parse the URL of an OpenTelemetry collector. An empty URL disables traces. The OTLP specification defines the
+/// default path (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
     if url.is_empty() || reader.is_unresolved(text) && !url.contains("://") {
@@ -345,7 +346,7 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     }
     let mut parts = uri.into_parts();
     parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
-    // The conversion cannot fail, because a URI with scheme, authority and path is always valid.
+    // A URI with scheme, authority and path is always valid, so the conversion cannot fail.
     Uri::from_parts(parts).ok()
 }
 
@@ -354,23 +355,23 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
 pub struct AdminSettings {
     /// Address and port.
     pub address: SocketAddr,
-    /// Token that clients must send. `None` if the listener needs no token.
+    /// Token that clients must send. `None` if clients need no token.
     pub token: Option<AdminToken>,
 }
 
 /// Path of the admin socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AdminSocket {
-    /// `admin.sock` in the runtime directory of the service, if there is one.
+    /// `admin.sock` in the service's runtime directory. Without such a directory, there is no admin socket.
     Default,
     /// The gateway has no admin socket.
     Off,
-    /// The gateway listens on a socket at this path.
+    /// A socket at this path.
     Path(PathBuf),
 }
 
-/// Maximum length of the path of the admin socket, bytes. It is shorter than the maximum of the system, because the
-/// temporary name of the socket has an extension with the process id.
+/// Maximum length in bytes of the admin socket's path. It is shorter than the maximum of the system, because a
+/// temporary name of the socket has an extension that contains the process id.
 const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
@@ -394,12 +395,12 @@ pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut 
     }
 }
 
-/// Token of the admin listener. The `Debug` implementation does not print it.
+/// Token for the admin listener. The `Debug` implementation does not print it.
 #[derive(Clone)]
 pub struct AdminToken(Arc<str>);
 
 impl AdminToken {
-    /// Return the token as it is written.
+    /// Return the token as written in the configuration.
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -432,26 +433,26 @@ pub(super) fn admin(
     if token.is_none() && !address.ip().is_loopback() {
         let issue = Issue::new(text.span(), format!("{address} is not a loopback address: a token is required"));
         reader.push_missing(
-            issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"),
+            issue.with_hint("set token = \"${SLUICEGATE_ADMIN_TOKEN}\", or use an address of 127.0.0.0/8 or [::1]"),
         );
     }
     Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
 }
 
-/// Assumed limit on open files for systems that have none.
+/// Assumed limit on open files if the system sets none.
 const ASSUMED_LIMIT: u64 = 1 << 20;
 
-/// Return the hard limit on open files, which is the maximum without privileges.
+/// Return the hard limit on open files. A process without privileges can raise its soft limit up to this value.
 pub fn hard_limit() -> u64 {
     getrlimit(Resource::Nofile).maximum.unwrap_or(ASSUMED_LIMIT)
 }
 
-/// Raise the soft limit on open files to the hard limit. The soft limit is low by default only for programs that use
-/// select(2).
+/// Raise the soft limit on open files to the hard limit. The soft limit is low by default for the sake of programs that
+/// use select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // If `setrlimit` fails, the soft limit does not change, and accepting connections pauses when file descriptors run
-    // out.
+    // If `setrlimit` fails, the soft limit does not change. The gateway then stops accepting connections when it has no
+    // free file descriptors.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
@@ -462,7 +463,7 @@ pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
-/// Compile `[store]`. The routes determine which algorithms the scripts need.
+/// Compile `[store]`. `routes` determine the algorithms that the Lua scripts must support.
 pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
     let defaults = RedisSettings::default();
     let timeout = reader.duration(store.timeout.as_ref(), defaults.timeout);
@@ -471,7 +472,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or(&*defaults.prefix, |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Reject braces in the prefix, because they would change the hash tag, which must be the identity.
+        // Reject braces in the prefix. Redis would use the text in them as the hash tag, which must be the identity.
         reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not contain braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
@@ -492,7 +493,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
     if reader.is_unresolved(text) && !url.contains("://") {
-        // Without an error, only `check --offline` reaches this code, and it needs no store.
+        // There was no error about the unset variable, so this is `check --offline`, which does not use the store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }
@@ -511,7 +512,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     settings
 }
 
-/// Compile the trust roots and the client certificate for the store.
+/// Compile the trust roots and the client certificate for connections to the store.
 fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
     let config::StoreTls { ca, cert, key } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =

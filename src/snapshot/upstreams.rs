@@ -22,7 +22,7 @@ use crate::upstream::endpoint::LoadBalancingPolicy;
 use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
-/// Compile all upstreams. Return TLS settings for the upstreams with servers at `https://` URLs.
+/// Compile all upstreams. Also return the TLS settings of upstreams that have servers with `https://` URLs.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,
@@ -38,7 +38,7 @@ pub(super) fn upstreams(
     (compiled, tls_configs)
 }
 
-/// Compile one upstream. Return TLS settings if the upstream has servers at `https://` URLs.
+/// Compile one upstream. Also return its TLS settings if it has servers with `https://` URLs.
 pub(super) fn upstream(
     name: &str,
     upstream: &config::tables::Upstream,
@@ -137,9 +137,9 @@ fn server(
     Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
 }
 
-// Settings of the whole upstream.
+// Settings that apply to all servers of an upstream.
 
-/// Compile `balance`.
+/// Compile `balance`, the load balancing policy.
 pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
     let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
     let Some(text) = text else { return LoadBalancingPolicy::LeastRequests };
@@ -159,7 +159,7 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
-/// Compile `proxy_protocol`. `proxy_protocol` cannot be combined with HTTP/2, because all clients share one connection.
+/// Compile `proxy_protocol`. HTTP/2 upstreams do not support it, because all clients share one connection.
 fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reader: &mut Validator<'_>) -> bool {
     let Some(text) = &upstream.proxy_protocol else { return false };
     let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);
@@ -182,7 +182,7 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
     let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
     if let Some(queue) = upstream.max_queue.as_ref().filter(|_| max > 0 && !has_max_requests) {
         let issue = Issue::new(queue.span(), "`max_queue` requires `max_requests`");
-        reader.push_missing(issue.with_hint("`max_requests` limits the requests in flight per server"));
+        reader.push_missing(issue.with_hint("set `max_requests`, which limits the requests in flight per server"));
     }
     max
 }
@@ -210,13 +210,13 @@ pub(super) fn health(check: &Spanned<HealthCheck>, reader: &mut Validator<'_>) -
             Some(found) => status.push(found),
             None => {
                 let issue = Issue::new(written.span(), format!("{} is not a response status", written.get_ref()));
-                reader.push_issue(issue.with_hint("from 200 to 599"));
+                reader.push_issue(issue.with_hint("write a status from 200 to 599"));
             }
         }
     }
     if health.status.as_ref().is_some_and(Vec::is_empty) {
         let issue = Issue::new(span.clone(), "`status` is empty: no server would be healthy");
-        reader.push_issue(issue.with_hint("leave it out for 200"));
+        reader.push_issue(issue.with_hint("remove `status` to accept only 200"));
     }
     if health.status.is_none() {
         status.push(StatusCode::OK);
@@ -240,36 +240,36 @@ pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Vali
     }
 }
 
-// === TLS of connections to the store and to upstreams ===
+// === Client TLS for connections to the store and to upstreams ===
 
-/// The files of a client TLS table.
+/// The files that a client TLS table refers to.
 #[derive(Debug, Default)]
 pub(super) struct TlsFiles {
     /// File of the CA certificates that verify servers.
     pub(super) ca: Option<FileSnapshot>,
-    /// The client certificate and its key.
+    /// The files of the client certificate and its private key.
     pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
 }
 
-/// TLS of one upstream.
+/// TLS settings of one upstream.
 #[derive(Debug)]
 pub struct UpstreamTls {
     /// Name of the upstream.
     pub name: Box<str>,
     /// TLS configuration for new connections.
     tls: Arc<UpstreamTlsConfig>,
-    /// Name for which the server certificates must be valid. `None` selects the host in the URL of each server.
+    /// Name that the server certificates must contain. If `None`, they must contain the host in the server's URL.
     server_name: Option<ServerName<'static>>,
-    /// The files as the loader has read them.
+    /// The files as they were read when the configuration was loaded.
     files: TlsFiles,
-    /// The client certificate as the loader has read it.
+    /// The client certificate as it was when the configuration was loaded.
     gateway_certificate: Option<Certificate>,
-    /// Whether [`UpstreamTls::reload`] has replaced the TLS configuration.
+    /// Whether [`UpstreamTls::reload`] has replaced the TLS configuration that was loaded.
     is_reloaded: AtomicBool,
 }
 
 impl TlsFiles {
-    /// Read the files that a client TLS table names. `cert` and `key` require each other.
+    /// Read the files that a client TLS table refers to. `cert` and `key` require each other.
     pub(super) fn read(
         ca: Option<&Text>,
         gateway_certificate: [Option<&Text>; 2],
@@ -290,7 +290,7 @@ impl TlsFiles {
     }
 }
 
-/// Read a certificate chain and its key. The issue contains the paths of both files.
+/// Parse a certificate chain and its private key. An issue contains the paths of both files.
 pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<usize>) -> Result<Certificate, Issue> {
     Certificate::from_pem(&cert.content, &key.content).map_err(|error| {
         let cert_path = cert.path.display();
@@ -311,8 +311,8 @@ pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<u
             TlsError::UnreadableKey(_) | TlsError::UnusableKey(_) => (format!("{key_path}: {error}"), key_hint(key)),
             error => (
                 format!("{cert_path}: {error}"),
-                "a PEM file with the certificate, followed by its intermediate certificates; `make certs` creates one \
-                 for development"
+                "give the path of a PEM file with the certificate, followed by its intermediate certificates; `make \
+                 certs` creates one for development"
                     .to_owned(),
             ),
         };
@@ -320,7 +320,7 @@ pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<u
     })
 }
 
-/// Return the kinds of the sections in a PEM file, such as `RSA PRIVATE KEY`.
+/// Return the labels of the sections in a PEM file, such as `RSA PRIVATE KEY`.
 fn pem_kinds(content: &[u8]) -> impl Iterator<Item = &str> {
     let lines = content.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
     lines.filter_map(|line| line.trim().strip_prefix("-----BEGIN ")?.strip_suffix("-----"))
@@ -334,7 +334,7 @@ fn is_certificate(kind: &str) -> bool {
     kind == "CERTIFICATE"
 }
 
-/// Return how to convert a key that cannot be used.
+/// Return a hint on how to convert a private key that the gateway cannot use.
 fn key_hint(key: &FileSnapshot) -> String {
     let path = key.path.display();
     let has_kind = |wanted: &str| pem_kinds(&key.content).any(|kind| kind == wanted);
@@ -346,17 +346,17 @@ fn key_hint(key: &FileSnapshot) -> String {
     if has_kind("OPENSSH PRIVATE KEY") {
         return format!("convert a copy of the OpenSSH key: ssh-keygen -p -m PEM -f {path}");
     }
-    // Detect a DER file by its first byte, SEQUENCE (0x30). In PEM files, this byte occurs only in base64.
+    // A DER file starts with the byte 0x30 (SEQUENCE). A PEM file starts with a different byte.
     if key.content.starts_with(&[0x30]) {
         return format!("convert DER to PEM: openssl pkey -inform DER -in {path} -out key.pem");
     }
     format!(
-        "RSA, ECDSA (P-256, P-384, P-521) or Ed25519 as PEM: BEGIN PRIVATE KEY (PKCS #8), BEGIN RSA PRIVATE KEY \
-         (PKCS #1) or BEGIN EC PRIVATE KEY (SEC 1); convert with openssl pkey -in {path} -out key.pem"
+        "use an RSA, ECDSA (P-256, P-384, P-521) or Ed25519 key as PEM: BEGIN PRIVATE KEY (PKCS #8), BEGIN RSA PRIVATE \
+         KEY (PKCS #1) or BEGIN EC PRIVATE KEY (SEC 1); convert with openssl pkey -in {path} -out key.pem"
     )
 }
 
-/// Compile the TLS settings of an upstream. Return `None` if all servers of the upstream use plaintext.
+/// Compile the TLS settings of an upstream. Return `None` if all its servers use plaintext.
 pub(super) fn upstream_tls(
     name: &str,
     upstream: &config::tables::Upstream,
@@ -388,7 +388,7 @@ pub(super) fn upstream_tls(
     };
     let trust_roots = match (&files.ca, ca) {
         (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
-            fail(ca, error, "a PEM file with the CA certificates for the servers");
+            fail(ca, error, "give the path of a PEM file with the CA certificates that verify the servers");
         }),
         (None, None) => TrustRoots::from_system().map_err(|error| {
             fail(
@@ -397,7 +397,7 @@ pub(super) fn upstream_tls(
                 "install the package ca-certificates, or name the CA certificates: tls.ca = \"upstream-ca.pem\"",
             );
         }),
-        // Return `None` without an error, because `read_pem` has reported the error.
+        // `read_pem` has already reported the error.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
@@ -445,10 +445,10 @@ impl UpstreamTls {
         self.files.ca.iter().chain(self.files.gateway_certificate.iter().flatten()).cloned().collect()
     }
 
-    /// Use the new content of the files, starting with the next connection.
+    /// Use new file contents, starting with the next connection.
     ///
     /// # Errors
-    /// A file cannot be used, or its certificate has expired or is not valid yet. After an error, the active TLS
+    /// A file is invalid, or the client certificate has expired or is not valid yet. After an error, the active TLS
     /// configuration does not change.
     pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
         let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
@@ -469,7 +469,8 @@ impl UpstreamTls {
         Ok(())
     }
 
-    /// Return whether `other` has the same settings and file contents and has not been reloaded since.
+    /// Return whether both have the same settings and file contents, and `other` has not been reloaded since it was
+    /// loaded.
     pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
         let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
@@ -480,14 +481,14 @@ impl UpstreamTls {
             && !other.is_reloaded.load(Ordering::Relaxed)
     }
 
-    /// Make connections to the servers of `settings` use this TLS configuration.
+    /// Use this TLS configuration for connections to the servers in `settings`.
     pub(crate) fn attach_tls(&self, settings: &mut UpstreamSettings) {
         for tls in settings.servers.iter_mut().filter_map(|server| server.tls.as_mut()) {
             tls.tls = self.tls.clone();
         }
     }
 
-    /// Make connections to an endpoint use this TLS configuration.
+    /// Use this TLS configuration for connections to an endpoint.
     pub(crate) fn attach_to(&self, endpoint: &mut EndpointTls) {
         endpoint.tls = self.tls.clone();
     }

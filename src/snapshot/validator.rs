@@ -1,4 +1,4 @@
-//! Validation of values, with collection of all errors.
+//! Validation of configuration values. All errors are collected, so that one run reports all of them.
 
 use std::net::SocketAddr;
 use std::ops::{Range, RangeInclusive};
@@ -17,22 +17,23 @@ use crate::config::file::{
 use crate::config::include::Sources;
 use crate::limiter::quota::parse_duration_us;
 
-/// Collects the issues of a configuration. Every method returns a usable value, so that all errors are found at once.
+/// Collects the issues of a configuration. After an error, each method returns a usable value or `None`, so that
+/// validation can continue.
 pub(super) struct Validator<'a> {
     sources: Sources,
-    /// Issues of the parser.
+    /// Issues that the parser found.
     parser_issues: Vec<Issue>,
     unknown_keys: UnknownKeys,
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
-    /// Issues of the files that this file names.
+    /// Issues of other files that the configuration refers to.
     other_files: Vec<FileIssues>,
     pub(super) environment: EnvLookup<'a>,
 }
 
 impl<'a> Validator<'a> {
-    /// Create a validator with the issues of the parser, which are moved out of `file`.
+    /// Create a validator. Move the parser's issues out of `file`.
     pub(super) fn new<T>(file: &mut ParsedFile<T>, environment: EnvLookup<'a>) -> Self {
         Validator {
             sources: file.sources.clone(),
@@ -46,10 +47,10 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Return the warnings.
+    /// Return the warnings, if there are no errors.
     ///
     /// # Errors
-    /// At least one error was collected.
+    /// All errors that were collected.
     pub(super) fn finish(self, policy: UnsetVariables<'_>) -> Result<Vec<Issue>, ConfigError> {
         let mut issues = self.parser_issues;
         issues.extend(self.issues.into_iter().filter(|issue| !self.unknown_keys.hide(issue)));
@@ -59,12 +60,12 @@ impl<'a> Validator<'a> {
         if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
     }
 
-    /// Return whether a value contains an environment variable that is not set. The value is then a placeholder.
+    /// Return whether the value contains an environment variable that is not set. Such a value is only a placeholder.
     pub(super) fn is_unresolved<T>(&self, value: &Spanned<T>) -> bool {
         self.unresolved.iter().any(|unresolved| unresolved.is_within(&value.span()))
     }
 
-    /// Return a hint that contains the line of an earlier definition.
+    /// Return a hint that names the line of the first definition.
     pub(super) fn first_line_hint(&self, first: &Range<usize>) -> String {
         self.sources.first_line_hint(first)
     }
@@ -73,15 +74,16 @@ impl<'a> Validator<'a> {
         self.issues.push(issue);
     }
 
-    /// Report that a key is missing or that the key of the issue requires another key, unless an unknown key of the same
-    /// entry (a route, a limit, …) may be this key.
+    /// Report a missing key. Do nothing if an unknown key in the same entry (such as a route or limit) may be a
+    /// misspelling of the missing key.
     pub(super) fn push_missing(&mut self, issue: Issue) {
         if !self.unknown_keys.may_be_missing_in(&issue) {
             self.push_issue(issue);
         }
     }
 
-    /// Report that something is missing elsewhere in the file, unless an unknown key of the file may be it.
+    /// Report that something is missing elsewhere in the file. Do nothing if an unknown key in the file may be the
+    /// cause.
     pub(super) fn push_missing_elsewhere(&mut self, issue: Issue) {
         if self.unknown_keys.is_empty() {
             self.push_issue(issue);
@@ -92,22 +94,22 @@ impl<'a> Validator<'a> {
         self.other_files.push(faulty);
     }
 
-    /// Report that the file lacks a table, unless an unknown table may be this table.
+    /// Report a missing table. Do nothing if an unknown table may be a misspelling of it.
     pub(super) fn missing_table(&mut self, message: &str, hint: &str) {
         self.push_missing_elsewhere(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
-    /// Resolve a path relative to the directory of the file that contains the path.
+    /// Resolve a path relative to the directory of the configuration file that contains `text`.
     pub(super) fn resolve_path(&self, text: &Text) -> PathBuf {
         self.resolve_relative(text.get_ref(), text.span())
     }
 
-    /// Resolve a path that is a part of the text at `span`.
+    /// Resolve a path relative to the directory of the configuration file that contains `span`.
     pub(super) fn resolve_relative(&self, path: &str, span: Range<usize>) -> PathBuf {
         self.sources.directory_of(&span).join(path)
     }
 
-    /// Read a PEM file with certificates or a key.
+    /// Read a PEM file with certificates or a private key.
     pub(super) fn read_pem(&mut self, text: &Text) -> Option<FileSnapshot> {
         let path = self.resolve_path(text);
         match FileSnapshot::read(&path) {
@@ -122,7 +124,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Report a missing value.
+    /// Report an error if a required value is missing.
     pub(super) fn required<'t, T>(
         &mut self,
         value: Option<&'t T>,
@@ -153,7 +155,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Parse a duration that is `0s` by default.
+    /// Parse a duration whose default is `0s`.
     pub(super) fn duration_or_zero(&mut self, text: Option<&Text>) -> Duration {
         self.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
     }
@@ -200,22 +202,22 @@ impl<'a> Validator<'a> {
         }
         let message = format!("{} is out of range", value.get_ref());
         self.push_issue(Issue::new(value.span(), message).with_hint(format!(
-            "from {} to {}",
+            "write a number from {} to {}",
             allowed.start,
             allowed.end - 1
         )));
         default
     }
 
-    /// Check that a number that may have a fraction is in the allowed range.
+    /// Check that a number is in the allowed range. The number may have a fraction.
     pub(super) fn fraction(&mut self, value: Option<&Spanned<f64>>, allowed: RangeInclusive<i32>, default: f64) -> f64 {
         let Some(value) = value else { return default };
-        // The comparison is false for NaN, so NaN is rejected as well.
+        // NaN is not in any range, so it is rejected.
         if (f64::from(*allowed.start())..=f64::from(*allowed.end())).contains(value.get_ref()) {
             return *value.get_ref();
         }
         let message = format!("{} is out of range", value.get_ref());
-        let hint = format!("from {} to {}, such as 0.1", allowed.start(), allowed.end());
+        let hint = format!("write a number from {} to {}, such as 0.1", allowed.start(), allowed.end());
         self.push_issue(Issue::new(value.span(), message).with_hint(hint));
         default
     }
@@ -232,7 +234,7 @@ impl<'a> Validator<'a> {
         address
     }
 
-    /// Parse one of a fixed set of values.
+    /// Parse a value from a fixed list.
     pub(super) fn one_of<T: Copy>(&mut self, text: Option<&Text>, default: T, variants: &[(&str, T)]) -> T {
         let Some(text) = text else { return default };
         match variants.iter().find(|(variant, _)| variant == text.get_ref()) {
@@ -245,7 +247,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Report a name that is not defined. A name that an unknown table defines is not reported.
+    /// Report a name that is not defined. Do nothing if an unknown table defines this name.
     pub(super) fn unknown_name<'n>(
         &mut self,
         span: Range<usize>,
@@ -267,7 +269,7 @@ impl<'a> Validator<'a> {
         self.push_issue(issue.with_hint(hint));
     }
 
-    /// Parse HTTP methods. An absent list means all methods.
+    /// Parse HTTP methods. If the list is absent, return an empty list, which means all methods.
     pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {
             let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
@@ -297,9 +299,8 @@ impl<'a> Validator<'a> {
         parsed
     }
 
-    /// Parse the name of a header whose value routes or limits a request. `Host` is not such a header: the host of a
-    /// request may be in its target, and has several spellings. `instead` is the text that the hint proposes for the
-    /// host.
+    /// Parse the name of a header that is used for routing or as an identity. Reject `Host`, because the host of a
+    /// request may be in its target and can be written in several ways. The hint then suggests `instead`.
     pub(super) fn routed_header_name(&mut self, span: Range<usize>, name: &str, instead: &str) -> Option<HeaderName> {
         let parsed = self.header_name(span.clone(), name)?;
         if parsed == HOST {
@@ -314,7 +315,7 @@ impl<'a> Validator<'a> {
         self.header_value_of(text.span(), text.get_ref())
     }
 
-    /// Parse a header value that is a part of the value at this span.
+    /// Parse a header value. `span` is the span of the value in the file that contains it.
     pub(super) fn header_value_of(&mut self, span: Range<usize>, value: &str) -> Option<HeaderValue> {
         let parsed = HeaderValue::from_str(value).ok();
         if parsed.is_none() {
@@ -324,7 +325,7 @@ impl<'a> Validator<'a> {
         parsed
     }
 
-    /// Check a name. Names appear in headers, state keys and metric labels.
+    /// Check the characters and length of a name. Names appear in headers, state keys and metric labels.
     pub(super) fn check_name(&mut self, span: Range<usize>, name: &str) {
         let is_valid = !name.is_empty()
             && name.len() <= 64

@@ -23,21 +23,23 @@ use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
-/// Status of a request whose client closed the connection before the response, the same number as in nginx.
+/// Status in the record of a request whose client closed the connection before the response. nginx uses the same
+/// number.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// Maximum time at shutdown to write the last records.
+/// Maximum time to write the last records at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The fractional part of the golden ratio, multiplied by 2^64. The multiples of this number are evenly distributed,
-/// also every n-th of them (Weyl, 1916), so that periodic traffic does not distort a sample.
+/// The fractional part of the golden ratio, multiplied by 2^64. Modulo 2^64, the multiples of this number are evenly
+/// distributed, and so are every second, third or n-th of them (Weyl, 1916). Therefore, periodic traffic does not
+/// distort a sample.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The record of a request in the access log. A record never contains an API key, a token or a query string. Programs
-/// read the fields of a record: `docs/reference/access-log.md` defines them.
+/// read the fields of a record, which `docs/reference/access-log.md` documents.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct AccessRecord<'a> {
-    /// Time when the request arrived, µs since the Unix epoch. The log has this time in seconds.
+    /// Time at which the request arrived, in µs since the Unix epoch. The log contains this time in seconds.
     #[serde(serialize_with = "seconds")]
     pub time: u64,
     /// IP address of the client.
@@ -52,7 +54,7 @@ pub struct AccessRecord<'a> {
     pub bytes: u64,
     /// Whether the whole response body was sent.
     pub complete: bool,
-    /// Time from the start of the request to the end of its response. The log has this time in ms.
+    /// Time from the start of the request to the end of its response. The log contains this time in ms.
     #[serde(serialize_with = "milliseconds")]
     pub duration_ms: Duration,
     /// Name of the route.
@@ -63,7 +65,7 @@ pub struct AccessRecord<'a> {
     /// The rate limit check, if the route has limits.
     #[serde(flatten)]
     pub decision: Option<&'a DecisionInfo>,
-    /// Model of an LLM request whose tokens a limit counts.
+    /// Model of an LLM request, if a limit counts the tokens of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<&'a str>,
     /// The request to the upstream, if the request was forwarded.
@@ -71,10 +73,11 @@ pub struct AccessRecord<'a> {
     pub upstream: Option<&'a UpstreamInfo>,
     /// Id of the request, or `-`.
     pub request_id: &'a str,
-    /// Id of the trace. The log has this id as 32 hexadecimal digits.
+    /// Id of the trace. The log contains this id as 32 hexadecimal digits.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
-    /// Share of the records of successes that are written, if this record is of a success and the share is below 1.
+    /// Share of the records of successful requests that are written (`log.sample`). `None` if this request was not
+    /// successful, or if the share is 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sample_rate: Option<f64>,
 }
@@ -82,19 +85,19 @@ pub struct AccessRecord<'a> {
 /// Result of the rate limit check of a request.
 #[derive(Debug, Serialize)]
 pub struct DecisionInfo {
-    /// The decision of the limits together, which is the most relevant decision of a single limit.
+    /// The overall decision of the check. It is the most relevant one of the decisions of the limits.
     pub decision: &'static str,
     /// The component that made the decision: `store`, `denial-cache` or `local`. `None` if the check failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'static str>,
-    /// The limit that denied the request. Without a denial, the limit that is nearest to a denial.
+    /// The limit that denied the request. If the request was admitted, the limit that is nearest to a denial.
     #[serde(flatten)]
     pub effective_limit: Option<EffectiveLimit>,
-    /// Duration of the check, including the wait queue. The log has this time in ms.
+    /// Duration of the check, including the time in the wait queue. The log contains this time in ms.
     #[serde(rename = "decision_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// Time of the decision by the clock of the store that decided, µs since the Unix epoch. The log has this time in
-    /// seconds. `replay` makes its decision at the same time.
+    /// Time of the decision by the clock of the store that made it, in µs since the Unix epoch. The log contains this
+    /// time in seconds. `sluicegate replay` uses this time as the time of the request.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "seconds_if_any")]
     pub decided_at: Option<u64>,
     /// Limits in shadow mode that would have denied the request.
@@ -102,7 +105,7 @@ pub struct DecisionInfo {
     pub shadow_denied: Vec<Box<str>>,
     /// All checked limits, in the order of the route.
     pub limits: Vec<LimitInfo>,
-    /// Time from the start of the request to the start of the check. This time is only in traces.
+    /// Time from the start of the request to the start of the check. Only traces contain this time.
     #[serde(skip)]
     pub start_offset: Duration,
 }
@@ -114,20 +117,20 @@ pub struct EffectiveLimit {
     pub limit: Box<str>,
     /// Remaining quota after the decision.
     pub remaining: u64,
-    /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
+    /// Keyed hash of the identity. The log contains this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
 }
 
-/// The check of one limit, as the log shows it.
+/// The check of one limit.
 #[derive(Debug, Serialize)]
 pub struct LimitInfo {
     /// Name of the limit.
     pub limit: Box<str>,
-    /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
+    /// Keyed hash of the identity. The log contains this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
-    /// Cost of the request. If the cost depends on the response, this is the cost that the response reports.
+    /// Cost of the request. If the cost depends on the response, it is the cost after the response.
     pub cost: u64,
     /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if another limit denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -135,16 +138,16 @@ pub struct LimitInfo {
     /// Remaining quota after the decision, if the store returned it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remaining: Option<u64>,
-    /// Cost that was reserved before the request, if the limit counts the tokens of an LLM API.
+    /// Cost that was reserved before the request, if the limit counts LLM tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved: Option<u64>,
-    /// Cost after the response, if it was settled. `cost` has the same value.
+    /// The settled cost: the cost after the response of an LLM request. `cost` has the same value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub settled: Option<u64>,
     /// Whether the settled cost is estimated, because the response did not report its usage.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub estimated: bool,
-    /// Index of the limit in the route.
+    /// Index of the limit in the list of limits of the route.
     #[serde(skip)]
     pub limit_index: usize,
 }
@@ -154,30 +157,30 @@ pub struct LimitInfo {
 pub struct UpstreamInfo {
     /// Name of the upstream.
     pub upstream: Box<str>,
-    /// The server of the last attempt.
+    /// The server to which the last attempt was sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<Box<str>>,
     /// Status of the upstream response. `None` without a response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub upstream_status: Option<u16>,
-    /// Time from the start of the first attempt to the response headers. The log has this time in ms.
+    /// Time from the start of the first attempt to the response headers. The log contains this time in ms.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
     /// Number of retries of the upstream request.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
-    /// Time from the start of the request to the first attempt. This time is only in traces.
+    /// Time from the start of the request to the first attempt. Only traces contain this time.
     #[serde(skip)]
     pub start_offset: Duration,
 }
 
 /// Destination of the access log.
 pub enum LogDestination {
-    /// The records are lines, for a file or a stream.
+    /// A file or a stream. Each record is a line.
     Stream(Box<dyn Write + Send>),
-    /// Messages for a syslog daemon.
+    /// A syslog daemon. Each record is a message.
     Syslog(Syslog),
-    /// Entries of the journal.
+    /// The systemd journal. Each record is an entry.
     Journald(Journald),
 }
 
@@ -186,25 +189,25 @@ pub enum LogDestination {
 pub struct AccessLog {
     writer: BatchWriter<u8>,
     encoding: Encoding,
-    /// `None` if all records are written.
+    /// Selects the records that are written. `None` if all records are written.
     sampler: Option<Arc<Sampler>>,
 }
 
-/// Form of the records in the queue.
+/// Encoding of the records in the queue.
 #[derive(Debug, Clone)]
 enum Encoding {
     /// Each record is a line.
     Line(LogFormat),
-    /// Each record is a framed syslog message.
+    /// Each record is a syslog message, with its length before it.
     Syslog(LogFormat, Arc<SyslogHeader>),
-    /// Framed JSON. The writer thread converts this JSON to journal entries.
+    /// Each record is JSON, with its length before it. The writer thread converts the JSON to journal entries.
     Journald,
 }
 
-/// Selects those records of successes that are written.
+/// Selects which records of successful requests are written.
 #[derive(Debug)]
 struct Sampler {
-    /// Share of the records that are written, above 0 and below 1.
+    /// Share of the records that are written, greater than 0 and less than 1.
     rate: f64,
     counter: AtomicU64,
 }
@@ -212,17 +215,18 @@ struct Sampler {
 impl Sampler {
     /// Return whether the next record is written. The written records are evenly distributed.
     fn picks_next(&self) -> bool {
-        // The product is exact, because 2^64 is a power of two.
+        // The product is exact, because the multiplication by a power of two changes only the exponent.
         let share = (self.rate * 2.0_f64.powi(64)) as u64;
         self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
     }
 }
 
 impl AccessLog {
-    /// Start the writer thread. `sample` is the share of the records of successes that are written: above 0, and 1
-    /// means all. `format` does not apply to journald.
+    /// Start the writer thread. `sample` is the share of the records of successful requests that are written: greater
+    /// than 0, and at most 1. `format` does not apply to journald.
     ///
-    /// # Errors An error if the destination cannot be used, or if the thread cannot be started.
+    /// # Errors
+    /// The destination cannot be used, or the thread cannot be started.
     pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
         let (encoding, writer) = match destination {
             LogDestination::Stream(mut out) => {
@@ -243,10 +247,11 @@ impl AccessLog {
         Ok(AccessLog { writer, encoding, sampler })
     }
 
-    /// Queue a record, unless it is the record of a success and the sample leaves it out.
+    /// Queue a record. Do not queue it if the request was successful and the sample does not include it.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Format the record here, outside of the lock that the workers share.
+            // Each worker formats its records in its own buffer, so that it holds the shared lock of the queue only
+            // briefly.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         let mut record = *record;
@@ -291,8 +296,9 @@ fn socket_writer(mut socket: LogSocket) -> io::Result<BatchWriter<u8>> {
 }
 
 impl AccessRecord<'_> {
-    /// Return whether the sample may leave out the record. A record may be left out if the whole response was sent, the
-    /// outcome is not an error, and no limit denied the request, not even in shadow mode.
+    /// Return whether the request was successful, so that the sample may omit its record. A request is successful if
+    /// the whole response was sent, the outcome is not an error, and no limit denied the request, not even in shadow
+    /// mode.
     fn is_success(&self) -> bool {
         let is_ok = self.status < 400 && self.complete && matches!(self.outcome, "ok" | "preflight");
         is_ok && self.decision.is_none_or(|decision| decision.shadow_denied.is_empty())
@@ -308,7 +314,7 @@ impl AccessRecord<'_> {
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
-        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
+        // Use the epoch if jiff cannot represent the time.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
@@ -344,8 +350,8 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // Replace spaces and line breaks, because the client chose the value, and the record must stay one line of
-            // fields.
+            // The client chose this value. Replace spaces and line breaks in it, so that the record remains one line of
+            // fields that are separated by spaces.
             write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
@@ -397,7 +403,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // Not called for `None`, because `skip_serializing_if` skips such a field.
+    // serde does not call this function for `None`, because of `skip_serializing_if`.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -405,7 +411,8 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-// === Request record: collected during a request, written to the access log and the trace exporter at its end ===
+// === Request record: collected during a request, and written to the access log and the trace exporter at the end of
+// the request ===
 
 /// The access log and the trace exporter, which receive a record of each request.
 #[derive(Debug, Clone, Default)]
@@ -416,7 +423,7 @@ pub struct TelemetrySinks {
     pub trace_exporter: Option<TraceExporter>,
 }
 
-/// A request at the time when it arrives.
+/// The data of a request that are known when it arrives.
 #[derive(Debug)]
 pub struct RequestStart<'a> {
     /// Time when the request arrived.
@@ -444,30 +451,30 @@ pub struct RequestRecord {
     path: Box<str>,
     /// Status of the response to the request.
     pub status: u16,
-    /// How the request ended, such as `ok` or `rate-limited`.
+    /// Outcome of the request, such as `ok` or `rate-limited`.
     pub outcome: &'static str,
-    /// Id of the trace, even if this gateway does not record it.
+    /// Id of the trace, even if this gateway records no spans of it.
     trace_id: Option<u128>,
-    /// Client IP address. Until the route is known, the address of the peer.
+    /// IP address of the client. Until the route is known, it is the address of the peer.
     pub client: IpAddr,
     /// Name of the route.
     pub route: Option<Arc<str>>,
-    /// Path pattern of the route, as configured. This path is only in traces.
+    /// Path pattern of the route, as configured. Only traces contain it.
     pub path_template: Option<Box<str>>,
     /// Result of the rate limit check.
     pub decision: Option<DecisionInfo>,
-    /// Model of an LLM request whose tokens a limit counts.
+    /// Model of an LLM request, if a limit counts the tokens of the request.
     pub model: Option<Box<str>>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
     /// Ids of the spans, if the gateway traces the request.
     pub trace: Option<TraceContext>,
-    /// Id of the request, which the upstream also receives.
+    /// Id of the request. The upstream receives the same id.
     pub request_id: Box<str>,
 }
 
 impl TelemetrySinks {
-    /// Wait until all queued records and spans are written.
+    /// Wait until all queued records and spans are written, at most 3 s.
     pub fn flush(&self) {
         if let Some(access_log) = &self.access_log {
             access_log.flush();
@@ -479,7 +486,7 @@ impl TelemetrySinks {
 }
 
 impl RequestRecord {
-    /// Start the record of a request. Return `None` if neither the access log nor a trace needs it.
+    /// Start the record of a request. Return `None` if the access log is off and the request is not traced.
     pub fn start(sinks: &Arc<TelemetrySinks>, start: &RequestStart<'_>) -> Option<Box<Self>> {
         if sinks.access_log.is_none() && sinks.trace_exporter.is_none() {
             return None;
@@ -510,7 +517,7 @@ impl RequestRecord {
         }))
     }
 
-    /// Return the time from the start of the request to `instant`.
+    /// Return the time from the arrival of the request to `instant`.
     pub fn offset_of(&self, instant: Instant) -> Duration {
         instant.saturating_duration_since(self.started_at)
     }
@@ -523,7 +530,7 @@ impl RequestRecord {
     }
 
     /// Write the record to the access log, and export its spans. `bytes_sent` is the number of bytes of the response
-    /// body that were sent, and `complete` says whether they are the whole body.
+    /// body that were sent. `complete` is true if they are the whole body.
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let duration = self.started_at.elapsed();
         let record = AccessRecord {
@@ -556,21 +563,21 @@ impl RequestRecord {
     }
 }
 
-// === Background writer: workers queue items without waiting, and a thread delivers the items in batches ===
+// === Background writer: workers queue items without waiting, and a separate thread delivers the items in batches ===
 
 /// Minimum interval between two warnings about lost records.
 const WRITER_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum capacity, in items, that an empty batch keeps for reuse.
+/// Maximum capacity, in items, of an empty batch that is kept for reuse.
 const RETAINED_CAPACITY: usize = 64 << 10;
 
 /// Settings of a [`BatchWriter`].
 #[derive(Debug, Clone, Copy)]
 pub struct BatchConfig {
-    /// Name of the writer in the log, and of the thread (with hyphens).
+    /// Name of the writer in the log. The name of the thread is the same, with hyphens instead of spaces.
     pub name: &'static str,
-    /// Delay from the first item of a batch to its delivery. Waking the thread for each item would cost more than
-    /// writing the item.
+    /// Time from the first item of a batch to the delivery of the batch. Without batches, waking the thread would cost
+    /// more than writing the item.
     pub delay: Duration,
     /// Maximum number of queued items. Further records are dropped and counted.
     pub capacity: usize,
@@ -609,10 +616,10 @@ impl<T> Clone for BatchWriter<T> {
 }
 
 impl<T: Send + 'static> BatchWriter<T> {
-    /// Start the thread. The thread calls `deliver` with each batch. The result of `deliver` is the number of records
-    /// that were lost.
+    /// Start the thread, which calls `deliver` with each batch. `deliver` returns the number of records that were lost.
     ///
-    /// # Errors An error if the thread cannot be started.
+    /// # Errors
+    /// The thread cannot be started.
     pub fn start(
         config: BatchConfig,
         mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
@@ -635,7 +642,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 batch.clear();
                 batch.shrink_to(RETAINED_CAPACITY);
                 if let Command::Flush(done) = command {
-                    // Ignore the error of `send`: the receiver may have stopped waiting.
+                    // Ignore the error of `send`, because the caller of `flush` may have stopped waiting.
                     let _ = done.send(());
                 }
             }
@@ -643,8 +650,8 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Queue the items that `add` appends. All items belong to one record. If the queue is full, drop the record and
-    /// count it.
+    /// Queue the items that `add` appends, which belong to one record. If the queue is full, drop the record and count
+    /// it.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -692,7 +699,7 @@ mod tests {
 
     use super::*;
 
-    /// This test fixes the formats, because programs parse them.
+    /// This test ensures that the formats do not change, because programs parse them.
     #[test]
     fn access_record_has_documented_json_and_text_formats() {
         let limit_info = |limit: &str, decision, remaining, settled: Option<u64>| LimitInfo {
@@ -840,13 +847,13 @@ mod tests {
         });
         let writer = writer.unwrap();
         writer.push(|items| items.push(0));
-        assert_eq!(delivered.recv().unwrap(), [0], "the first batch is in delivery and blocks the rest");
+        assert_eq!(delivered.recv().unwrap(), [0], "the first batch is being delivered, so the next items are queued");
         (1..=5).for_each(|item| writer.push(|items| items.push(item)));
-        assert_eq!(writer.dropped(), 2, "the capacity is three");
+        assert_eq!(writer.dropped(), 2, "of five items, two exceed the capacity of three");
         release.send(()).unwrap();
         assert_eq!(delivered.recv().unwrap(), [1, 2, 3]);
         release.send(()).unwrap();
         writer.flush(Duration::from_secs(20));
-        assert_eq!(writer.dropped(), 3, "including the one that was not delivered");
+        assert_eq!(writer.dropped(), 3, "the count includes the item that `deliver` could not deliver");
     }
 }

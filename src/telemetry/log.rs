@@ -28,10 +28,11 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::limiter::clock::{LogThrottle, monotonic};
 
-/// Maximum number of lines queued for standard error. Further lines are dropped and counted.
+/// Maximum number of log lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;
 
-/// Maximum time that a thread waits until its line is written. While nothing reads standard error, threads do not wait.
+/// Maximum time that a thread waits until its line is written. After a timeout, threads do not wait for their lines,
+/// until the writer has written a line again.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Format of log lines.
@@ -45,7 +46,8 @@ pub enum LogFormat {
 
 /// Set up the process log. A second call has no effect.
 ///
-/// # Errors An error if the writer thread cannot be started.
+/// # Errors
+/// The writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
@@ -59,8 +61,8 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     Ok(())
 }
 
-/// A writer that writes log lines on a separate thread. A stopped terminal or an unread pipe blocks only that thread.
-/// Clones share the queue.
+/// A writer that queues log lines for a separate thread, which writes them. A stopped terminal or an unread pipe blocks
+/// only that thread. Clones share the queue.
 #[derive(Debug, Clone)]
 struct LogWriter {
     sender: SyncSender<QueuedLine>,
@@ -69,7 +71,7 @@ struct LogWriter {
 
 #[derive(Debug, Default)]
 struct WriterState {
-    /// Whether a line was not written within [`WRITE_TIMEOUT`] and no line has been written since then.
+    /// Set when a line is not written within [`WRITE_TIMEOUT`], and cleared when the next line is written.
     is_stalled: AtomicBool,
     /// Number of lines dropped because the queue was full.
     dropped: AtomicU64,
@@ -100,7 +102,7 @@ impl LogWriter {
     }
 }
 
-/// Return the next line. When the queue is empty again, log how many lines were dropped before the next line.
+/// Return the next line. When the queue has become empty, first log how many lines were dropped while it was full.
 fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<QueuedLine> {
     match receiver.try_recv() {
         Ok(line) => return Some(line),
@@ -116,8 +118,8 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     receiver.recv().ok()
 }
 
-/// One call of `write` is one formatted event. `write` never fails, because the subscriber would report an error with
-/// `eprintln!`, which panics if standard error is closed.
+/// Each call of `write` gets one formatted event. `write` never returns an error, because the tracing subscriber would
+/// report it with `eprintln!`, which panics if standard error is closed.
 impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
@@ -135,12 +137,12 @@ impl Write for LogWriter {
     }
 }
 
-// === Log files that can be renamed or removed at any time, as logrotate does ===
+// === Log files that may be renamed or removed at any time, for example by logrotate ===
 
 /// Minimum interval between two warnings that a file cannot be reopened.
 const REOPEN_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A log file that is reopened at its path after rotation.
+/// A log file that is reopened at the same path after log rotation.
 #[derive(Debug)]
 pub struct LogFile {
     path: PathBuf,
@@ -153,7 +155,8 @@ pub struct LogFile {
 impl LogFile {
     /// Open or create the file for appending.
     ///
-    /// # Errors An error if the file cannot be opened or created.
+    /// # Errors
+    /// The file cannot be opened or created.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
@@ -186,7 +189,8 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Write complete lines to one file. If log rotation replaces the file, later calls use the new file.
+    /// Write complete lines. All lines of a call go to one file, even if log rotation replaces the file during the
+    /// call.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -205,15 +209,16 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// === Rate limit for log lines of dependencies: a library that logs each client action would fill the log ===
+// === Rate limit for the log lines of libraries. A library that logs each client action would fill the log ===
 
 /// Maximum number of lines of each library within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
-/// Length of the period in which the lines of a library are counted.
+/// Period for [`MAX_LINES_PER_PERIOD`].
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// A filter that admits all lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] of each library.
+/// A filter that admits all log lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] lines of each library per
+/// [`PERIOD`].
 #[derive(Debug, Default)]
 pub(super) struct DependencyLogThrottle(Mutex<HashMap<&'static str, Period>>);
 
@@ -224,8 +229,8 @@ struct Period {
 }
 
 impl DependencyLogThrottle {
-    /// Return whether a line is admitted. At the start of a period, also return how many lines were suppressed in the
-    /// previous period.
+    /// Return whether a line of a library is admitted. Also return the number of lines that were suppressed in the
+    /// previous period, if this line starts a new period, otherwise 0.
     fn admit(&self, library: &'static str) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
@@ -257,8 +262,8 @@ impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
 // === Log sockets: each record is a datagram to a syslog daemon (RFC 5424 or RFC 3164) or to journald in its native
 // protocol (<https://systemd.io/JOURNAL_NATIVE_PROTOCOL/>) ===
 
-/// Facilities (RFC 5424 §6.2.1) with the names that syslog(3) uses. `kern` is missing, because only the kernel may use
-/// it.
+/// Facilities (RFC 5424 §6.2.1) with the names that syslog(3) uses. `kern` is not included, because only the kernel may
+/// use it.
 pub const FACILITIES: [(&str, u8); 19] = [
     ("user", 1),
     ("mail", 2),
@@ -285,16 +290,16 @@ pub const FACILITIES: [(&str, u8); 19] = [
 const WARNING: u8 = 4;
 const INFORMATIONAL: u8 = 6;
 
-/// MSGID of all records (RFC 5424 §6.2.7), a field of the syslog header.
+/// The field MSGID in the syslog header of all records (RFC 5424 §6.2.7).
 const MESSAGE_ID: &str = "access";
 
-/// Minimum interval between two warnings about a socket that accepts no records.
+/// Minimum interval between two warnings that records cannot be sent to a log socket.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Number of bytes for the length before each record of a batch.
+/// Number of bytes of the length field before each record of a batch.
 const LENGTH_BYTES: usize = size_of::<u32>();
 
-/// A syslog daemon, and the header of the messages to it.
+/// The socket of a syslog daemon, and the settings of the message header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Syslog {
     /// Path of the socket of the daemon.
@@ -312,11 +317,11 @@ pub struct Syslog {
 pub enum SyslogProtocol {
     /// The header has the format of RFC 5424.
     Rfc5424,
-    /// RFC 3164 without the host name, the form that syslog(3) writes.
+    /// The header has the format of RFC 3164 without the host name, as syslog(3) writes it.
     Rfc3164,
 }
 
-/// The journal of systemd.
+/// The settings for systemd-journald.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journald {
     /// Path of the socket of journald.
@@ -346,16 +351,16 @@ impl SyslogHeader {
     pub(super) fn new(Syslog { protocol, facility, tag, .. }: &Syslog) -> Self {
         let pid = process::id();
         let suffix = match protocol {
-            // Write `-` for the structured data, because the message contains the fields.
+            // The structured data is `-` (none), because the message itself contains the fields of the record.
             SyslogProtocol::Rfc5424 => format!(" {} {tag} {pid} {MESSAGE_ID} - ", host_name()),
             SyslogProtocol::Rfc3164 => format!(" {tag}[{pid}]: "),
         };
         SyslogHeader { protocol: *protocol, facility: *facility, suffix, time_zone: TimeZone::system() }
     }
 
-    /// Write the header of a record that was written at `time_us` (in µs since the Unix epoch).
+    /// Write the header of a record with the time `time_us` (µs since the Unix epoch).
     pub(super) fn write(&self, out: &mut Vec<u8>, status: u16, time_us: u64) -> io::Result<()> {
-        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
+        // Use the epoch if jiff cannot represent the time.
         let time = Timestamp::from_microsecond(time_us as i64).unwrap_or_default();
         let priority = self.facility * 8 + severity(status.into());
         match self.protocol {
@@ -379,7 +384,7 @@ fn host_name() -> String {
 
 // === journald ===
 
-/// Write a journal entry whose fields are those of a record in JSON.
+/// Write a journal entry with the fields of `record`, which is a JSON object.
 fn write_journal_entry(record: &[u8], tag: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
     let fields: Map<String, Value> = serde_json::from_slice(record)?;
     let status = fields.get("status").and_then(Value::as_u64).unwrap_or(0);
@@ -394,7 +399,7 @@ fn write_journal_entry(record: &[u8], tag: &str, out: &mut Vec<u8>) -> serde_jso
     Ok(())
 }
 
-/// Return a value as the text format shows it: the strings of a list are separated by commas. Objects remain JSON.
+/// Return a value as text. A list of strings becomes a comma-separated text. Objects remain JSON.
 fn journal_text(value: &Value) -> Cow<'_, str> {
     match value {
         Value::String(text) => text.into(),
@@ -417,7 +422,7 @@ fn write_field(out: &mut Vec<u8>, name: &str, value: &str) {
     out.push(b'\n');
 }
 
-/// Send an entry that is too large for a datagram as a sealed memory file.
+/// Send an entry that is too large for a datagram as a sealed in-memory file (memfd).
 fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
     let mut file = File::from(memfd_create("journal-entry", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?);
     file.write_all(entry)?;
@@ -436,7 +441,7 @@ fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
 
 // === The socket ===
 
-/// Append the record that `write` produces to a batch of datagrams, with the length of the record before it.
+/// Append a record to a batch: the length of the record, then the bytes that `write` produces.
 pub(super) fn push_framed(batch: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>)) {
     let start = batch.len();
     batch.extend_from_slice(&[0; LENGTH_BYTES]);
@@ -445,30 +450,32 @@ pub(super) fn push_framed(batch: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>))
     batch[start..start + LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());
 }
 
-/// A connection to a log socket. The gateway connects again when the daemon has restarted.
+/// A connection to a log socket. After a restart of the daemon, the gateway connects again.
 #[derive(Debug)]
 pub(super) struct LogSocket {
     path: PathBuf,
     socket: Option<UnixDatagram>,
     /// For journald, the value of `SYSLOG_IDENTIFIER`.
     journal_tag: Option<Box<str>>,
-    /// Whether the daemon was absent when the last record was sent, so that the record was lost.
+    /// Whether the last record was lost, because no daemon listened on the socket.
     is_failing: bool,
     throttle: LogThrottle,
 }
 
 impl LogSocket {
-    /// Connect to the socket of a syslog daemon. If the daemon does not run, this is only a warning, because the daemon
-    /// may start later.
+    /// Connect to the socket of a syslog daemon. If the daemon does not run, log a warning instead of returning an
+    /// error, because the daemon may start later.
     ///
-    /// # Errors An error if the path is not a datagram socket, or if the permission is missing.
+    /// # Errors
+    /// The path is not a datagram socket, or the process may not write to it.
     pub(super) fn syslog(syslog: &Syslog) -> io::Result<Self> {
         LogSocket::open(&syslog.socket, None)
     }
 
-    /// Connect to the socket of journald, in the same way as [`LogSocket::syslog`].
+    /// Connect to the socket of journald. If journald does not run, log a warning.
     ///
-    /// # Errors The errors of [`LogSocket::syslog`].
+    /// # Errors
+    /// The path is not a datagram socket, or the process may not write to it.
     pub(super) fn journald(journald: &Journald) -> io::Result<Self> {
         LogSocket::open(&journald.socket, Some(journald.tag.clone()))
     }
@@ -496,7 +503,7 @@ impl LogSocket {
                 None => record,
                 Some(tag) => {
                     entry.clear();
-                    // Parsing cannot fail, because the gateway has written the record as JSON.
+                    // Parsing does not fail, because the gateway has written the record as JSON.
                     if write_journal_entry(record, tag, &mut entry).is_err() {
                         lost += 1;
                         continue;
@@ -504,7 +511,7 @@ impl LogSocket {
                     &entry
                 }
             };
-            // Count the remaining records of the batch as lost, because the socket does not accept records.
+            // After the socket has rejected a record, count the remaining records of the batch as lost.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;
@@ -516,7 +523,7 @@ impl LogSocket {
         lost
     }
 
-    /// Send a datagram. If no daemon listens on the socket any more, connect again once.
+    /// Send a datagram. If sending fails, for example because the daemon has restarted, connect again and retry once.
     fn send(&mut self, datagram: &[u8]) -> io::Result<()> {
         if let Some(socket) = &self.socket {
             match self.send_over(socket, datagram) {
@@ -552,7 +559,7 @@ fn connect(path: &Path) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Return whether a single record was too large, which does not affect other records.
+/// Return whether sending failed because the record was too large. Other records can then still be sent.
 fn is_too_large(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::MSGSIZE.raw_os_error())
 }
@@ -572,7 +579,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer for tests, in which each write waits for a permit.
+    /// A writer for tests. Each write waits for a permit from the test.
     struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
     impl Write for BlockedWriter {

@@ -1,4 +1,4 @@
-//! The output of metrics in the Prometheus text format and in OpenMetrics, from plain names and numbers.
+//! Writes metrics in the Prometheus text format or in OpenMetrics. The metrics are given as plain names and numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,16 +11,18 @@ use prometheus_client::registry::{Registry, Unit};
 /// Label names and values, in the order of the output.
 pub type Labels<'a> = &'a [(&'static str, &'a str)];
 
-/// A source of metrics, which is read again for each scrape.
+/// A source of metrics. Each scrape calls its functions.
 pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
-    /// Write all metrics.
+    /// Write all metrics except the process metrics. Their names get the prefix `sluicegate_`.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 
     /// Write the process metrics, whose names have no prefix.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     fn write_process(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
@@ -34,7 +36,8 @@ pub enum ExpositionFormat {
 }
 
 impl ExpositionFormat {
-    /// Choose the format by the `Accept` header: OpenMetrics if the header lists OpenMetrics.
+    /// Choose the format by the `Accept` header of the scrape: OpenMetrics if the header names it, otherwise the
+    /// Prometheus text format.
     pub fn from_accept(accept_header: &str) -> Self {
         if accept_header.contains("application/openmetrics-text") {
             ExpositionFormat::OpenMetrics
@@ -52,38 +55,41 @@ impl ExpositionFormat {
     }
 }
 
-/// Writer of the output for all metrics.
+/// A writer for metrics.
 #[derive(Debug)]
 pub struct Exposition<'a>(DescriptorEncoder<'a>);
 
-/// Writer of the samples of one metric.
+/// A writer for the samples of one metric.
 pub struct MetricWriter<'a>(MetricEncoder<'a>);
 
 impl Exposition<'_> {
-    /// Start a counter. The names of its samples get the suffix `_total`.
+    /// Begin a counter. The names of its samples get the suffix `_total`.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn counter(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Counter).map(MetricWriter)
     }
 
-    /// Start a gauge.
+    /// Begin a gauge.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(MetricWriter)
     }
 
-    /// Start a histogram of durations. Its name gets the suffix `_seconds`.
+    /// Begin a histogram of durations. Its name gets the suffix `_seconds`.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn histogram(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(MetricWriter)
     }
 }
 
 impl MetricWriter<'_> {
-    /// Write a sample of a family with labels, or the only sample of a metric without labels.
+    /// Write a sample. If `labels` is empty, it is the only sample of its metric.
     fn encode<T>(
         &mut self,
         labels: Labels<'_>,
@@ -94,29 +100,33 @@ impl MetricWriter<'_> {
 
     /// Write a counter sample.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn write_counter(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
     }
 
     /// Write a gauge sample.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn write_gauge(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
 
-    /// Write a sample of a counter of seconds.
+    /// Write a sample of a counter whose value is a number of seconds.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn write_seconds(&mut self, labels: Labels<'_>, seconds: f64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&seconds, None))
     }
 
-    /// Write a sample of a histogram: upper bounds in µs, and the count of each bucket (not cumulative). The last
-    /// bucket has no upper bound.
+    /// Write a sample of a histogram. `bounds_us` has the upper bounds of the buckets in µs, and `bucket_counts` has
+    /// the count of each bucket (not cumulative). The last bucket has no upper bound.
     ///
-    /// # Errors An error if formatting fails.
+    /// # Errors
+    /// Formatting fails.
     pub fn write_histogram(
         &mut self,
         labels: Labels<'_>,
@@ -151,7 +161,8 @@ impl<S: MetricSource> Collector for CollectorAdapter<S> {
 
 /// Write the current metrics of a source as text.
 ///
-/// # Errors An error if formatting fails, for example because the source returns an error.
+/// # Errors
+/// Formatting fails, for example because the source returns an error.
 pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(ProcessAdapter(source.clone())));
@@ -167,8 +178,8 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
 /// Convert OpenMetrics to the Prometheus text format 0.0.4, in which the name of a counter includes `_total`.
 fn to_prometheus_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
-    // Look ahead to the TYPE line after each HELP line, because only the TYPE line shows whether the metric is a
-    // counter.
+    // Only the TYPE line, which follows the HELP line, shows whether a metric is a counter. Therefore, look ahead by
+    // one line.
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");

@@ -18,7 +18,8 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// The header `tracestate` (W3C Trace Context, section 3.3).
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// Length in bytes of a version 00 header: version, trace id, parent id and flags in hexadecimal, separated by hyphens.
+/// Length in bytes of a `traceparent` header of version 00: version, trace id, parent id and flags in hexadecimal,
+/// separated by hyphens.
 const TRACEPARENT_LENGTH: usize = 55;
 
 /// The `traceparent` header of a request.
@@ -28,7 +29,7 @@ pub struct TraceParent {
     pub trace_id: u128,
     /// Id of the caller's span.
     pub span_id: u64,
-    /// The flag that says whether the trace is sampled.
+    /// Whether the caller samples the trace (the flag `sampled`).
     pub is_sampled: bool,
 }
 
@@ -44,8 +45,8 @@ impl TraceParent {
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
-        // Accept additional data after a hyphen in later versions of the format. Reject version ff, which is invalid
-        // (section 3.2.2.1).
+        // Later versions of the format may have additional data after a hyphen. Version ff is invalid (section
+        // 3.2.2.1).
         let version = parse_hex(&fixed[..2])?;
         if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
             return None;
@@ -72,19 +73,20 @@ fn parse_hex(digits: &[u8]) -> Option<u128> {
     })
 }
 
-/// Ids of the spans that the gateway records: one for the request, with one child for the rate limit check and one for
-/// the upstream request.
+/// Ids of the spans that the gateway records: a span for the request, which has a child span for the rate limit check
+/// and another one for the upstream request.
 #[derive(Debug, Clone, Copy)]
 pub struct TraceContext {
     /// Id of the trace.
     pub trace_id: u128,
     /// Id of the caller's span, if the request had a valid `traceparent`.
     pub parent_span_id: Option<u64>,
-    /// Id of the server span.
+    /// Id of the server span, which covers the whole request.
     pub request_span_id: u64,
     /// Id of the rate limit check span.
     pub decision_span_id: u64,
-    /// Id of the client span: the parent of the spans that the upstream records.
+    /// Id of the client span, which covers the upstream request. It is the parent of the spans that the upstream
+    /// records.
     pub upstream_span_id: u64,
 }
 
@@ -107,10 +109,10 @@ impl TraceContext {
         })
     }
 
-    /// Set `traceparent` for the upstream.
+    /// Set the header `traceparent` for the upstream.
     pub fn inject(&self, headers: &mut HeaderMap) {
         let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
-        // The conversion cannot fail, because the value consists of digits and hyphens.
+        // The conversion cannot fail, because the value consists of hexadecimal digits and hyphens.
         if let Ok(value) = HeaderValue::from_str(&text) {
             headers.insert(TRACEPARENT, value);
         }
@@ -124,15 +126,15 @@ impl TraceContext {
 // === Spans, with the attributes of the OpenTelemetry semantic conventions for HTTP ===
 // The span attributes follow <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>.
 
-/// Settings of the exporter thread: the delay of a batch, and the maximum number of queued spans, which take some
-/// megabytes.
+/// Settings of the exporter thread: the delay of a batch, and the maximum number of queued spans. A full queue takes
+/// some megabytes.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
-/// Maximum time at shutdown to export the last spans.
+/// Maximum time to export the last spans at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Instrumentation scope (an OpenTelemetry field) of all spans.
+/// The OpenTelemetry instrumentation scope of all spans.
 static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
     LazyLock::new(|| InstrumentationScope::builder("sluicegate").with_version(env!("CARGO_PKG_VERSION")).build());
 
@@ -140,7 +142,7 @@ static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
 #[derive(Debug, Clone)]
 pub struct TraceExporter(BatchWriter<SpanData>);
 
-/// The spans of a request: its access log record, and the data that the record does not contain.
+/// The data of a request's spans: its access log record, and values that the record does not contain.
 #[derive(Debug)]
 pub struct RequestTrace<'a> {
     /// Ids of the trace and of its spans.
@@ -158,7 +160,8 @@ pub struct RequestTrace<'a> {
 impl TraceExporter {
     /// Start the exporter thread. `export` returns the number of spans that it lost.
     ///
-    /// # Errors An error if the thread cannot be started.
+    /// # Errors
+    /// The thread cannot be started.
     pub fn start(mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
         BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
     }
@@ -187,7 +190,7 @@ impl TraceExporter {
 }
 
 impl RequestTrace<'_> {
-    /// The server span, which lasts from the request to the end of its response.
+    /// Return the server span, which lasts from the start of the request to the end of its response.
     fn server_span(&self) -> SpanData {
         let AccessRecord { method, path, status, client, outcome, request_id, .. } = *self.record;
         let mut attributes = vec![
@@ -202,7 +205,7 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
-        // Set no error for a 4xx status on the server span (semantic conventions of OpenTelemetry).
+        // For a server span, a 4xx status is not an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);
@@ -236,7 +239,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// The client span, which lasts from the upstream request to the response headers.
+    /// Return the client span, which lasts from the upstream request to its response headers.
     fn upstream_span(&self, upstream: &UpstreamInfo) -> SpanData {
         let mut attributes = vec![
             string_attribute("http.request.method", self.record.method),
@@ -344,6 +347,6 @@ mod tests {
             );
             headers
         });
-        assert_eq!(TraceParent::from_headers(&twice), None, "several headers are ambiguous");
+        assert_eq!(TraceParent::from_headers(&twice), None, "a repeated header is ignored");
     }
 }

@@ -45,8 +45,8 @@ struct LintInput<'a> {
     config: &'a CompiledConfig,
 }
 
-/// Return all warnings, unsorted. `now` is the time since the Unix epoch, which decides whether certificates have
-/// expired.
+/// Return all warnings, unsorted. `now` is the time since the Unix epoch. It is compared with the expiry times of
+/// certificates.
 pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<Issue> {
     let input = LintInput { parsed, config };
     let mut issues: Vec<_> =
@@ -62,7 +62,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues
 }
 
-/// Return errors that the gateway would detect only when it starts: listeners whose addresses conflict.
+/// Return errors that a gateway would otherwise report only when it starts: listeners whose addresses conflict.
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
@@ -95,7 +95,7 @@ fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
-/// Return notes, which are properties of a correct configuration that operators should know.
+/// Return notes. A note tells administrators about a property of a correct configuration.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     let mut notes = route_notes(&LintInput { parsed, config });
     if let (Some(socket), Some(access)) = (config.log.access_log.socket(), &parsed.log.access)
@@ -121,12 +121,12 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
 /// Maximum time to resolve the names of certificates.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Resolve the names that certificates are requested for. Return warnings for names without an address. Return notes
-/// that say whether the addresses of a name are addresses of this machine, because another address is correct behind a
-/// load balancer or NAT.
+/// Resolve the DNS names for which ACME requests certificates. The first list of the result has warnings about names
+/// without an address. The second list has notes that say whether the addresses of a name belong to this machine. They
+/// are only notes, because another address is correct behind a load balancer or NAT.
 ///
 /// # Errors
-/// The runtime for the lookups cannot be created.
+/// The tokio runtime for the lookups cannot be created.
 pub fn resolve_names(
     parsed: &Config,
     config: &CompiledConfig,
@@ -164,8 +164,9 @@ pub fn resolve_names(
     Ok((warnings, notes))
 }
 
-/// Return whether an interface of this machine has this address. The kernel binds sockets only to such addresses, unless
-/// `ip_nonlocal_bind` is set. In this case, the kernel must also choose the address as the source of packets to it.
+/// Return whether an interface of this machine has this address. The kernel binds a socket only to such an address,
+/// unless `ip_nonlocal_bind` is set. If it is set, also test whether the kernel chooses the address as the source of
+/// packets to this address.
 fn is_local_address(address: IpAddr) -> bool {
     if address.is_loopback() {
         return true;
@@ -178,14 +179,14 @@ fn is_local_address(address: IpAddr) -> bool {
         let unspecified: IpAddr =
             if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let socket = UdpSocket::bind((unspecified, 0)).ok()?;
-        // No packet is sent.
+        // `connect` on a UDP socket sends no packet.
         socket.connect((address, 9)).ok()?;
         socket.local_addr().ok()
     };
     !can_bind_any || is_source().is_some_and(|source| source.ip() == address)
 }
 
-/// Return the position of a name in `names` of a listener, or in `hosts` of a route.
+/// Return the position in the file of a DNS name, which is in `names` of a listener or in `hosts` of a route.
 fn name_span(parsed: &Config, name: &str) -> Option<Range<usize>> {
     let tls = parsed.listener.iter().filter_map(|listener| listener.get_ref().tls.as_ref());
     let names = tls.flat_map(|tls| tls.get_ref().names.iter().flatten());
@@ -205,7 +206,8 @@ impl<'a> LintInput<'a> {
         self.parsed.route.get(index)
     }
 
-    /// Return the position of a value of a limit, or the position of the limit if the value is not set.
+    /// Return the position in the file of a value of the limit `name`. If the value is not set, return the position of
+    /// the limit.
     fn span_of<T>(&self, name: &str, value: impl Fn(&config::tables::Limit) -> Option<&Spanned<T>>) -> Range<usize> {
         let Some(limit) = self.limit(name) else { return 0..0 };
         value(limit.get_ref()).map_or(limit.span(), |value| value.span())
@@ -232,9 +234,9 @@ impl<'a> LintInput<'a> {
     }
 }
 
-// Warnings about client identification: trusted proxies, client addresses and the secret of the store.
+// Warnings about the identification of clients: trusted proxies, client addresses and the secret of the store.
 
-/// The shortest prefixes (IPv4, IPv6) that a network of proxies plausibly has. The widest private networks are
+/// The shortest plausible prefix lengths (IPv4, IPv6) of a network of proxies. The widest private networks are
 /// 10.0.0.0/8 and fc00::/7.
 const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 
@@ -257,8 +259,8 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
         let extent = if prefix_length == 0 { "the whole internet" } else { "a large part of the internet" };
         let proxy_text = proxy.get_ref();
         let message = format!(
-            "`{proxy_text}` covers {extent}: clients in this network can claim any address and evade every limit by \
-             address"
+            "`{proxy_text}` covers {extent}: clients in this network can claim any client address, and so evade every \
+             limit that counts by address"
         );
         Some(
             Issue::new(proxy.span(), message)
@@ -267,9 +269,9 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
-/// Warn of a limit by `ip` behind a proxy that `trusted_proxies` lacks. If every listener has a private address,
-/// clients reach the listeners only through a proxy. Without `trusted_proxies`, all requests then have the address of
-/// that proxy.
+/// Warn of a limit by `ip` if a proxy is probably in front of the gateway but `trusted_proxies` is not set. If every
+/// listener has a private address, clients reach the gateway only through a proxy. Without `trusted_proxies`, all
+/// requests then seem to come from the address of the proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
@@ -285,7 +287,7 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
         .map(|compiled| (input.span_of(&compiled.limit.name, |limit| limit.by.as_ref()), &compiled.limit.name));
     let (span, name) = spans.min_by_key(|(span, _)| span.start)?;
     let message = format!(
-        "`{name}` is by address, but clients reach private listener addresses only through a proxy: without \
+        "`{name}` counts by address, but clients reach private listener addresses only through a proxy: without \
          `trusted_proxies`, all clients share one bucket"
     );
     let hint = "set trusted_proxies in [client_ip] to the address of the proxy, such as [\"10.0.0.0/8\"], or to [] \
@@ -300,8 +302,8 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Warn of a Redis store without `secret`, because an attacker who reads the keys can recover client addresses by
-/// hashing guesses.
+/// Warn of a Redis store without `secret`. An attacker who reads the keys in Redis could hash all possible client
+/// addresses and find the ones that occur.
 fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
@@ -314,7 +316,7 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     ))
 }
 
-// Warnings about routes: conditions that no request meets, and retries that have no time.
+// Warnings about routes, such as conditions that no request meets, or retries for which no time is left.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
@@ -335,7 +337,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// The methods whose requests usually have no body.
+/// Methods whose requests usually have no body.
 const METHODS_WITHOUT_BODY: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::DELETE];
 
 /// Return whether requests with these methods have no body. An empty list means all methods.
@@ -354,11 +356,12 @@ fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let needs_value = |condition: &&Condition| condition.reads_body() && condition.test != ValueTest::Absent;
     let condition = candidate.conditions.iter().find(needs_value).filter(|_| have_no_body(candidate.methods))?;
     let span = input.route(route.index)?.get_ref().conditions.as_ref()?.span();
-    let message = format!("`{}` never matches: its methods have no body, and it requires {condition}", route.name);
+    let message = format!("`{}` never matches: its methods have no body, but it requires {condition}", route.name);
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Warn if the bodies that are read may need more memory than their budget.
+/// Warn if a single body of the size `inspect_body` may exceed `max_buffered`, the memory for all bodies that the
+/// gateway reads.
 fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
     let server = &input.config.server;
     let written = input.parsed.server.inspect_body.as_ref()?;
@@ -367,17 +370,17 @@ fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
         return None;
     }
     let message = format!(
-        "a body of up to {} bytes is read, but all bodies together take at most {} (`server.max_buffered`): larger bodies \
-         get 503",
+        "the gateway reads bodies of up to {} bytes, but buffers at most {} bytes for all bodies together \
+         (`server.max_buffered`): larger bodies get 503",
         server.inspect_body, server.max_buffered
     );
     let hint = format!("set `inspect_body` to at most \"{}B\", or raise `max_buffered`", server.max_buffered);
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of routes that never get requests with some of their methods, because another route takes precedence.
+/// Warn of routes that never match requests with some of their methods, because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    // Remove duplicates, because the result contains a route once for each of its hosts.
+    // Remove duplicates: `unreachable_routes` returns a route once for each of its hosts.
     let mut seen = HashSet::new();
     let unreachable = input.config.table.unreachable_routes();
     let unreachable = unreachable.filter(move |(route, other, _)| seen.insert((route.index, other.index)));
@@ -398,8 +401,8 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
     })
 }
 
-/// Warn of routes with conditions that no request meets. CONNECT and TRACE are rejected by the gateway, and the HTTP
-/// parser strips leading and trailing whitespace of header values.
+/// Warn of routes with conditions that no request meets: the methods CONNECT and TRACE, which the gateway rejects, and
+/// header values with leading or trailing whitespace, which the HTTP parser strips.
 fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let mut issues = Vec::new();
@@ -408,7 +411,7 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     for text in methods {
         let message =
             format!("`{}` never gets the method {}: the gateway rejects it on all routes", route.name, text.get_ref());
-        issues.push(Issue::new(text.span(), message).with_hint("remove it"));
+        issues.push(Issue::new(text.span(), message).with_hint("remove this entry"));
     }
     for (name, value) in exact_headers(parsed) {
         if value.get_ref().trim() != value.get_ref() {
@@ -420,8 +423,8 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-/// Warn of header values with `*`, because `*` matches only itself. The values of some headers contain `*` (RFC 9110
-/// §12.5, §13.1).
+/// Warn of required header values with `*`, because `*` is not a wildcard here. Some headers are exempt, because their
+/// values may contain a literal `*` (RFC 9110 §12.5, §13.1).
 fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let has_wildcards = |name: &str| {
@@ -443,7 +446,8 @@ fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String
     headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
-/// Warn of paths in the syntax of other programs. Such paths are valid here, but their characters match literally.
+/// Warn of paths in the syntax of other programs, such as nginx. Such paths are valid, but Sluicegate matches their
+/// characters literally.
 fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let path = input.route(route.index)?.get_ref().path.as_ref()?;
     let suggestion = pattern::suggestion(path.get_ref())?;
@@ -451,8 +455,8 @@ fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(path.span(), message).with_hint(foreign_path_hint(&suggestion)))
 }
 
-/// Warn of retries that have no time after a slow first attempt, because `response_timeout` is at least the `timeout`
-/// of the route.
+/// Warn if no time is left for a retry after a slow first attempt, because the upstream's `response_timeout` is at
+/// least the route's `timeout`.
 fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (timeout, RouteAction::Forward(weighted_upstreams)) = (route.timeout?, &route.action) else { return None };
     let is_slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
@@ -483,7 +487,8 @@ fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item 
     })
 }
 
-/// Warn of a mirror to an upstream that the route also forwards to, because this upstream gets the requests twice.
+/// Warn of a mirror to an upstream that the route also forwards to, because this upstream receives each copied request
+/// twice.
 fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (mirror, RouteAction::Forward(weighted_upstreams)) = (route.mirror.as_ref()?, &route.action) else {
         return None;
@@ -496,7 +501,7 @@ fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue
     Some(Issue::new(parsed.upstream.as_ref()?.span(), message).with_hint("name another upstream"))
 }
 
-/// Warn of a `max_body` of a mirror that is larger than the budget for copies, because requests with such a body are
+/// Warn of a mirror whose `max_body` exceeds the memory budget for copies. Requests with a body above the budget are
 /// never copied.
 fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let max_body = route.mirror.as_ref()?.max_body;
@@ -510,8 +515,8 @@ fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> 
     Some(Issue::new(span, message).with_hint(format!("set max_body to \"{budget}B\" or less, or raise `max_buffered`")))
 }
 
-/// Warn of `{consumer}` in a header rule of a route that identifies no consumers, because this header is always
-/// removed.
+/// Warn of the variable `{consumer}` in a header rule of a route that identifies no consumers. The variable is then
+/// never set, so the gateway always removes the header.
 fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let is_api_key = |index: &usize| matches!(input.config.auth.providers[*index].kind, ProviderKind::ApiKey(_));
     let identifies_consumers = route.auth.as_ref().is_some_and(|auth| auth.providers.iter().any(is_api_key));
@@ -521,10 +526,12 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     let response_rules = parsed.response_headers.as_ref().map(|rules| &rules.get_ref().set);
     let rules = [(&route.request_headers, request_rules), (&route.response_headers, response_rules)];
     let issue = |name: &str, value: &Text| {
-        let message =
-            format!("`{}` identifies no consumer: the header `{name}` is removed from every message", route.name);
+        let message = format!(
+            "`{}` identifies no consumer, so the header `{name}` never has a value and is removed from every message",
+            route.name
+        );
         Issue::new(value.span(), message)
-            .with_hint("identify = [\"NAME\"] with a provider of kind \"api-key\" on the route, or remove the rule")
+            .with_hint("set identify = [\"NAME\"] with a provider of kind \"api-key\" on the route, or remove the rule")
     };
     let mut issues = Vec::new();
     for (compiled, written) in rules {
@@ -539,8 +546,8 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     issues
 }
 
-/// Note routes with several identities on a Redis Cluster, where a check is one call for each master instead of one
-/// atomic call.
+/// Note routes whose limits use several identities on a Redis Cluster. A check of such a route takes one call per
+/// master instead of one atomic call.
 fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     let is_cluster = input
         .config
@@ -552,8 +559,9 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         input.config.routes.iter().filter(|route| is_cluster && route.rate_limits.identities.len() > 1);
     let notes = affected_routes.map(|route| {
         let message = format!(
-            "route `{}` makes up to {} calls at the same time, because several masters hold its identities: a request \
-             that one master denies holds tokens of the others for about a round trip",
+            "route `{}` makes up to {} store calls at the same time, because several masters hold its identities: if \
+             one master denies a request, its tokens at the other masters are missing for about a round trip, until \
+             they are refunded",
             route.name,
             route.rate_limits.identities.len()
         );
@@ -562,7 +570,7 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     notes.collect()
 }
 
-// Warnings about access rules and CORS: entries without effect, and routes that no client may use.
+// Warnings about access rules and CORS, such as entries without effect, or routes that no client may use.
 
 fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
@@ -584,8 +592,8 @@ fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Warn of networks with bits after the prefix, of networks in `allow` that `deny` covers, of networks in `deny` that
-/// `allow` lacks, and of an `allow` without a network.
+/// Warn of four mistakes in access rules: networks with address bits after the prefix length, networks in `allow` that
+/// `deny` covers, networks in `deny` that `allow` does not contain, and an `allow` without networks.
 fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRules) -> Vec<Issue> {
     let networks = |items: Option<&[Text]>| {
         let items = items.unwrap_or_default().iter();
@@ -607,7 +615,7 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     let Some(rule) = &rules.allow else { return issues };
     for (text, _) in denied.iter().filter(|(_, network)| !rule.intersects(*network)) {
         let message = format!("`{}` has no effect: `allow` covers no part of this network", text.get_ref());
-        issues.push(Issue::new(text.span(), message).with_hint("remove it"));
+        issues.push(Issue::new(text.span(), message).with_hint("remove this entry"));
     }
     if let Some(text) = allow.and_then(<[Text]>::first).filter(|_| rule.is_empty()) {
         let message = "the files of `allow` have no network: every client is rejected with 403";
@@ -616,7 +624,7 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     issues
 }
 
-/// Warn of methods in `cors` that the route does not serve, because no preflight for them reaches the route.
+/// Warn of methods in `cors` that are not in `methods` of the route, because no preflight for them reaches the route.
 fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<Issue> {
     let Some(served) = &parsed.methods else { return Vec::new() };
     let listed = parsed.cors.iter().flat_map(|cors| cors.get_ref().methods.iter().flatten());
@@ -631,8 +639,8 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
     listed.filter(is_unserved).map(issue).collect()
 }
 
-/// Warn of `cors` in a route that requires headers, because a preflight does not have these headers and matches another
-/// route or none.
+/// Warn of `cors` in a route that requires request headers. A preflight does not have these headers, so it does not
+/// match the route.
 fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
     let cors = parsed.cors.as_ref().filter(|_| requires_headers(parsed))?;
     let is_for_preflights = |other: &&Arc<Route>| {
@@ -654,15 +662,15 @@ fn requires_headers(parsed: &config::tables::Route) -> bool {
     parsed.conditions.as_ref().is_some_and(|conditions| !conditions.get_ref().headers.is_empty())
 }
 
-/// Warn of `expose_headers` beside `cors`, which exposes the same headers.
+/// Warn of `expose_headers` in a route with `cors`, because `cors` exposes the same headers.
 fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
     let cors = parsed.cors.as_ref().filter(|_| parsed.expose_headers)?;
     let message = format!("`expose_headers` of `{}` has no effect: `cors` exposes the same headers", route.name);
     Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
-// Warnings about authentication: credentials in plaintext, routes without authentication beside routes with
-// authentication, and limits that reject requests that `require` admits.
+// Warnings about authentication: credentials in plaintext, routes that lack the authentication of a similar route, and
+// limits that reject requests that `require` admits.
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();
@@ -689,8 +697,8 @@ fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue>
     })
 }
 
-/// Warn of listeners without TLS that other hosts can reach and where clients send keys or tokens. If there are trusted
-/// proxies, they terminate TLS, so nothing is reported.
+/// Warn of listeners without TLS that other hosts can reach, if clients send keys or tokens. Report nothing if trusted
+/// proxies are configured, because they probably terminate TLS.
 fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let sends_secret = |index: &usize| !matches!(input.config.auth.providers[*index].kind, ProviderKind::ClientCert);
     let routes = input.config.routes.iter().filter_map(|route| route.auth.as_ref());
@@ -733,12 +741,12 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
     let required = input.route(guard.index)?.get_ref().require.as_ref()?.get_ref();
     let provider = required.iter().flat_map(|item| &item.get_ref().0).next()?;
     let message = format!(
-        "`{}` needs no credential, but {}, the path of `{}` with the same upstream, needs one",
+        "`{}` needs no credential, but its path is below {}, the path of `{}` with the same upstream, which needs one",
         route.name, guard.path, guard.name
     );
     let hint = format!(
-        "require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that this \
-         is intended"
+        "set require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that \
+         this is intended"
     );
     Some(Issue::new(span, message).with_hint(hint))
 }
@@ -748,14 +756,15 @@ fn hosts(parsed: &config::tables::Route) -> Vec<&str> {
     parsed.hosts.iter().flatten().map(|host| host.get_ref().as_str()).collect()
 }
 
-/// Return whether a path pattern is below the fixed segments of another path pattern that ends with `{*rest}`.
+/// Return whether the pattern `path` is below the pattern `other`. This is the case if `other` consists of fixed
+/// segments and a final `{*rest}`, and `path` starts with these segments.
 fn is_below(path: &str, other: &str) -> bool {
     let Some((prefix, _)) = other.split_once("{*") else { return false };
     path != other && !prefix.contains('{') && path.starts_with(prefix)
 }
 
-/// Warn of limits by a credential that reject requests without this credential although `require` also admits other
-/// credentials.
+/// Warn of a limit whose `by` needs one kind of credential, if `require` of the route also admits other kinds. The
+/// limit rejects requests with the other kinds.
 fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(auth) = route.auth.as_ref().filter(|auth| !auth.required.is_empty()) else { return Vec::new() };
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
@@ -779,24 +788,25 @@ fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
             let limit = &route_limit.limit.name;
             let span = parsed.limits.iter().find(|text| *text.get_ref() == **limit).map(|text| text.span());
             let message = format!(
-                "`{limit}` is by {}: it rejects requests of `{}` that {} admits",
+                "`{limit}` counts by {}: it rejects requests of `{}` that {} admits",
                 descriptor.label(),
                 route.name,
                 names.join(" with ")
             );
             let issue = Issue { span, message, hint: None };
-            issues.push(
-                issue.with_hint("on_missing = \"skip\" or \"ip\" on the limit, or a limit for the other credential"),
-            );
+            issues.push(issue.with_hint(
+                "set on_missing = \"skip\" or \"ip\" on the limit, or add a limit for the other credential",
+            ));
         }
     }
     issues
 }
 
-// Warnings about limits: limits without effect, limits too small for the cost of a request, and limits on login routes
-// that admit requests during an outage.
+// Warnings about limits, such as limits without effect, limits below the cost of a single request, and limits on login
+// routes that admit requests while the store is unavailable.
 
-/// Words in names and paths of routes where a limit protects credentials against guessing.
+/// Words in the name or path of a route that suggest a login. A limit of such a route protects passwords against
+/// guessing.
 const CREDENTIAL_WORDS: &[&str] = &[
     "login",
     "logon",
@@ -841,8 +851,8 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Warn of limits whose `prefetch` has no effect, because the store is in memory or another limit of the route has no
-/// `prefetch`.
+/// Warn of a `prefetch` without effect. It has no effect if the store is in memory, or if another limit of the route
+/// has no `prefetch`.
 fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     if limit.prefetch == 0 {
@@ -850,14 +860,18 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     }
     let span = input.span_of(&limit.name, |parsed| parsed.prefetch.as_ref());
     if input.config.store.redis.is_none() {
-        let message = format!("the `prefetch` of `{}` has no effect: the memory store needs no calls", limit.name);
+        let message = format!(
+            "the `prefetch` of `{}` has no effect: prefetching saves calls to Redis, but the store is in memory",
+            limit.name
+        );
         return vec![Issue::new(span, message)];
     }
     let routes = input.config.routes.iter().filter(|route| route.has_limit(limit));
     let issues = routes.filter_map(|route| {
         let other = route.rate_limits.limits.iter().find(|metered| metered.limit.prefetch == 0)?;
         let message = format!(
-            "the `prefetch` of `{}` has no effect on requests of `{}` that meet `{}`, which has no `prefetch`",
+            "the `prefetch` of `{}` has no effect on requests of `{}` that also count against `{}`, which has no \
+             `prefetch`",
             limit.name, route.name, other.limit.name
         );
         Some(Issue::new(span.clone(), message))
@@ -865,17 +879,17 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     issues.collect()
 }
 
-/// Note usage totals in the memory store, because a restart loses them.
+/// Warn that a restart loses the usage totals of a limit, because the store is in memory.
 fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let limit = &compiled.limit;
     limit.usage.as_ref().filter(|_| input.config.store.redis.is_none())?;
     let span = input.span_of(&limit.name, |parsed| parsed.usage.as_ref());
     let message =
         format!("a restart loses the `usage` totals of `{}`: they are in the memory of the process", limit.name);
-    Some(Issue::new(span, message).with_hint("[store] with url = \"redis://…\""))
+    Some(Issue::new(span, message).with_hint("set url = \"redis://…\" in [store]"))
 }
 
-/// Warn of limits with quota events whose period is so short that an identity may cause an event every few seconds.
+/// Warn of limits with quota events and a short period. An identity may cause an event in each period.
 fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let limit = &compiled.limit;
     limit.notify.as_ref()?;
@@ -893,7 +907,7 @@ fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Is
     Some(Issue::new(span, message).with_hint("`notify` is meant for quotas by the hour, day or month"))
 }
 
-/// The shortest period of quota events without a warning, in µs: one minute.
+/// Limits with quota events whose period is shorter than this cause a warning. In µs: one minute.
 const MIN_EVENT_PERIOD_US: u64 = 60_000_000;
 
 /// Warn of destinations of quota events that no limit names.
@@ -909,7 +923,7 @@ fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     })
 }
 
-/// Warn of a limit by a value of the body in a route for methods without a body.
+/// Warn of a limit by a value of the body if the limit applies only to methods without a body.
 fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let spec = &compiled.identity_spec;
     if !spec.reads_body() || !have_no_body(&spec.methods) {
@@ -919,12 +933,12 @@ fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<
     let span = input.span_of(name, |parsed| parsed.by.as_ref());
     let verb =
         if spec.on_missing == OnMissing::Skip || spec.skips_other_messages { "applies" } else { "has an identity" };
-    let message = format!("`{name}` never {verb}: its methods have no body");
+    let message = format!("`{name}` never {verb}: requests with its `methods` have no body");
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Warn of limits by a claim whose routes admit tokens of different issuers. Claims such as `sub` are unique only for one
-/// issuer (RFC 7519 §4.1.2).
+/// Warn of limits by a JWT claim if their routes admit tokens of different issuers. Two issuers may use the same `sub`
+/// for different subjects (RFC 7519 §4.1.2).
 fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let descriptors = &compiled.identity_spec.descriptors;
     let claim = descriptors.iter().find_map(|descriptor| match descriptor {
@@ -942,7 +956,7 @@ fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, ro
         });
         issuers.collect()
     };
-    // Without `route` in `by`, all routes share the states of the limit.
+    // Without `route` in `by`, all routes share the counters of the limit.
     let mut groups =
         if descriptors.contains(&Descriptor::Route) { routes.chunks(1) } else { routes.chunks(usize::MAX) };
     groups.find(|routes| issuers(routes).len() > 1)?;
@@ -955,8 +969,8 @@ fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, ro
     Some(Issue::new(span, message).with_hint(format!("by = [\"jwt:iss\", \"jwt:{claim}\"]")))
 }
 
-/// Warn of quotas whose capacity is below the maximum cost of a request. If the cost always exceeds the capacity,
-/// compiling the configuration already fails.
+/// Warn of quotas whose capacity is below the maximum cost of a request. If every request costs more than the capacity,
+/// the configuration is already invalid.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -982,8 +996,8 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let span = input.span_of(&limit.name, |parsed| parsed.cost.as_ref());
     let issues = capacities.filter(|(_, capacity)| *capacity < max_cost).map(|(owner, capacity)| {
         let message = format!(
-            "a cost can exceed the capacity of `{}`{owner} ({capacity}): such a request is always denied, with 429 and \
-             no Retry-After",
+            "the cost of a request can exceed the capacity of `{}`{owner} ({capacity}): such a request is always \
+             denied, with 429 and no Retry-After",
             limit.name
         );
         Issue::new(span.clone(), message).with_hint("set a larger burst or quota, or a smaller cost")
@@ -991,7 +1005,8 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     issues.collect()
 }
 
-/// Warn of a configured `burst` that is unreachable, because every route has a stricter limit for the same requests.
+/// Warn of a configured `burst` that is never reached, because every route of the limit has a stricter limit for the
+/// same requests.
 fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     let parsed_burst = input.limit(&limit.name)?.get_ref().burst.as_ref()?;
@@ -1025,7 +1040,8 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
     )))
 }
 
-/// Warn of a limit that protects credentials against guessing but admits requests while the store is unavailable.
+/// Warn of a limit on a login route that admits requests while the store is unavailable. Attackers could then guess
+/// passwords without a limit.
 fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     if limit.on_store_error != OnStoreError::Allow || limit.shadow {
@@ -1045,13 +1061,12 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
     };
     let span = input.span_of(&limit.name, |parsed| parsed.on_store_error.as_ref());
     let text = format!("{subject} does not limit attempts to guess credentials while the store is unavailable");
-    Some(
-        Issue::new(span, text)
-            .with_hint("\"local\" falls back to this gateway's share, \"deny\" fails closed with 503"),
-    )
+    Some(Issue::new(span, text).with_hint(
+        "set on_store_error = \"local\" to fall back to this gateway's share, or \"deny\" to fail closed with 503",
+    ))
 }
 
-/// Warn of a `max_wait` that is at least the `timeout` of a route, because the request times out in the wait queue.
+/// Warn of a `max_wait` that is at least the `timeout` of a route, because requests may time out in the wait queue.
 fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let queue_policy = compiled.limit.queue_policy?;
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;

@@ -1,5 +1,5 @@
-//! Diagnostics of the Redis servers of a configuration: whether they can decide limits, and which of their settings are
-//! risky.
+//! Diagnostics of the Redis servers of a configuration: whether the limits work with them, and which of their settings
+//! are risky.
 mod server;
 
 use std::time::Duration;
@@ -26,14 +26,14 @@ pub struct RedisServer {
     pub name: String,
     /// A Redis client with the address and credentials of the server.
     pub client: Client,
-    /// The same server as an endpoint of the store.
+    /// The address of the server, as the store uses it.
     pub endpoint: Target,
-    /// An unused identity whose keys belong to this server.
+    /// An identity that no client has. In a cluster, its keys belong to this server.
     pub probe_identity: Identity,
 }
 
 impl RedisServer {
-    /// A key that does not exist, in a slot of this server.
+    /// Return a key that does not exist. In a cluster, its slot belongs to this server.
     fn probe_key(&self, prefix: &str) -> Vec<u8> {
         let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
@@ -42,9 +42,10 @@ impl RedisServer {
     }
 }
 
-/// Return all masters of this deployment that decide limits.
+/// Return all masters of this deployment. They store the counters of limits.
 ///
-/// # Errors An error if no seed node of the cluster returns its slots, or if a server has no usable address.
+/// # Errors
+/// No seed node of the cluster returns its slots, or a server has no usable address.
 pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
     let mut redis_servers = Vec::new();
     for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
@@ -56,25 +57,25 @@ pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisSe
 }
 
 impl ServerReport {
-    /// Report servers that cannot be found.
+    /// Build the report of servers whose addresses cannot be found.
     pub fn unreachable(name: &str, error: &ConnectError) -> Self {
         let check = Check { name: "reachable", status: Status::Failed, message: error.to_string(), advice: None };
         ServerReport { address: name.to_owned(), checks: vec![check] }
     }
 }
 
-/// What the configuration requires of its servers.
+/// What a configuration requires of its Redis servers.
 #[derive(Debug)]
 pub struct Requirements {
     /// The first part of every key (`store.prefix`).
     pub prefix: String,
     /// Maximum time of a check (`store.timeout`).
     pub timeout: Duration,
-    /// The algorithms that the scripts contain.
+    /// The algorithms of the configured limits, which the scripts must contain.
     pub algorithms: AlgorithmSet,
     /// The rules of all limits.
     pub rules: Vec<Rule>,
-    /// Whether operators can set overrides, which needs a token of the admin listener.
+    /// Whether administrators can set overrides. This needs a token in `[admin]`.
     pub can_set_overrides: bool,
     /// Whether limits send quota events.
     pub sends_events: bool,
@@ -87,7 +88,7 @@ pub struct Requirements {
 pub struct ServerReport {
     /// Name of the server.
     pub address: String,
-    /// Results in the order of the checks. After the first connection failure, no further checks are made.
+    /// Results in the order of the checks. After a connection failure, the remaining checks are skipped.
     pub checks: Vec<Check>,
 }
 
@@ -98,22 +99,22 @@ pub struct Check {
     pub name: &'static str,
     /// The status of the check.
     pub status: Status,
-    /// What the check has found, with units.
+    /// The result of the check in words, with units.
     pub message: String,
-    /// The advice to the operator, or `None` if there is nothing to do.
+    /// The recommended action, or `None` if there is nothing to do.
     pub advice: Option<String>,
 }
 
 /// Status of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Status {
-    /// The check passed, and the operator need not do anything.
+    /// The check passed. Advice is optional.
     #[serde(rename = "ok")]
     Ok,
-    /// The gateway works now, but is at risk.
+    /// The gateway works with this server, but is at risk.
     #[serde(rename = "warning")]
     Warning,
-    /// The gateway cannot decide limits, or decides them wrongly.
+    /// The gateway cannot check limits with this server, or checks them incorrectly.
     #[serde(rename = "failed")]
     Failed,
     /// The check was not made, because the Redis user lacks a permission or the server lacks the command.
@@ -130,7 +131,8 @@ impl Check {
         Check { name, status: Status::Skipped, message: found.into(), advice: None }
     }
 
-    /// Return the status for an error reply: skipped if the permission or the command is missing, otherwise failed.
+    /// Return the result of a check for an error reply: skipped if the permission or the command is missing, otherwise
+    /// failed.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
             return Check::skipped(name, format!("the user lacks the permission {permission}")).with_advice(
@@ -169,10 +171,11 @@ impl ServerReport {
     }
 }
 
-/// Signal that the remaining checks are skipped, because the connection is lost.
+/// An error that stops the remaining checks, because the connection is lost or the server has the wrong role.
 struct Abort;
 
-/// Run all checks on one server. Every call may take [`CALL_TIMEOUT`], and no check follows the first timeout.
+/// Run all checks on one server. Every call may take [`CALL_TIMEOUT`]. After the first timeout, the remaining checks
+/// are skipped.
 pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
     let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
     // Ignore the abort, because the report already contains its cause.
@@ -180,10 +183,11 @@ pub async fn examine(server: &RedisServer, requirements: &Requirements) -> Serve
     report
 }
 
-/// Check a server on behalf of `sluicegate check`: round trip, persistence of overrides and cluster coverage. Return
-/// those checks that warn or fail. If Redis rejects the command of a check, the result omits this check.
+/// Run the checks that `sluicegate check` needs: round trip, persistence of overrides and cluster coverage. Return the
+/// checks that have a warning or fail. If Redis rejects the command of a check, omit this check.
 ///
-/// # Errors An error if the server cannot be reached.
+/// # Errors
+/// The server cannot be reached.
 pub async fn check_basics(server: &Target, requirements: &Requirements) -> Result<Vec<Check>, ConnectError> {
     let client = server.client(CALL_TIMEOUT).await?;
     let mut connection = DiagnosticConnection::open(&client).await.map_err(|error| ConnectError::new(&error))?;
@@ -218,8 +222,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // Return only the result of the role check if the server has the wrong role, because the other results would
-        // mean nothing.
+        // The server has the wrong role. Skip the other checks, because their results would mean nothing.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -243,10 +246,10 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     report.record("decisions", server::check_decisions(server, requirements).await)
 }
 
-// A Redis connection for diagnosis: every call has a timeout, and errors say whether the connection is lost.
+// A Redis connection for diagnosis. Every call has a timeout, and its errors say whether the connection is lost.
 
-/// Maximum time to connect and to wait for each reply. This time is much longer than `store.timeout`, to tell a slow
-/// server from a dead server.
+/// Maximum time to connect, and maximum time to wait for each reply. It is much longer than `store.timeout`, to
+/// distinguish a slow server from an unreachable server.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A connection that runs one command at a time.
@@ -259,7 +262,8 @@ pub(crate) struct DiagnosticConnection {
 pub(crate) enum CallError {
     /// The server replied with an error. Other calls may succeed.
     ErrorReply(RedisError),
-    /// The connection is lost or a reply is late. The field is the diagnosis for operators.
+    /// The connection is lost, or a reply took longer than [`CALL_TIMEOUT`]. The field is the diagnosis for
+    /// administrators.
     ConnectionLost(String),
 }
 
@@ -312,12 +316,12 @@ impl InfoSection {
     }
 }
 
-// Check the keys of the limits: each key must have a TTL. The number of calls and the duration of the scan are limited.
-// The message says how much of the database the scan covered.
+// Check that each key of the limits has a TTL. The scan stops after a maximum number of calls or a maximum duration.
+// The message then says how much of the database the scan covered.
 
-/// `COUNT` of each SCAN call, which is the number of keys that Redis examines per call.
+/// `COUNT` of each SCAN call: the number of keys that Redis examines per call.
 const SCAN_COUNT: u64 = 1000;
-/// Maximum number of SCAN calls, which covers about 100,000 keys.
+/// Maximum number of SCAN calls. They cover about 100,000 keys.
 const MAX_SCAN_CALLS: u64 = 100;
 /// Maximum duration of the scan.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -340,7 +344,8 @@ pub(crate) async fn check_keys(
     prefix: &str,
 ) -> Result<Check, CallError> {
     let pattern = format!("{}:*", escape_glob(prefix));
-    // Try a single PTTL first, because an error of the pipeline below does not name the missing permission.
+    // Call PTTL for one key first. If the user lacks the permission, this error names it, but an error of the pipeline
+    // below does not.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
     let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
@@ -408,7 +413,7 @@ async fn inspect_keys(
     for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
         match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
             Ok(bytes) => statistics.sizes_bytes.extend(bytes),
-            // Omit the size if MEMORY USAGE is not permitted.
+            // Omit the sizes if the user may not call MEMORY USAGE.
             Err(CallError::ErrorReply(_)) => break,
             Err(error) => return Err(error),
         }

@@ -1,4 +1,5 @@
-//! Explains a request: calls the functions that serve requests, but sends nothing and charges nothing.
+//! Explains how the gateway would handle a request. It calls the functions that serve requests, but forwards nothing
+//! and charges no limit.
 
 pub mod limits;
 pub mod report;
@@ -41,13 +42,13 @@ use crate::tools::explain::report::{AccessReport, AuthReport, ClientReport, Cors
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
-    /// The configuration that the explanation applies.
+    /// The configuration that handles the request.
     pub config: &'a CompiledConfig,
     /// Read access to the counters of the limits.
     pub counters: &'a C,
     /// The body of the request. An empty body means that the request has none.
     pub body: &'a [u8],
-    /// Maximum number of other routes to explain. The closest match is first.
+    /// Maximum number of routes to explain, apart from the matching route. The closest match is first.
     pub max_other_routes: usize,
 }
 
@@ -149,7 +150,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         };
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();
-        // Look up the route of a preflight by the method that it requests.
+        // Look up the route of a preflight by the method in `Access-Control-Request-Method`.
         let requested_method =
             preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
         let mut route_request = target.route_request(request, peer.listener);
@@ -281,8 +282,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     }
 }
 
-/// Return the length of the body in bytes, which Content-Length states. Return `None` if the length is unknown
-/// (Transfer-Encoding) or invalid.
+/// Return the value of Content-Length, in bytes, or 0 if the request has no body. Return `None` if the length is
+/// unknown because of Transfer-Encoding, or if it is invalid.
 fn body_length(headers: &HeaderMap) -> Option<u64> {
     if headers.contains_key(http::header::TRANSFER_ENCODING) {
         return None;
@@ -292,7 +293,7 @@ fn body_length(headers: &HeaderMap) -> Option<u64> {
 
 // === Access rules and CORS ===
 
-/// Report what the access rules of the listener and of the route decide about a client.
+/// Report whether the access rules of the listener and of the route allow a client.
 fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<AccessReport> {
     let reports = ["listener", "route"].into_iter().zip(rules).filter_map(|(rule, rules)| {
         let decision = rules?.decide(client);
@@ -304,7 +305,7 @@ fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<Acces
 fn access_reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
     let from = |source| match source {
         ListSource::Inline => String::new(),
-        ListSource::File(name) => format!(", by the file {name}"),
+        ListSource::File(name) => format!(", from the file {name}"),
     };
     match decision {
         AccessDecision::NotDenied => format!("{client} is not in `deny`"),
@@ -314,7 +315,7 @@ fn access_reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
     }
 }
 
-/// Report the decision of the CORS policy about a request.
+/// Report whether the CORS policy allows the origin of a request.
 fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
     let origin = request.headers().get(ORIGIN);
     CorsReport {
@@ -326,8 +327,9 @@ fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: boo
 
 // === Authentication ===
 
-/// Verify the credentials of a request as a gateway does. Passwords are compared with their hashes. The keys of issuers
-/// are not fetched, and authentication servers are not called. The error in these cases is [`AuthError::Pending`].
+/// Verify the credentials of a request as a gateway does, including the comparison of passwords with their hashes. This
+/// function does not fetch the keys of issuers and does not call authentication servers. If one of them would be
+/// necessary, it returns the error [`AuthError::Pending`].
 fn verify_credentials<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
@@ -356,7 +358,8 @@ fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
     }
 }
 
-/// Report the providers of a route in the order of their checks, followed by the providers that were not checked.
+/// Report the authentication providers of a route: first the checked providers, in the order in which they were
+/// checked, then the providers that were not checked.
 fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
     let Some(auth) = &route.auth else { return Vec::new() };
     let mut reports: Vec<AuthReport> =
@@ -364,7 +367,7 @@ fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credential
     for index in &auth.providers {
         let provider = &config.auth.providers[*index];
         if !reports.iter().any(|report| *report.provider == *provider.name) {
-            let reason = "not checked, because an earlier step decided".to_owned();
+            let reason = "not checked, because an earlier step decided the request".to_owned();
             reports.push(auth_report(provider, "not_checked", reason));
         }
     }
@@ -417,6 +420,6 @@ fn proof_text(provider: &AuthProvider, proof: &Proof) -> String {
         },
         Proof::ClientCert => format!("the {} of the connection", credential(provider)),
         Proof::Basic(user) => format!("the user {user}"),
-        Proof::Forward(_) => "admitted by its server".to_owned(),
+        Proof::Forward(_) => "admitted by the authentication server".to_owned(),
     }
 }

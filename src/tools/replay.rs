@@ -1,5 +1,5 @@
-//! Replay of access logs against limits. Each logged request is decided in virtual time, with the route table, the
-//! identities, the memory store and the algorithms of the gateway.
+//! Replay of access logs against limits. The replay checks the limits of each logged request in virtual time, with the
+//! gateway's route table, identities, memory store and algorithms.
 
 pub mod format;
 pub mod report;
@@ -31,7 +31,7 @@ use crate::tools::replay::simulator::{
 /// The reason why logs cannot be replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// The value of `--format` is neither a name nor a valid `log_format`.
+    /// The value of `--format` is neither the name of a format nor a valid nginx `log_format`.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No format matches the first lines of this log.
@@ -42,7 +42,7 @@ pub enum ReplayError {
         "{0}: this is the text format of Sluicegate, which lacks fields that replay needs; set log.format = \"json\""
     )]
     TextFormat(String),
-    /// The options contradict the configuration.
+    /// The options do not fit the configuration.
     #[error(transparent)]
     Config(#[from] ReplayConfigError),
     /// The log lacks a field that `--identity` names.
@@ -58,11 +58,11 @@ pub enum ReplayError {
 /// Options of a replay.
 #[derive(Debug, Default)]
 pub struct ReplayOptions {
-    /// The format of the logs. `None` means that the first lines show the format.
+    /// The format of the logs. If it is `None`, the format is detected from the first lines.
     pub format: Option<String>,
     /// Quotas that replace the configured quotas.
     pub proposals: Vec<QuotaProposal>,
-    /// Log fields that are used as the identity of a limit.
+    /// Log fields that the replay uses as the identities of limits.
     pub identity_fields: Vec<IdentityField>,
 }
 
@@ -82,13 +82,13 @@ pub struct Replay {
 pub struct ReplayResult {
     /// Statistics about the lines of the logs.
     pub statistics: LogStatistics,
-    /// Number of lines from trusted proxies without the client address header.
+    /// Number of lines from trusted proxies that lack the header with the client address.
     pub missing_client_count: u64,
     /// Decisions of each limit.
     pub limit_stats: Vec<LimitStats>,
     /// The identities with the most denials, for each limit: label, requests, denials.
     pub top_denied: Vec<Vec<(String, u32, u32)>>,
-    /// The suggested quota of each limit. `None` if no quota was requested, or if the limit has no requests.
+    /// The suggested quota of each limit. `None` if no suggestion was requested, or if the limit has no requests.
     pub suggestions: Vec<Option<Suggestion>>,
 }
 
@@ -97,10 +97,10 @@ pub trait ReplayObserver {
     /// Called after every 4096 requests.
     fn on_progress(&mut self) {}
 
-    /// Called for each decided request, in the order of the decisions.
+    /// Called after the limits of a request have been checked, in the order of the checks.
     fn on_decision(&mut self, _event: &ReplayRequest, _said: &[ReplayDecision]) {}
 
-    /// Called before the search for a quota of this limit starts.
+    /// Called before the search for a suggested quota of this limit starts.
     fn on_quota_search(&mut self, _limit: &str) {}
 }
 
@@ -121,7 +121,7 @@ impl Replay {
     /// Prepare the replay of these logs.
     ///
     /// # Errors
-    /// The errors are described at [`ReplayError`].
+    /// See [`ReplayError`].
     pub fn new(compiled: CompiledConfig, inputs: &[LogInput], options: &ReplayOptions) -> Result<Replay, ReplayError> {
         let samples: Vec<_> = inputs.iter().map(LogInput::sample_lines).collect();
         let sample = samples.iter().find(|sample| !sample.is_empty()).cloned().unwrap_or_default();
@@ -190,7 +190,7 @@ impl Replay {
         }
     }
 
-    /// Return the parts of requests that the logs contain.
+    /// Return which parts of a request the logs contain.
     pub fn capabilities(&self) -> &FormatCapabilities {
         &self.capabilities
     }
@@ -203,7 +203,7 @@ impl Recording {
     }
 }
 
-// === Input: lines of files and standard input, gzipped or plain, merged in the order of time ===
+// === Input: the lines of files and standard input, plain or compressed with gzip, merged in the order of time ===
 
 /// Maximum length of a line in bytes. A longer line is reported as unreadable.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -266,7 +266,8 @@ impl std::fmt::Debug for LogInput {
 impl LogInput {
     /// Open a log file. The path `-` is standard input.
     ///
-    /// # Errors An error if the file cannot be opened or read.
+    /// # Errors
+    /// The file cannot be opened or read.
     pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
         if path.as_os_str() == "-" {
             return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
@@ -274,16 +275,17 @@ impl LogInput {
         LogInput::from_reader(&path.display().to_string(), Box::new(File::open(path)?), progress)
     }
 
-    /// Read a log from an open reader. Detect gzip by the first bytes.
+    /// Read a log from an open reader. A gzip stream is detected by its first bytes.
     ///
-    /// # Errors An error if the first read fails.
+    /// # Errors
+    /// The first read fails.
     pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
         let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
         let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // Keep the error for later: the lines before it are still read.
+        // Keep the error, because the lines before the error are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
@@ -352,8 +354,8 @@ pub fn file_size(path: &Path) -> Option<u64> {
 // log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The merge always returns the earliest request of
 // all heaps.
 
-/// Number of requests of each log that are sorted at a time. A request that is late by more lines than this is out of
-/// order.
+/// Number of requests of each log that are sorted at a time. A request is out of order if its line is later than its
+/// position by more lines than this.
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// Statistics about the lines of the logs.
@@ -371,20 +373,20 @@ pub struct LogStatistics {
     pub first_error: Option<(String, u64, LineError)>,
     /// Logs that ended with a read error, each with its error.
     pub read_errors: Vec<(String, String)>,
-    /// Number of requests that are decided late because they are out of order by more than [`REORDER_WINDOW_LINES`]
+    /// Number of requests that were checked late, because they are out of order by more than [`REORDER_WINDOW_LINES`]
     /// lines.
     pub out_of_order: u64,
     /// Time of the first and the last request, µs since the Unix epoch.
     pub time_range: Option<(u64, u64)>,
     /// Whether any time in the logs has a fraction of a second.
     pub has_subsecond: bool,
-    /// Number of requests of which the gateway logged only a sample.
+    /// Number of requests in a sampled log, in which the gateway logged only a share of the requests.
     pub sampled: u64,
-    /// Estimated number of requests that `sampled` stands for: the sum of the inverse sample rates.
+    /// Estimated number of requests that the `sampled` lines stand for: the sum of their inverse sample rates.
     pub sampled_total: f64,
 }
 
-/// A log, and the heap of those of its requests that were read ahead.
+/// A log, and a heap of the requests that were read ahead from it.
 struct LogStream {
     input: LogInput,
     format: Format,
@@ -424,7 +426,7 @@ impl HeapEntry {
     }
 }
 
-/// Merge of the requests of all logs that limits apply to, in the order of time.
+/// Merges the requests of all logs to which limits apply, in the order of time.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
     /// Statistics about the lines that were read so far.
@@ -564,8 +566,8 @@ mod tests {
         let text: String = (0..20_000).map(|number| format!("line {number}\n")).collect();
         let compressed = gzip(text.as_bytes());
         let (read, failed) = lines(compressed[..compressed.len() / 2].to_vec());
-        assert!(failed, "the error is reported");
+        assert!(failed, "the read error is reported");
         assert!(read.len() > 1000 && read.len() < 20_000, "{} lines", read.len());
-        assert!(text.starts_with(&read.join("\n")), "as they were written");
+        assert!(text.starts_with(&read.join("\n")), "the lines before the error are unchanged");
     }
 }

@@ -27,9 +27,9 @@ pub struct UpstreamCluster {
     pub settings: Arc<UpstreamSettings>,
     load_balancer: ArcSwap<LoadBalancer>,
     /// Number of load balancers that were installed before the current one. Reading this number costs less than loading
-    /// the load balancer.
+    /// the `ArcSwap`.
     version: AtomicU64,
-    /// The lock is held while a load balancer is built and installed.
+    /// This lock is held while a load balancer is built and installed.
     rebuild_lock: Mutex<()>,
     created_at: Instant,
     /// Time in ms after `created_at` at which the load balancer becomes outdated.
@@ -39,7 +39,7 @@ pub struct UpstreamCluster {
     /// Retry budget. `None` if retries are disabled.
     pub(super) retry_budget: Option<RetryBudget>,
     pub(super) queue: Arc<PendingQueue>,
-    /// Waiters are notified when endpoints are added or removed.
+    /// Notifies the health checks when endpoints were added or removed.
     pub(super) endpoints_changed: Notify,
 }
 
@@ -129,7 +129,7 @@ impl UpstreamCluster {
         self.endpoints().iter().map(status_of).collect()
     }
 
-    /// Set the addresses of server `index`. An endpoint whose address remains is kept with its state.
+    /// Set the addresses of server `index`. Endpoints whose address is still in the list are kept with their state.
     pub fn set_addresses(&self, index: usize, addresses: &[SocketAddr]) {
         let rebuild_guard = self.lock_rebuild();
         let before = self.endpoints();
@@ -146,8 +146,8 @@ impl UpstreamCluster {
         let endpoint = |address| {
             let known = own.iter().find(|endpoint| endpoint.address == Some(address)).cloned();
             known.unwrap_or_else(|| {
-                // The first addresses of a server skip slow start, because the server has no other addresses that could
-                // take the load.
+                // Skip slow start for the first addresses of a server, because the server has no other addresses that
+                // could take the load.
                 let health_state =
                     if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
                 Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.queue.clone()))
@@ -198,7 +198,7 @@ impl UpstreamCluster {
         headers.get(name).map(|value| hash(value.as_bytes()))
     }
 
-    /// Take a retry from the budget. Return whether the retry is allowed.
+    /// Withdraw a retry from the retry budget. Return whether the budget allows the retry.
     pub(super) fn withdraw_retry(&self) -> bool {
         self.retry_budget.as_ref().is_some_and(|retry_budget| retry_budget.withdraw(monotonic()))
     }
@@ -206,7 +206,7 @@ impl UpstreamCluster {
     /// Record the status of a response: 502, 503 and 504 count as errors, all other statuses reset the count.
     pub(super) fn report_response(&self, endpoint: &Endpoint, status: StatusCode) {
         match status {
-            // Statuses with which a server reports that it or its own upstream failed.
+            // With these statuses, a server reports that it or its own upstream has failed.
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 self.report_failure(endpoint, &status);
             }
@@ -220,7 +220,8 @@ impl UpstreamCluster {
     /// Record that connecting to an endpoint failed or timed out, and start its connect backoff.
     pub(super) fn report_connect_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let is_new = {
-            // Check again under the lock, because another request may have rebuilt the load balancer.
+            // Start the backoff under the lock, so that only the first of several concurrent failures rebuilds the load
+            // balancer.
             let rebuild_guard = self.lock_rebuild();
             let news = endpoint.health_state().start_connect_backoff(monotonic());
             if news {
@@ -235,7 +236,7 @@ impl UpstreamCluster {
         self.report_failure(endpoint, error);
     }
 
-    /// Record a failed request. After `consecutive_errors`, eject the endpoint.
+    /// Record a failed request. Eject the endpoint after `consecutive_errors` such failures in succession.
     pub(super) fn report_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection
         else {
@@ -251,7 +252,7 @@ impl UpstreamCluster {
         warn!(%upstream, %server, ejected_for = ?time, errors, %error, "server is ejected after consecutive errors");
     }
 
-    /// Record the result of a health check. The error contains the reason of the failure.
+    /// Record the result of a health check. An error contains the reason of the failure.
     pub(super) fn report_check(&self, endpoint: &Endpoint, health: &HealthSettings, result: Result<(), String>) {
         let passed = result.is_ok();
         let changed =
@@ -298,7 +299,7 @@ impl UpstreamCluster {
             }
         }
         let table = Arc::new(table);
-        // Clear the flag of all endpoints, including removed ones.
+        // Clear `is_usable` of all previous endpoints, because some of them may have been removed.
         let before = self.load_balancer.swap(table.clone());
         self.version.fetch_add(1, Ordering::Release);
         before.endpoints.iter().for_each(|endpoint| endpoint.state.is_usable.store(false, Ordering::Relaxed));
@@ -328,7 +329,7 @@ fn rendezvous_table(settings: &UpstreamSettings, endpoints: &[Arc<Endpoint>]) ->
     Some(Arc::new(RendezvousTable::new(&names.zip(weights.iter().map(|weight| *weight as f64)).collect::<Vec<_>>())))
 }
 
-// In a reload, a cluster with new settings takes over the state of the previous cluster.
+// When the configuration is reloaded, a cluster with new settings takes over the state of the previous cluster.
 
 impl UpstreamCluster {
     /// Create a cluster with new settings. Servers that are in both clusters keep their endpoints, state and requests
@@ -421,7 +422,8 @@ pub(super) mod tests {
 
     #[test]
     fn ignored_ejections_bring_no_unhealthy_server_back() {
-        // The health of each of three servers, and the indexes of those that get requests.
+        // The health of three servers (H: healthy, E: ejected, U: unhealthy), and the indices of the servers that get
+        // requests.
         let cases = [
             ("HHH", &[0, 1, 2][..]),
             ("EHH", &[1, 2]),
@@ -453,7 +455,7 @@ pub(super) mod tests {
         let literal = of("10.0.0.9:80".parse().unwrap()).expect("an IP address has an endpoint from the start");
         cluster.set_addresses(0, &[one, two, one]);
         let kept = of(two).unwrap();
-        assert_eq!(cluster.endpoints().len(), 3, "one endpoint per distinct address, and the other server");
+        assert_eq!(cluster.endpoints().len(), 3, "two distinct addresses of the name, and the other server");
         cluster.set_addresses(0, &[three, two]);
         assert!(Arc::ptr_eq(&kept, &of(two).unwrap()) && of(one).is_none() && of(three).is_some());
         let before = cluster.endpoints();

@@ -25,7 +25,7 @@ use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::endpoint::{Endpoint, RequestPermit};
 use crate::upstream::{Protocol, UpstreamSettings, connector};
 
-/// Connection pool for an endpoint.
+/// Connection pool of one worker for one endpoint.
 #[derive(Debug)]
 pub(super) struct EndpointPool {
     endpoint: Arc<Endpoint>,
@@ -49,8 +49,8 @@ pub(super) enum Connection {
     Http2(Http2Connection, LazyTimer),
 }
 
-/// The lease of an HTTP/1.1 connection: returns the connection to its pool when the data has been read, and releases
-/// the request permit.
+/// The lease of an HTTP/1.1 connection. When the response has been read to its end, the lease returns the connection to
+/// its pool and releases the request permit.
 struct PooledConnection {
     connection: Http1Connection,
     pool: Arc<EndpointPool>,
@@ -76,8 +76,8 @@ impl EndpointPool {
         self.endpoint.is_same_as(endpoint)
     }
 
-    /// Return a pool with the same connections for the endpoint of another snapshot. Return `None` if the endpoint or
-    /// its TLS server name differs.
+    /// Return a pool with the same connections for `endpoint`, which belongs to another configuration snapshot. Return
+    /// `None` if it is another endpoint or has another TLS server name.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
@@ -95,8 +95,8 @@ impl EndpointPool {
         }
     }
 
-    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened in the meantime.
-    /// The second value is then `true`. If the upstream gets a PROXY header, the header contains `client`, or the
+    /// Connect to the endpoint. With HTTP/2, use the shared connection if a concurrent request has opened it in the
+    /// meantime. The second value is then `true`. A PROXY header, if the upstream gets one, describes `client`, or the
     /// gateway itself if `client` is `None`.
     ///
     /// # Errors
@@ -119,8 +119,7 @@ impl EndpointPool {
 }
 
 impl Connection {
-    /// Send a request. The future does not borrow the connection. `reads` is the read limit of a connection that
-    /// carries only this request.
+    /// Send a request. The future does not borrow the connection. `reads` is the read limit of an HTTP/1.1 connection.
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
@@ -141,7 +140,7 @@ impl Connection {
         }
     }
 
-    /// Convert a response. The body of the response holds the connection and the request permit until it ends.
+    /// Convert a response of hyper. The body of the result holds the connection and the request permit until it ends.
     pub(super) fn into_response(
         self,
         response: Response<Incoming>,
@@ -165,10 +164,10 @@ impl Connection {
         }
     }
 
-    /// Return what `error` means for the request. If the connection is broken, exclude it from reuse.
+    /// Classify the error of a request. If the connection is broken, exclude it from reuse.
     pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
-            // Count the error as an invalid response, because the upstream has responded, although not with valid HTTP.
+            // A parse error means that the server has responded, although not with valid HTTP.
             Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
             Connection::Http1(..) => StreamOutcome::Unknown,
             Connection::Http2(connection, _) => {
@@ -184,7 +183,7 @@ impl Connection {
     /// Exclude a slow or broken connection from reuse.
     pub(super) fn start_draining(&self) {
         match self {
-            // For HTTP/1.1, nothing to do: the caller drops the connection, which closes it.
+            // Nothing to do: the caller drops the HTTP/1.1 connection, which closes it.
             Connection::Http1(..) => {}
             Connection::Http2(connection, _) => connection.start_draining(),
         }
@@ -205,14 +204,14 @@ impl UpstreamLease for PooledConnection {
 /// pieces of up to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Maximum number of idle connections of a pool in which each connection belongs to one client. Another request of the
-/// same client may never arrive.
+/// Maximum number of idle connections of a pool in which each connection belongs to one client (PROXY header). Another
+/// request of the same client may never arrive.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
 /// Error of an exchange, with the request if no part of the request was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
-/// An HTTP/1.1 connection. An HTTP/1.1 connection serves one request at a time.
+/// An HTTP/1.1 connection, which serves one request at a time.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     sender: http1::SendRequest<RequestBody>,
@@ -222,10 +221,10 @@ pub(super) struct Http1Connection {
     client: Option<Box<ProxiedConnection>>,
 }
 
-/// Pool of idle connections.
+/// Pool of idle HTTP/1.1 connections.
 #[derive(Debug)]
 pub(super) struct Http1Pool {
-    // A mutex of the standard library is sufficient, because it is not held across an await and only one worker uses
+    // A mutex of the standard library is sufficient, because it is not held across an `await`, and only one worker uses
     // the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
@@ -274,7 +273,7 @@ impl Http1Pool {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(IdleConnection { connection, idle_since: since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
-                // Drop all other connections, because they have been idle for even longer.
+                // Drop all other connections, because they have been idle at least as long.
                 idle.clear();
             } else if connection.sender.is_ready() {
                 return Some(connection);
@@ -310,10 +309,11 @@ impl Http1Connection {
 
 // === HTTP/2 (RFC 9113): one connection, which all requests of a worker share ===
 
-/// Stream window for responses and send buffer for request bodies, in bytes per stream.
+/// Flow-control window for responses, and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;
 
-/// Connection window in bytes. Streams with slow readers cannot use up this window, so they do not block other streams.
+/// Flow-control window of the connection in bytes. It is so large that streams with slow readers do not use it up and
+/// block other streams.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// Maximum size of the response headers in bytes, as for HTTP/1.1.
@@ -322,16 +322,16 @@ const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
 /// The shared connection of a pool.
 #[derive(Debug)]
 pub(super) struct SharedConnection {
-    // The lock is held while connecting, so that concurrent requests wait for the new connection.
+    // The lock is held while a request opens the connection, so that concurrent requests wait for it.
     current: AsyncMutex<Option<Http2Connection>>,
     idle_timeout: Duration,
 }
 
-/// An HTTP/2 connection. The connection serves many requests concurrently.
+/// An HTTP/2 connection, which serves many requests concurrently.
 #[derive(Debug, Clone)]
 pub(super) struct Http2Connection {
     sender: http2::SendRequest<RequestBody>,
-    /// Set when the connection accepts no new requests.
+    /// Whether the connection is excluded from new requests.
     is_draining: Arc<AtomicBool>,
     last_used_at: Instant,
     /// Value of `:scheme` (RFC 9113 §8.3.1).
@@ -410,7 +410,7 @@ impl Http2Connection {
     }
 }
 
-/// The possible states of a request whose stream ended with an error.
+/// How a request ended whose stream or connection failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
     /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.

@@ -29,7 +29,7 @@ use crate::upstream::connection_pool::{Connection, EndpointPool};
 use crate::upstream::endpoint::{Endpoint, RequestPermit};
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
-/// Stream that is used for HTTP.
+/// Stream to an endpoint, over which HTTP is spoken.
 #[derive(Debug)]
 pub(super) enum UpstreamStream {
     Tcp(TcpStream),
@@ -38,7 +38,7 @@ pub(super) enum UpstreamStream {
 }
 
 impl UpstreamStream {
-    /// Set up a TCP stream, with the TLS handshake if configured.
+    /// Set up a connected TCP stream. Perform the TLS handshake if `tls` is set.
     ///
     /// # Errors
     /// The handshake fails.
@@ -114,7 +114,7 @@ impl AsyncWrite for UpstreamStream {
     }
 }
 
-// Connecting to the picked endpoint, and to other endpoints if it is slow or refuses the connection.
+// Connecting to the picked endpoint, and to other endpoints if the picked one is slow or refuses the connection.
 
 /// Delay before the next endpoint is tried in parallel (Connection Attempt Delay, RFC 8305 §5).
 const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
@@ -131,9 +131,9 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connect to the picked endpoint. If this fails or takes long, connect to other endpoints. No byte of the request
-    /// has been written yet, so a retry is safe for every request. If `allow_idle` is set, idle connections of the
-    /// other endpoints are used as well.
+    /// Connect to the picked endpoint. If this fails or takes longer than `CONNECTION_ATTEMPT_DELAY`, also connect to
+    /// other endpoints. No byte of the request has been written yet, so this is safe for every request. If `allow_idle`
+    /// is set, idle connections of the other endpoints are used as well.
     ///
     /// # Errors
     /// No endpoint accepted the connection, or `connect_timeout` expired.
@@ -217,8 +217,8 @@ impl Upstream {
         self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
     }
 
-    /// Report endpoints that were slower than another endpoint, although they started one connection attempt delay
-    /// earlier.
+    /// Another endpoint has accepted a connection. Report a connect failure for each endpoint that has not done so
+    /// within `CONNECTION_ATTEMPT_DELAY`.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
             self.cluster.report_connect_failure(endpoint, &"a parallel attempt to another server succeeded first");
@@ -226,14 +226,14 @@ impl Upstream {
     }
 }
 
-// TLS settings for connections to upstreams. Trust roots and client certificate can be replaced while connections are
-// open.
+// TLS settings for connections to upstreams. The trust roots and the client certificate can be replaced while
+// connections are open.
 
 /// TLS client configuration of one upstream.
 #[derive(Debug)]
 pub struct UpstreamTlsConfig {
-    // The value contains the session cache. Replacing it removes the sessions, so that every server certificate is
-    // verified again.
+    // The `ClientConfig` contains the TLS session cache. Replacing it removes the sessions, so that every server
+    // certificate is verified again.
     config: ArcSwap<ClientConfig>,
     protocol: Protocol,
 }
@@ -256,8 +256,8 @@ impl PartialEq for EndpointTls {
 }
 
 impl UpstreamTlsConfig {
-    /// Create a configuration for TLS 1.2 and 1.3 that offers one protocol by ALPN. The certificate is for servers that
-    /// request a client certificate.
+    /// Create a configuration for TLS 1.2 and 1.3 that offers one protocol by ALPN. `gateway_certificate` is sent to
+    /// servers that request a client certificate.
     ///
     /// # Errors
     /// rustls rejects the configuration.
@@ -324,7 +324,7 @@ fn client_config(
     Ok(config)
 }
 
-// Diagnosis of TLS errors for the log: the cause and what to do, in one sentence. Clients do not see the diagnosis.
+// Diagnosis of TLS errors for the log, in one sentence: the cause and the remedy. Clients do not see the diagnosis.
 
 /// Cause of a TLS failure.
 #[derive(Debug, thiserror::Error)]
@@ -367,8 +367,8 @@ impl TlsDiagnosis {
     }
 
     /// Describe a read error, and log it. In TLS 1.3, the server verifies the client certificate after the client has
-    /// completed the handshake, so its alert arrives with the first read. The request may report only a closed
-    /// connection.
+    /// completed the handshake, so its alert arrives with the first read. The error of the request may mention only a
+    /// closed connection, so it is not sufficient.
     pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
         let error = TlsDiagnosis::from_io_error(error);
         if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
@@ -377,7 +377,7 @@ impl TlsDiagnosis {
         error
     }
 
-    /// Describe the rustls error that an I/O error contains. Other errors are returned unchanged.
+    /// Describe the rustls error in an I/O error. Return other errors unchanged.
     pub(super) fn from_io_error(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(source) => {
@@ -417,7 +417,7 @@ fn describe_error(error: &Error) -> String {
 
 /// Describe why the server certificate was rejected.
 fn describe_certificate_error(error: &CertificateError) -> String {
-    // Omit times that are out of the range of the date type.
+    // Return an empty text for times that the date type cannot represent.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
         CertificateError::NotValidForNameContext { expected, presented } => {
@@ -447,7 +447,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
             "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
                 .to_owned()
         }
-        // Compare the text, because rustls returns this error of webpki only as text.
+        // Search the text of the error, because rustls has no variant for this error of webpki.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
              certificate for the server that this CA signs"
@@ -495,18 +495,19 @@ fn describe_alert(alert: AlertDescription) -> String {
 // === PROXY protocol, version 2: the address of the client at the start of each connection
 // (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>) ===
 
-/// Version 2, for a connection that the gateway makes for itself, such as a health check (`LOCAL`, §2.2).
+/// Byte for version 2 and the command `LOCAL` (§2.2): a connection that the gateway opens for itself, such as for a
+/// health check.
 const LOCAL: u8 = 0x20;
-/// Version 2, for a connection on behalf of a client (`PROXY`).
+/// Byte for version 2 and the command `PROXY` (§2.2): a connection on behalf of a client.
 const PROXY: u8 = 0x21;
-/// Code of a header without addresses.
+/// Address family byte of a header without addresses.
 const UNSPECIFIED: u8 = 0x00;
-/// Code of a header with the addresses of TCP over IPv4.
+/// Address family byte of a header with IPv4 addresses and TCP ports.
 const TCP4: u8 = 0x11;
-/// Code of a header with the addresses of TCP over IPv6.
+/// Address family byte of a header with IPv6 addresses and TCP ports.
 const TCP6: u8 = 0x21;
 
-/// The connection of a client in the form in which it is sent to the upstream.
+/// The addresses of a client connection, which PROXY headers to upstreams contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxiedConnection {
     /// Address and port of the client. The port is 0 if it is unknown.
@@ -530,7 +531,8 @@ impl ProxiedConnection {
     }
 }
 
-/// Return the PROXY header of a connection on behalf of a client, or of a connection of the gateway itself.
+/// Return the PROXY header of a connection on behalf of `client`, or of a connection of the gateway itself if `client`
+/// is `None`.
 pub(super) fn proxy_header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     let mut addresses = Vec::new();
     let (command, family) = match client {
@@ -557,7 +559,7 @@ pub(super) fn proxy_header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     };
     let mut header = PROTOCOL_PREFIX.to_vec();
     header.extend_from_slice(&[command, family]);
-    // The length is known: the header has at most 36 bytes.
+    // The conversion cannot overflow, because the addresses and ports have at most 36 bytes.
     header.extend_from_slice(&(addresses.len() as u16).to_be_bytes());
     header.extend_from_slice(&addresses);
     header

@@ -27,10 +27,10 @@ const MIN_TTL: Duration = Duration::from_secs(1);
 /// Maximum time between lookups of a host, even if the TTL is longer.
 const MAX_TTL: Duration = Duration::from_secs(300);
 
-/// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each failure.
+/// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each consecutive failure.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// Hosts of all upstream clusters.
+/// The host names of all upstream clusters, with their addresses.
 #[derive(Debug)]
 pub struct DnsCache(Vec<HostEntry>);
 
@@ -57,7 +57,8 @@ struct ServerRef {
 
 impl DnsCache {
     /// Collect the hosts of all clusters, each host once. Until the first lookup, the servers of a host use the
-    /// addresses that the clusters know from before a reload. Servers of new hosts have no address.
+    /// addresses that the clusters have carried over from the previous configuration. Servers of new hosts have no
+    /// address.
     pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
         let mut names = BTreeMap::<Box<str>, Vec<ServerRef>>::new();
         for cluster in clusters {
@@ -85,7 +86,7 @@ impl DnsCache {
         DnsCache(names.into_iter().map(name).collect())
     }
 
-    /// Return whether there is no host to resolve.
+    /// Return whether no upstream has a host that must be resolved.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -175,16 +176,17 @@ impl HostEntry {
 
 // Lookup in the hosts file and in DNS.
 
-/// TTL of entries from the hosts file, which does not contain TTLs. Reading the hosts file needs little CPU time.
+/// TTL of entries from the hosts file, which does not contain TTLs. The TTL is short, because reading the file costs
+/// little.
 const HOSTS_TTL: Duration = Duration::from_secs(5);
 
-/// Source of addresses.
+/// Source of the addresses of hosts.
 #[derive(Debug, Clone)]
 pub enum DnsResolver {
     /// The addresses come from /etc/hosts and the name servers in /etc/resolv.conf. Both files are read for each
     /// lookup.
     System,
-    /// Uses only these name servers, for tests.
+    /// The addresses come only from these name servers. Tests use this variant.
     Servers(Box<ResolverConfig>, Box<ResolverOpts>),
 }
 
@@ -212,7 +214,8 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host. If the lookup of only one address family fails, keep the addresses of this family in `known`.
+    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails,
+    /// return the known addresses of this family.
     pub(crate) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
         let (config, options) = match self {
             DnsResolver::System => {
@@ -234,8 +237,8 @@ impl DnsResolver {
         for (record_type, is_v6) in [(RecordType::A, false), (RecordType::AAAA, true)] {
             let of_family = |address: &&IpAddr| address.is_ipv6() == is_v6;
             let lost = known.iter().any(|address| of_family(&address)) && !addresses.iter().any(|a| of_family(&a));
-            // hickory succeeds if the lookup of one address family succeeds. Query the missing family again to get its
-            // error.
+            // hickory succeeds if the lookup of one address family succeeds. Query the missing family again, to find
+            // out whether its lookup failed.
             if lost
                 && resolver
                     .lookup(found.query().name().clone(), record_type)

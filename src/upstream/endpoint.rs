@@ -30,7 +30,7 @@ pub struct Endpoint {
     pub server: UpstreamServerSettings,
     /// Address. `None` if the system resolves the host for each connection.
     pub address: Option<SocketAddr>,
-    /// State that the endpoints of all configuration snapshots with this server share.
+    /// State that this endpoint shares with the same endpoint in other configuration snapshots.
     pub(super) state: Arc<EndpointState>,
 }
 
@@ -81,13 +81,13 @@ impl Endpoint {
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
     }
 
-    /// Return whether both share their state, which means that they are the same endpoint in the same snapshot or in
-    /// different snapshots.
+    /// Return whether both are the same endpoint, possibly in different configuration snapshots. The same endpoint has
+    /// the same state.
     pub(super) fn is_same_as(&self, other: &Endpoint) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
-    /// Return the name for logs and metrics: `host:port`, with the address if the host is a name.
+    /// Return the name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
     pub(super) fn name(&self) -> String {
         match self.address {
             Some(address) if self.server.host.parse::<IpAddr>().is_err() => {
@@ -144,7 +144,8 @@ impl Endpoint {
 
 // === Pending requests: a bounded queue, first come, first served ===
 
-/// One request in flight at an endpoint. The permit is released when the value is dropped, after the response body.
+/// Permit of one request in flight to an endpoint. The permit is released when the value is dropped, after the response
+/// body.
 #[derive(Debug)]
 pub(super) struct RequestPermit(Arc<Endpoint>);
 
@@ -160,7 +161,7 @@ pub(super) struct PendingQueue {
 #[derive(Debug, Default)]
 struct QueueState {
     next_id: u64,
-    /// The requests are sorted by id.
+    /// The queued requests, sorted by id.
     waiters: VecDeque<(u64, oneshot::Sender<RequestPermit>)>,
 }
 
@@ -210,7 +211,7 @@ impl PendingQueue {
         self.length.load(Ordering::SeqCst) == 0
     }
 
-    /// Append a request. Return `None` if the queue is full.
+    /// Append a request to the queue. Return `None` if the queue is full.
     pub(super) fn enqueue(self: &Arc<Self>) -> Option<Waiter> {
         let (sender, receiver) = oneshot::channel();
         let mut state = self.lock();
@@ -220,8 +221,8 @@ impl PendingQueue {
         let (id, is_first) = (state.next_id, state.waiters.is_empty());
         state.next_id += 1;
         state.waiters.push_back((id, sender));
-        // The length is published before the caller looks for a free permit again, so that every later release sees the
-        // waiter.
+        // Publish the length before the caller looks for a free permit again, so that every later release of a permit
+        // sees the waiter.
         self.length.store(state.waiters.len(), Ordering::SeqCst);
         Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
     }
@@ -274,11 +275,11 @@ impl Drop for Waiter {
 /// are tried in order.
 const MAX_DRAWS: u32 = 8;
 
-/// Factor of all weights, so that the weight of a server can be divided among its addresses. The factor is divisible by
-/// 1 to 12.
+/// All weights are multiplied by this factor, so that the weight of a server can be divided among its addresses. The
+/// factor is divisible by every number from 1 to 12.
 const WEIGHT_UNIT: u64 = 55_440;
 
-/// Endpoints of a cluster, with their health at the time of construction.
+/// The endpoints of a cluster, and the tables that were built from their health.
 #[derive(Debug)]
 pub(super) struct LoadBalancer {
     pub(super) endpoints: Arc<Vec<Arc<Endpoint>>>,
@@ -292,7 +293,7 @@ pub(super) struct LoadBalancer {
     pub(super) is_in_panic_mode: bool,
 }
 
-/// Input of one endpoint selection.
+/// Parameters of one endpoint selection.
 pub(super) struct PickContext<'a> {
     pub(super) policy: &'a LoadBalancingPolicy,
     /// Hash of the header that selects the endpoint, for [`LoadBalancingPolicy::Hash`].
@@ -305,8 +306,8 @@ pub(super) struct PickContext<'a> {
 }
 
 impl LoadBalancer {
-    /// Build the tables from the current health of the endpoints. Also return the time when the tables become outdated
-    /// if no event happens before.
+    /// Build the tables from the current health of the endpoints. Also return the time at which the tables become
+    /// outdated, unless an event requires a rebuild earlier.
     pub(super) fn new(
         settings: &UpstreamSettings,
         endpoints: Arc<Vec<Arc<Endpoint>>>,
@@ -329,8 +330,8 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // Ignore only ejections, which are inferred from requests. Failed health checks are respected even for the last
-        // endpoint.
+        // In panic mode, ignore only ejections, which are inferred from requests. Failed health checks always exclude
+        // an endpoint, even the last one.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -391,8 +392,8 @@ impl LoadBalancer {
             }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
-                // The key also selects the replacement of an unhealthy owner, so that keys return to the owner when it
-                // recovers.
+                // The key also determines the endpoint that replaces an unhealthy owner. When the owner recovers, its
+                // keys return to it.
                 let mut usable = (0..2 * MAX_DRAWS)
                     .map(|draw| rendezvous.lookup(key, draw))
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
@@ -404,8 +405,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the one with the lower load for
-    /// its weight, or the first if they are equal.
+    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the one with the lower load
+    /// relative to its weight, or the first one if both are equal.
     fn less_loaded_of_two(&self, rng: &Rng) -> Option<usize> {
         let one = self.weighted_slots.endpoint_at(rng.next_u64())?;
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
@@ -416,7 +417,7 @@ impl LoadBalancer {
         Some(if of_one <= of_other { one } else { other })
     }
 
-    /// Return a random usable endpoint other than `one`. At least two endpoints are usable.
+    /// Return a random usable endpoint other than `one`. At least two endpoints must be usable.
     fn any_other(&self, one: usize, rng: &Rng) -> usize {
         let position = rng.next_u64() as usize % self.usable.len();
         if self.usable[position] == one {
@@ -438,16 +439,16 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
         .collect()
 }
 
-// Policies and their tables. The cost of a selection does not depend on the number of endpoints.
+// Policies and their tables. The CPU time of a selection does not depend on the number of endpoints.
 
 /// Load balancing policy (`balance`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoadBalancingPolicy {
     /// Draw two endpoints and take the one with fewer requests in flight relative to its weight.
     LeastRequests,
-    /// Take the endpoints in turn, by weight.
+    /// Take the endpoints in turn. The number of turns of an endpoint is proportional to its weight.
     RoundRobin,
-    /// Draw an endpoint by weight.
+    /// Draw a random endpoint. The probability of an endpoint is proportional to its weight.
     Random,
     /// Take the endpoint that owns the value of this header (rendezvous hashing).
     Hash(HeaderName),
@@ -506,8 +507,8 @@ fn gcd(one: u64, other: u64) -> u64 {
 /// Number of slots to which hash keys are mapped.
 const HASH_SLOTS: usize = 16_384;
 
-/// Owner of each slot by weighted rendezvous hashing (highest random weight, Thaler and Ravishankar 1998). If an
-/// endpoint is removed, only its slots get new owners. A new endpoint takes only its share of the slots.
+/// The endpoint that owns each slot, by weighted rendezvous hashing (highest random weight, Thaler and Ravishankar
+/// 1998). If an endpoint is removed, only its slots get new owners. A new endpoint takes only its share of the slots.
 #[derive(Debug)]
 pub(super) struct RendezvousTable(Box<[u32]>);
 
@@ -515,7 +516,7 @@ impl RendezvousTable {
     /// Build the table from the name hash and the weight of each endpoint. At least one weight must not be 0.
     pub(super) fn new(endpoints: &[(u64, f64)]) -> Self {
         let score = |slot: u64, name: u64, weight: f64| {
-            // The value is uniformly distributed in (0, 1] with 53 bits.
+            // `draw` is uniformly distributed in (0, 1], with 53 random bits.
             let draw = ((mix(name ^ mix(slot)) >> 11) + 1) as f64 / (1_u64 << 53) as f64;
             -draw.ln() / weight
         };
@@ -527,7 +528,7 @@ impl RendezvousTable {
         RendezvousTable((0..HASH_SLOTS).map(owner).collect())
     }
 
-    /// Return the owner of `key`. With `attempt` > 0, return a replacement of the owner.
+    /// Return the owner of `key`. With `attempt` > 0, return a replacement, which may be the owner itself.
     pub(super) fn lookup(&self, key: u64, attempt: u32) -> usize {
         let key = (0..attempt).fold(key, |key, _| mix(key));
         self.0[(key % HASH_SLOTS as u64) as usize] as usize
@@ -580,8 +581,7 @@ mod tests {
         let held = Endpoint::try_acquire(&endpoint).unwrap();
         assert!(Endpoint::try_acquire(&endpoint).is_none(), "one request at a time");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
-        // The test covers a client that disconnects on another worker after the release has taken its request from the
-        // queue.
+        // Simulate a client that disconnects on another worker after `release` has taken its request from the queue.
         ended.permit.close();
         drop(held);
         let permit = next.permit.try_recv().expect("the next request gets the permit");

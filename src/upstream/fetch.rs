@@ -1,5 +1,5 @@
-//! Single HTTP/1.1 exchanges, each on its own connection. Such requests are used for the trace exporter, the key sets
-//! of token issuers, and webhooks.
+//! Single HTTP/1.1 exchanges, each on its own connection. They are used to export traces, fetch the key sets of token
+//! issuers, call webhooks and obtain certificates by ACME.
 
 use std::error::Error;
 use std::io;
@@ -46,7 +46,8 @@ pub fn host(uri: &Uri) -> &str {
 }
 
 /// Send a request to the server in its URL, and return the response with its whole body. `tls` is required for
-/// `https://` URLs. The connection is closed after the response. The caller must limit the time.
+/// `https://` URLs. The connection is closed after the response. This function has no timeout, so the caller must set
+/// one.
 ///
 /// # Errors
 /// See [`FetchError`]. A response body longer than `max_body` bytes is an error.
@@ -65,8 +66,8 @@ pub async fn send(
     }
 }
 
-/// Connect to the server in a URL, with a TLS handshake for `https://`, and close the connection. The caller must limit
-/// the time.
+/// Connect to the server in a URL, with a TLS handshake for `https://`, and close the connection. This function has no
+/// timeout, so the caller must set one.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -93,8 +94,8 @@ async fn send_over(
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
     let (mut sender, connection) = handshake(stream).await.map_err(FetchError::Http)?;
-    // Ignore the error of the connection, because it also fails the request. The task ends with this future, even if
-    // the server continues to send.
+    // Ignore the error of the connection task, because the request returns an error as well. The task is aborted when
+    // this future ends, even if the server continues to send.
     let _connection = AbortOnDrop(tokio::spawn(connection).abort_handle());
     let authority = request.uri().authority().map_or("", |authority| authority.as_str());
     // The conversion cannot fail, because an authority is a valid header value.
@@ -108,7 +109,7 @@ async fn send_over(
     Ok(Response::from_parts(parts, body))
 }
 
-/// A connection task that ends together with its exchange.
+/// Aborts the connection task when the exchange ends.
 struct AbortOnDrop(AbortHandle);
 
 impl Drop for AbortOnDrop {

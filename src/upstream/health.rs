@@ -29,7 +29,7 @@ pub struct HealthSettings {
     pub expected_statuses: Vec<StatusCode>,
     /// Time between two checks of an endpoint, with a jitter of 10 %.
     pub interval: Duration,
-    /// Maximum duration of a check, including the connection.
+    /// Maximum duration of a check, including the time to connect.
     pub timeout: Duration,
     /// Consecutive failed checks that mark an endpoint unhealthy.
     pub unhealthy_after: u32,
@@ -64,9 +64,9 @@ pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
 }
 
 async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
-    // Bounds of the jitter in thousandths of the interval.
+    // Return a random duration between `from` and `to`, in thousandths of the interval.
     let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
-    // Distribute the first checks over one interval.
+    // Distribute the first checks of all endpoints over one interval.
     sleep(part(0, 1000)).await;
     loop {
         let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
@@ -114,15 +114,16 @@ fn check_request(
     request.body(RequestBody::empty())
 }
 
-// Health state of an endpoint. The functions are pure: the current time is an argument.
+// Health state of an endpoint. The functions do not read the clock: the current time is an argument.
 
-/// Time without requests after a failed connect, if other endpoints are reachable.
+/// Time for which an endpoint gets no requests after a failed connect, if other endpoints are reachable.
 const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 
 /// Maximum duration of an ejection, in multiples of `base_ejection_time`.
 const MAX_EJECTION_MULTIPLIER: u32 = 10;
 
-/// Weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` of these steps.
+/// Number of weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` steps, which is a
+/// tenth of its full weight.
 pub(super) const SLOW_START_STEPS: u32 = 20;
 const SLOW_START_FIRST_STEP: u32 = 2;
 
@@ -131,7 +132,8 @@ const SLOW_START_FIRST_STEP: u32 = 2;
 pub struct EjectionSettings {
     /// Consecutive errors that eject an endpoint.
     pub consecutive_errors: u32,
-    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, and at most ten times.
+    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, but at most ten times as
+    /// long.
     pub base_ejection_time: Duration,
 }
 
@@ -154,7 +156,7 @@ pub(super) struct HealthState {
     contrary_checks: u32,
     /// End of the current ejection.
     ejected_until: Option<Instant>,
-    /// Number of recent ejections. The number decreases with time.
+    /// Number of recent ejections. It decreases by one for each base ejection time without an ejection.
     consecutive_ejections: u32,
     /// End of the last ejection.
     ejection_ended_at: Option<Instant>,
@@ -174,7 +176,7 @@ impl HealthState {
         (self.is_unhealthy, self.contrary_checks) = (false, 0);
     }
 
-    /// Record a health check. If the health changes, return the new health: `true` for healthy.
+    /// Record the result of a health check. If the health changes, return the new health: `true` for healthy.
     pub(super) fn record_check(
         &mut self,
         passed: bool,
@@ -198,13 +200,15 @@ impl HealthState {
         Some(!self.is_unhealthy)
     }
 
-    /// Eject the endpoint for a multiple of `time`. Return the duration, or `None` if the endpoint is already ejected.
+    /// Eject the endpoint for a multiple of `time`, the base ejection time. Return the duration of the ejection, or
+    /// `None` if the endpoint is already ejected.
     pub(super) fn eject(&mut self, now: Instant, time: Duration) -> Option<Duration> {
         if self.ejected_until.is_some_and(|until| until > now) {
             return None;
         }
         self.end_ejection_if_due(now);
-        // The number decreases by one for each base ejection time since the last ejection ended.
+        // Reduce `consecutive_ejections` by one for each base ejection time that has passed since the last ejection
+        // ended.
         let time_since_ejection =
             self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let forgotten =
@@ -244,7 +248,7 @@ impl HealthState {
         }
     }
 
-    /// Return the current weight in steps of [`SLOW_START_STEPS`].
+    /// Return the current weight in steps. [`SLOW_START_STEPS`] is the full weight.
     pub(super) fn weight_steps(&self, now: Instant, slow_start: Duration) -> u32 {
         let Some(back) = self.recovered_at.filter(|_| !slow_start.is_zero()) else { return SLOW_START_STEPS };
         let part = now.saturating_duration_since(back).as_secs_f64() / slow_start.as_secs_f64();
@@ -252,7 +256,7 @@ impl HealthState {
     }
 
     /// Return the time at which the health or the weight of the endpoint changes next, unless an event changes it
-    /// before.
+    /// earlier.
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
@@ -308,7 +312,7 @@ mod health_state_tests {
             now += time;
         }
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
-        // The count decreases by three, and this ejection is then counted.
+        // After 35 s, the count of 10 decreases by three, and the new ejection adds one: 8 times 10 s.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
         assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
     }

@@ -23,11 +23,11 @@ use crate::upstream::connector::{EndpointConnection, ProxiedConnection};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
-/// The ways in which a request may still be sent again.
+/// The ways in which a request may still be retried.
 struct RetryState {
     /// Whether the request may be sent once more to the same endpoint on another connection.
     can_reconnect: bool,
-    /// Remaining retries on other endpoints.
+    /// Number of remaining retries on other endpoints.
     retries_left: u32,
     is_safe: bool,
     has_body: bool,
@@ -47,11 +47,11 @@ enum RetryTarget {
 impl Upstream {
     /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
-    /// If no part of a request was written, it is sent on another connection or to other endpoints. Otherwise only
-    /// requests without a body are sent again: GET, HEAD and OPTIONS, and requests with any method that an HTTP/2
-    /// server declares as not processed (RFC 9113 §8.7). Such a request is sent once more to the same endpoint if a
-    /// reused connection was closed before the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process it. Such
-    /// a request is sent to other endpoints within `retries` and the retry budget.
+    /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
+    /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
+    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). Such a request is sent once more to
+    /// the same endpoint if a reused connection was closed before the response (RFC 9110 §9.2.2), or if the HTTP/2
+    /// server did not process it. Other retries go to other endpoints, limited by `retries` and the retry budget.
     ///
     /// For an upstream that gets PROXY headers, the connection of the client is taken from the extensions of the
     /// request, as a [`ProxiedConnection`].
@@ -86,7 +86,7 @@ impl Upstream {
         if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
             retry_budget.deposit();
         }
-        // Requests that already wait in the queue take precedence.
+        // Requests that already wait in the queue take precedence over this request.
         let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
@@ -110,7 +110,7 @@ impl Upstream {
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
-                // Pin the future here, because each future that awaits it would otherwise contain a copy.
+                // Pin the futures here, because each future that awaits them would otherwise contain a copy.
                 let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
@@ -186,8 +186,8 @@ impl Upstream {
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);
-        // Check the progress of a request body ten times per timeout, so that the timeout starts close to the end of
-        // the upload.
+        // Check the progress of a request body ten times per response timeout, so that the timeout starts close to the
+        // end of the upload.
         let polls = if progress.is_some() { 10 } else { 1 };
         let mut silent_polls = 0;
         while silent_polls < polls {
@@ -200,7 +200,7 @@ impl Upstream {
                 return Ok(result);
             }
             let now = progress.map(UploadProgress::frame_count);
-            // The timeouts of the body apply while the gateway waits for the client.
+            // Do not count time in which the gateway waits for the client. The timeouts of the request body apply then.
             let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
             silent_polls = if is_silent { silent_polls + 1 } else { 0 };
             last_frames = now;
@@ -208,8 +208,8 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    /// Return the error for the route timeout. The error was caused by the client if the client delayed the upload,
-    /// otherwise by the upstream.
+    /// Return the error for an expired route timeout: `ClientTimeout` if the client delayed the upload, otherwise
+    /// `RouteTimeout`.
     fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientTimeout;
@@ -224,7 +224,7 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // Return the error of the body: the client has aborted it before its end.
+        // hyper reports an error of the request body, because the client has aborted the body before its end.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -234,7 +234,7 @@ impl Upstream {
 }
 
 impl RetryState {
-    /// Return whether a copy of the request may be needed for a retry.
+    /// Return whether a retry may need a copy of the request.
     fn needs_copy(&self, reused: bool) -> bool {
         let may_repeat = !self.has_body && (self.is_safe || self.is_http2);
         may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
@@ -265,9 +265,10 @@ impl RetryState {
     }
 }
 
-// Retry budget: retries are a fraction of the requests, so that they do not overload an upstream that fails.
+// Retry budget: the number of retries is limited to a fraction of the requests, so that retries do not overload a
+// failing upstream.
 
-/// Number of requests that allow one retry.
+/// Number of requests that add one retry to the budget.
 const REQUESTS_PER_RETRY: u64 = 5;
 
 /// Maximum number of retries that the budget can save.
@@ -279,9 +280,9 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Number of requests that still count towards future retries.
+    /// Number of requests that have not been used for a retry yet.
     deposits: AtomicU64,
-    /// Number of retries that the minimum rate still allows, and the time at which this number was last increased.
+    /// Number of retries that the minimum rate still allows, and the time at which this number was last updated.
     min_retries: Mutex<(f64, std::time::Instant)>,
 }
 
@@ -298,7 +299,7 @@ impl RetryBudget {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
     }
 
-    /// Take a retry from the budget. Return whether the budget allows it.
+    /// Withdraw a retry from the budget. Return whether the budget allows it.
     pub(super) fn withdraw(&self, now: std::time::Instant) -> bool {
         let pay = |saved: u64| saved.checked_sub(REQUESTS_PER_RETRY);
         if self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, pay).is_ok() {
@@ -323,7 +324,7 @@ pub enum RetryReason {
     Reconnected,
     /// No part of the request was written. The request is sent to another endpoint.
     Unwritten,
-    /// The request is safe to repeat and within the retry budget. Such a request is sent to another endpoint.
+    /// The request is safe to repeat, and the retry budget allows a retry. The request is sent to another endpoint.
     Retried,
 }
 
@@ -346,10 +347,10 @@ impl RetryReason {
 pub struct AttemptLog {
     retries: [u64; 3],
     endpoint: Option<Arc<Endpoint>>,
-    /// Whether the endpoint is recorded. The value is stored only if it is needed, because all workers share its
-    /// reference count.
+    /// Whether the endpoint is recorded. It is recorded only on demand, because all workers share its reference count.
     records_endpoint: bool,
-    /// Whether the request is sent again only if no part of it was written.
+    /// Whether the request is retried only if no part of it was written, or if an HTTP/2 server declares it as not
+    /// processed.
     is_single_attempt: bool,
 }
 
@@ -391,12 +392,12 @@ impl AttemptLog {
 /// A copy of a request without a body, for retries.
 ///
 /// Cloning a `HeaderMap` increments a reference count for each value and allocates a table. Encoding the headers costs
-/// less, and few requests need them.
+/// less, and only few copies are used.
 pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// The encoding of each header is: length of the name (u32), twice the length of the value plus one if it is
+    /// Each header is encoded as: length of the name (u32), twice the length of the value, plus one if the value is
     /// sensitive (u32), name, value.
     encoded_headers: Vec<u8>,
 }
@@ -458,10 +459,10 @@ mod budget_tests {
         let now = monotonic();
         let budget = RetryBudget::new(now);
         let withdrawn = |at| (0..1000).filter(|_| budget.withdraw(at)).count();
-        assert_eq!(withdrawn(now), 10, "minimum rate, first second");
+        assert_eq!(withdrawn(now), 10, "the minimum rate allows 10 retries in the first second");
         assert_eq!(withdrawn(now + Duration::from_millis(500)), 5);
         (0..200).for_each(|_| budget.deposit());
-        assert_eq!(withdrawn(now + Duration::from_millis(500)), 40, "a fifth of 200");
+        assert_eq!(withdrawn(now + Duration::from_millis(500)), 40, "a fifth of 200 requests");
         (0..100_000).for_each(|_| budget.deposit());
         assert_eq!(withdrawn(now + Duration::from_secs(3600)), 110, "100 saved retries and the minimum rate");
     }
@@ -490,7 +491,7 @@ mod replayable_request_tests {
         assert_eq!(
             retry.headers().iter().collect::<Vec<_>>(),
             request.headers().iter().collect::<Vec<_>>(),
-            "order of the headers"
+            "the copy keeps the order of the headers"
         );
         let secrets = retry.headers().iter().filter(|(_, value)| value.is_sensitive());
         assert_eq!(secrets.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["authorization"]);

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Another ACME client, lego, and Sluicegate on the same Pebble: `make test-clients`.
+"""The ACME client lego and Sluicegate obtain certificates from the same Pebble: `make test-clients`.
 
     acme.py BINARY
 
-lego obtains certificates from the same CA at the same ports, and none if it listens at another port, so a Pebble that validates
-nothing or is set up wrong fails here. Then lego obtains one through the gateway. Exits with 1 if anything fails.
+First, lego obtains certificates from the CA at the ports at which the CA validates. If lego listens at another port, it must get none.
+This detects a Pebble that does not validate or that is misconfigured. Then lego obtains a certificate through the gateway. Exits with 1 if
+a check fails.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 
 from gateway import CERTIFICATE, KEY, Gateway, expect
 
-# Longest time to wait for a certificate, in seconds.
+# Maximum time to wait for a certificate, in seconds.
 MAX_WAIT = 60
 
 
@@ -35,7 +36,7 @@ def free_port():
 
 @contextlib.contextmanager
 def running(command, ready, **environment):
-    """Run a program while the block lasts, which begins when the program has written a line with `ready`."""
+    """Run a program for the duration of a `with` block. The block begins when the program has written a line with `ready`."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
     )
@@ -47,7 +48,7 @@ def running(command, ready, **environment):
                 break
         else:
             raise SystemExit(f"{command[0]} did not start:\n{''.join(log)}")
-        # Keep reading, so that the pipe never fills.
+        # Keep reading, so that the pipe never fills up.
         threading.Thread(target=lambda: log.extend(process.stdout), daemon=True).start()
         yield log
     finally:
@@ -56,7 +57,7 @@ def running(command, ready, **environment):
 
 
 class Pebble:
-    """The addresses of a CA that finds every name at 127.0.0.1."""
+    """The addresses of a Pebble that resolves every name to 127.0.0.1."""
 
     def __init__(self, folder, stack):
         self.http, self.tls, port, management, dns, dns_management = (free_port() for _ in range(6))
@@ -80,7 +81,7 @@ class Pebble:
         self.log = stack.enter_context(running(command, ready, PEBBLE_VA_NOSLEEP="1", PEBBLE_AUTHZREUSE="0"))
 
     def root(self):
-        """Return the root of the certificates that it issues, PEM."""
+        """Return the root certificate of the CA, as PEM."""
         trust = ssl.create_default_context(cafile=CERTIFICATE)
         return urllib.request.urlopen(f"{self.management}/roots/0", context=trust, timeout=MAX_WAIT).read().decode()
 
@@ -89,7 +90,7 @@ class Pebble:
 
 
 def run_lego(pebble, folder, name, challenge, port):
-    """Run lego, which responds to a challenge at a port of 127.0.0.1."""
+    """Run lego. It responds to the challenge on a port of 127.0.0.1."""
     command = ["lego", "--server", pebble.directory, "--email", "a@example.com", "--accept-tos", "--path", folder]
     challenge = [f"--{challenge}", f"--{challenge}.port", f"127.0.0.1:{port}"]
     return subprocess.run(
@@ -102,14 +103,14 @@ def run_lego(pebble, folder, name, challenge, port):
 
 
 def lego(pebble, folder, name, challenge, port):
-    """Obtain a certificate with lego. Return its file."""
+    """Obtain a certificate with lego. Return the path of its file."""
     run = run_lego(pebble, folder, name, challenge, port)
     expect(run.returncode == 0, f"lego {name}: {run.stdout}{run.stderr}")
     return Path(folder) / f"certificates/{name}.crt"
 
 
 def lego_fails(pebble, folder, name, challenge, port):
-    """Run lego at another port than the one that the CA connects to. Check that the CA issues nothing."""
+    """Run lego on another port than the one to which the CA connects. Check that the CA issues no certificate."""
     issued = pebble.issued()
     run = run_lego(pebble, folder, name, challenge, free_port())
     said = f"lego {name}: {run.stdout}{run.stderr}"
@@ -118,7 +119,7 @@ def lego_fails(pebble, folder, name, challenge, port):
 
 
 def subject(certificate, issuer, root):
-    """Verify a certificate with openssl. Return its names."""
+    """Verify a certificate with openssl. Return its subject alternative names."""
     verify = ["openssl", "verify", "-CAfile", root, "-untrusted", issuer, certificate]
     run = subprocess.run(verify, capture_output=True, text=True, timeout=MAX_WAIT)
     expect(run.returncode == 0, f"{certificate}: {run.stdout}{run.stderr}")
@@ -127,7 +128,7 @@ def subject(certificate, issuer, root):
 
 
 def served(address, name, root):
-    """Complete a TLS handshake. Return the names of the certificate, or `None` if it is not trusted yet."""
+    """Complete a TLS handshake. Return the names of the server's certificate, or `None` if it is not trusted yet."""
     trust = ssl.create_default_context(cadata=root)
     try:
         with socket.create_connection(address, MAX_WAIT) as plain, trust.wrap_socket(plain, server_hostname=name) as tls:
@@ -137,7 +138,7 @@ def served(address, name, root):
 
 
 def configuration(pebble, behind):
-    """A gateway at the ports that the CA validates at, with another ACME client behind it."""
+    """Return the configuration of a gateway at the ports at which the CA validates, with another ACME client as upstream."""
     return f"""
 [admin]
 address = "127.0.0.1:0"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """MCP and A2A servers and clients through two gateways on one Redis: `agents.py BINARY`.
 
-The Python SDK, FastMCP and the TypeScript SDK, each as client of each: the number of admitted calls is exact. So it is with the A2A SDK
-(`agents_a2a.py`). Then the conformance tests of MCP give the same results through a gateway as without it.
+The Python SDK, FastMCP and the TypeScript SDK are tested in all pairs of client and server: the number of admitted calls is exact. The
+same is checked with the A2A SDK (`agents_a2a.py`). Then the MCP conformance tests must give the same results with a gateway as without.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import agents_a2a
 from gateway import NODE, Gateway, expect
 
 HERE = Path(__file__).resolve().parent
-# Calls of each pair of a client and a server, and how many of them are admitted.
+# The number of calls of each pair of client and server, and how many of them the limit admits.
 CALLS, ADMITTED = 60, 25
 SERVERS = ["mcp", "fastmcp", "typescript"]
 CLIENTS = ["mcp", "fastmcp", "typescript"]
@@ -46,7 +46,7 @@ def wait_for(port, process):
 
 
 class Process:
-    """A server on a free port, until the end of the block."""
+    """A server on a free port. It is stopped at the end of the `with` block."""
 
     def __init__(self, command, cwd=None):
         self.port = free_port()
@@ -96,7 +96,7 @@ quota = "{ADMITTED}/24h"
 
 
 def expect_denial(error):
-    """Check that the error is the denial of the gateway."""
+    """Check that the gateway's denial caused this error."""
     text = repr(error)
     for cause in (error, error.__cause__, *getattr(error, "exceptions", ())):
         text += repr(cause) + repr(getattr(cause, "error", ""))
@@ -104,7 +104,7 @@ def expect_denial(error):
 
 
 async def call_all(open_client, urls, text_of):
-    """Call the tool through all URLs at once. Return the number of admitted calls and the count of the server."""
+    """Call the tool concurrently through all URLs. Return the number of admitted calls, and the number that the server counted."""
     async with contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(open_client(url)) for url in urls]
 
@@ -140,21 +140,21 @@ def typescript_client(urls):
 
 def conformance(url, folder):
     """Run the conformance tests of MCP. Return the status of each check."""
-    # The package needs a later Node than that of Debian.
+    # The package requires a later version of Node than Debian has.
     suite = "node_modules/@modelcontextprotocol/conformance/dist/index.js"
     run = ["node_modules/.bin/node", suite, "server", "--url", url, "--output-dir", folder]
-    # Some checks fail with any server: the status of the process is not that of the comparison.
+    # Some checks fail with any server, so the exit status of the process does not matter.
     subprocess.run(run, cwd=NODE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
     results = {}
     for path in Path(folder).glob("*/checks.json"):
-        # The name of the directory ends with the time.
+        # The name of the directory ends with a timestamp.
         scenario = path.parent.name.rsplit("-202", 1)[0]
         results[scenario] = [(check["id"], check["status"]) for check in json.loads(path.read_text())]
     return results
 
 
 def check_conformance(binary, folder):
-    """Compare the results with and without a gateway. Return the number of passed checks."""
+    """Compare the conformance results with and without a gateway. Return the number of passed checks."""
     with Process(["node", "agents_conformance.mjs"], cwd=NODE) as server:
         text = f"""
 [log]

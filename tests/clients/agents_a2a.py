@@ -1,4 +1,4 @@
-"""The A2A SDK through two gateways on one Redis: a limit counts each method of A2A 1.0 and 0.3 separately, exact to one call."""
+"""The A2A SDK through two gateways on one Redis: a limit counts each method of A2A 1.0 and 0.3 separately, and is exact."""
 
 import asyncio
 import contextlib
@@ -14,17 +14,17 @@ from a2a.types import GetTaskRequest, Role, SendMessageRequest, TaskState
 
 from gateway import Gateway, expect
 
-# Calls of each method, and how many of them are admitted.
+# The number of calls per method, and how many of them the limit admits.
 CALLS, ADMITTED = 60, 25
 WORDS = ["one", "zwölf", "drei"]
-# Protocol version, whether the response is a stream, and the method. One client calls them all.
+# Protocol version, whether the response is a stream, and the method. One client calls all methods.
 METHODS = [
     ("1.0", False, "SendMessage"),
     ("1.0", True, "SendStreamingMessage"),
     ("0.3", False, "message/send"),
     ("0.3", True, "message/stream"),
 ]
-# For the names of clients that ask the agent for a count.
+# Numbers for the names of clients that ask the agent for a count.
 COUNTS = itertools.count()
 
 
@@ -59,7 +59,7 @@ limits = ["calls"]
 
 
 class Agent:
-    """The SDK as client of one gateway. `call` is streamed or not, in a version of the protocol."""
+    """The SDK as a client of one gateway. `call` takes the protocol version, and whether the response is streamed."""
 
     def __init__(self, http, url, card):
         self.http, self.url, self.card = http, url, card
@@ -70,7 +70,7 @@ class Agent:
         del card.supported_interfaces[:]
         chosen = [interface for interface in self.card.supported_interfaces if interface.protocol_version == protocol]
         expect(len(chosen) == 1, f"the interfaces of {protocol}: {self.card}")
-        # The card has the address of the agent. An operator would set that of the gateway.
+        # The agent card contains the agent's own address. An operator would set the gateway's address instead.
         card.supported_interfaces.append(chosen[0])
         card.supported_interfaces[0].url = f"{self.url}/a2a"
         return ClientFactory(ClientConfig(httpx_client=self.http, streaming=is_stream)).create(card)
@@ -83,7 +83,7 @@ class Agent:
 
 @contextlib.asynccontextmanager
 async def agents(urls, name, protocol="1.0"):
-    """Resolve the card through each gateway. The limits count by `name`."""
+    """Get the agent card through each gateway. Limits count the calls under `name`."""
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for url in urls:
@@ -94,7 +94,7 @@ async def agents(urls, name, protocol="1.0"):
 
 
 def expect_denial(error, denials):
-    """Check that the SDK got the denial of the gateway."""
+    """Check that the SDK received the gateway's denial."""
     response = getattr(error.__cause__, "response", None)
     expect(response is not None and response.status_code == 429, f"another error: {error!r} {error.__cause__!r}")
     asked, said = json.loads(response.request.content), response.json()
@@ -104,7 +104,7 @@ def expect_denial(error, denials):
 
 
 async def check_method(urls, protocol, is_stream, method):
-    """Call a method through both gateways at once: exactly the quota is admitted, and each response is whole."""
+    """Call a method concurrently through both gateways. Check that exactly the quota is admitted, and that responses are complete."""
     first = "task" if is_stream else "echo"
     denials = []
     async with agents(urls, "agent", protocol) as found:
@@ -129,15 +129,15 @@ async def check_method(urls, protocol, is_stream, method):
         expect(denials == [method] * (CALLS - ADMITTED), f"{method}: {len(denials)} of {CALLS} denied: {set(denials)}")
         admitted = await count(urls, first) - before
         expect(admitted == ADMITTED, f"{method}: the agent got {admitted} messages")
-        # The other methods are not exhausted, through either gateway.
+        # Through both gateways, other methods still have quota.
         for index, task in enumerate(tasks[:2]):
             got = await found[index].client(protocol, False).get_task(GetTaskRequest(id=task))
             expect(got.id == task and len(got.artifacts) == len(WORDS) + 1, got)
 
 
 async def count(urls, word):
-    """Return how many messages with this first word the agent got."""
-    # Another client, with a limit of its own.
+    """Return how many messages with this first word the agent received."""
+    # Use another client, which has its own quota.
     async with agents(urls[:1], f"count-{next(COUNTS)}") as (agent,):
         (event,) = await agent.call("1.0", False, f"count {word}")
         return int(get_message_text(event.message))

@@ -1,4 +1,4 @@
-"""An agent of the A2A SDK: `agents_a2a_server.py PORT`. Speaks A2A 1.0 and 0.3 over JSON-RPC, and counts the messages that it gets."""
+"""An agent with the A2A SDK: `agents_a2a_server.py PORT`. It speaks A2A 1.0 and 0.3 over JSON-RPC, and counts its messages."""
 
 import logging
 import sys
@@ -20,12 +20,12 @@ from starlette.applications import Starlette
 
 logging.disable(logging.WARNING)
 port = int(sys.argv[1])
-# The number of messages by their first word.
+# The number of received messages, by their first word.
 messages = {}
 
 
 class Agent(AgentExecutor):
-    """Return a message with the same text, or a task with an artifact for each word. Return the count of a word for `count`."""
+    """Return a message with the same text, or a task with an artifact for each word. For `count WORD`, return the count of WORD."""
 
     async def execute(self, context, event_queue):
         first, _, rest = (text := get_message_text(context.message)).partition(" ")

@@ -1,4 +1,4 @@
-// Calls of the TypeScript SDK: `agents_client.mjs CALLS URL …`. Prints the numbers of results and denials, and of `count`.
+// A client with the TypeScript SDK: `agents_client.mjs CALLS URL …`. Prints the numbers of results and denials, and the result of `count`.
 import { Client } from "@modelcontextprotocol/sdk/client/index.js";
 import { StreamableHTTPClientTransport } from "@modelcontextprotocol/sdk/client/streamableHttp.js";
 

@@ -1,4 +1,4 @@
-// A server for the conformance tests of MCP, with sessions and requests to its clients: `agents_conformance.mjs PORT`.
+// The MCP server for the MCP conformance tests: `agents_conformance.mjs PORT`. It has sessions and sends requests to its clients.
 import { randomUUID } from "node:crypto";
 import { createServer } from "node:http";
 import { McpServer, ResourceTemplate } from "@modelcontextprotocol/sdk/server/mcp.js";

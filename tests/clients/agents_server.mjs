@@ -1,4 +1,4 @@
-// An MCP server of the TypeScript SDK: `agents_server.mjs PORT`. It counts the calls of its tool.
+// An MCP server with the TypeScript SDK: `agents_server.mjs PORT`. It counts the calls of its tool.
 import { createServer } from "node:http";
 import { McpServer } from "@modelcontextprotocol/sdk/server/mcp.js";
 import { StreamableHTTPServerTransport } from "@modelcontextprotocol/sdk/server/streamableHttp.js";
@@ -16,7 +16,7 @@ function server() {
 }
 
 createServer(async (request, response) => {
-  // Without sessions, so that any gateway may carry any request.
+  // Disable sessions, so that each request may take another gateway.
   const transport = new StreamableHTTPServerTransport({ sessionIdGenerator: undefined });
   response.on("close", () => transport.close());
   await server().connect(transport);

@@ -1,4 +1,4 @@
-"""MCP servers of the Python SDK and of FastMCP: `agents_server.py mcp|fastmcp PORT`. Each counts the calls of its tools."""
+"""An MCP server with the Python SDK or with FastMCP: `agents_server.py mcp|fastmcp PORT`. It counts the calls of its tools."""
 
 import logging
 import sys

@@ -3,9 +3,10 @@
 
     budgets.py BINARY
 
-A mock provider issues tokens in chunks that are cut anywhere. Clients cut streams after a random number of tokens, and pay for what was
-streamed. Then 64 clients stream through both gateways and some leave. In between, Redis is killed and restarted with its data, and one
-gateway is killed. What the gateways settled must be what the provider issued. Exits with 1 if anything fails.
+A mock provider streams LLM tokens in chunks of any length. First, clients abort streams after a random number of tokens and are
+charged for the streamed tokens. Then 64 clients stream through both gateways, and some of them abort. In the meantime, Redis is killed
+and restarted with its data, and one gateway is killed. The settled costs must equal the tokens that the provider issued. Exits with 1 if
+a check fails.
 """
 
 import contextlib
@@ -31,15 +32,15 @@ from gateway import Gateway, expect
 from upstreams import Quiet
 
 CLIENTS, ROUNDS, MAX_TOKENS = 64, 8, 300
-# Clients that cut all of their streams, and the streams of each.
+# The number of clients that abort all of their streams, and the number of streams per client.
 LEAVING, CUTS = 16, 12
 LEFT_QUOTA = 10_000_000
-# Of the identity `small`, which all clients use now and then. The others have more than they use.
+# The quota of the identity `small`, which all clients use sometimes. The other identities have more quota than they use.
 SMALL_QUOTA = 2000
 TOOL = {"name": "weather", "description": "The weather of a town.", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
-# Seconds around an outage of Redis in which a call may have no reply: twice the timeout of the store.
+# Seconds before and after an outage of Redis in which a call may get no reply: twice the timeout of the store.
 OUTAGE_MARGIN = 4
-# A settlement, a post of usage totals and a log record follow the response.
+# Maximum time to wait, in seconds. Settlements, posts of usage totals and log records follow the response.
 MAX_WAIT = 60
 
 
@@ -99,7 +100,7 @@ quota = "1000/2s"
 
 
 class Request:
-    """A request that the provider got."""
+    """A request that the provider received."""
 
     def __init__(self, headers, body, asked):
         self.identity, self.call = headers["x-id"], headers["x-call"]
@@ -107,19 +108,19 @@ class Request:
         bound = asked.get("max_completion_tokens") or asked.get("max_tokens")
         words = dict(word.split("=") for word in asked["messages"][-1]["content"].split())
         self.input, self.output = int(words["input"]), int(words["output"]) * choices
-        # Seconds after each part, and the number of tokens after which the stream stops until the client leaves.
+        # The pause in seconds after each part, and the number of tokens after which the stream stops until the client disconnects.
         self.pause, self.hold = float(words.get("slow", 0)), int(words.get("hold", 0))
-        # Four bytes of the body are estimated as a token.
+        # The gateway estimates one token per four bytes of the body.
         self.estimated_input = -(-len(body) // 4)
         self.reserved = self.estimated_input + bound * choices
         self.issued, self.ended = 0, False
 
 
 class Provider(BaseHTTPRequestHandler):
-    """Chat Completions and Messages. The last message names the tokens to issue: `input=9 output=4 hold=2`."""
+    """A provider of the APIs Chat Completions and Messages. The last message sets the tokens to issue: `input=9 output=4 hold=2`."""
 
     protocol_version = "HTTP/1.1"
-    # By the id that the gateway gives each request.
+    # The requests, by the request id that the gateway assigns.
     requests = {}
 
     def do_POST(self):
@@ -146,7 +147,7 @@ class Provider(BaseHTTPRequestHandler):
                 chunk, rest = rest[:size], rest[size:]
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
             if streamed == request.hold > 0:
-                # The gateway closes the connection when its client has left.
+                # The gateway closes the connection when its client has disconnected.
                 with contextlib.suppress(ConnectionError):
                     expect(self.rfile.read(1) == b"", "the gateway sends more")
                 request.ended = self.close_connection = True
@@ -203,7 +204,7 @@ def anthropic_parts(asked, tokens, output):
 
 
 class Redis:
-    """A Redis that syncs every write to disk, and keeps its data when it is killed."""
+    """A Redis that syncs every write to disk, so that it keeps its data when it is killed."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -225,7 +226,7 @@ class Redis:
 
 
 def clients(url, identity, limit, **options):
-    """Return both SDKs for an identity on the routes of a limit."""
+    """Return a client of each SDK, for this identity and the route with this limit."""
     common = {"api_key": "sk-test", "default_headers": {"x-id": identity}, **options}
     return openai.OpenAI(base_url=f"{url}/{limit}/v1", **common), anthropic.Anthropic(base_url=f"{url}/{limit}", **common)
 
@@ -249,7 +250,7 @@ def eventually(what, condition):
 
 
 def shapes(gateway):
-    """Calls, streams, tools and several choices: each is settled to what the provider issued."""
+    """Check calls, streams, tools and several choices: the settled cost equals the tokens that the provider issued."""
     chat, claude = clients(gateway.urls[0], "shapes", "large", max_retries=0)
     common = {"model": "m", "messages": message(9, 4)}
     usage = {"stream_options": {"include_usage": True}}
@@ -281,7 +282,7 @@ def shapes(gateway):
 
 
 def back_off(gateway):
-    """After a denial the SDKs wait as they are told, and are admitted."""
+    """Check that the SDKs wait after a denial for the time that the gateway states, and are then admitted."""
     for index, limit in enumerate(["short", "short"]):
         sdk = clients(gateway.urls[0], f"waiting-{index}", limit)[index]
         create = (sdk.chat.completions if index == 0 else sdk.messages).with_raw_response.create
@@ -310,7 +311,7 @@ def back_off(gateway):
 
 
 def leave(binary, gateways):
-    """Clients that leave a stream pay for what was streamed: never less than they got, and never more than was reserved."""
+    """Check the cost of aborted streams: at least the tokens that the client received, at most the reservation."""
     received = {}
 
     def client(index):
@@ -319,7 +320,7 @@ def leave(binary, gateways):
             call = f"{index}-{number}"
             chat, claude = clients(gateways[choose.randrange(2)].urls[0], f"left-{index % 4}", "left", max_retries=0, timeout=MAX_WAIT)
             most = choose.randint(1, 60)
-            # The provider waits until the client has left, or streams on until the gateway aborts the request.
+            # The provider waits until the client has disconnected, or it streams until the gateway aborts the request.
             more = {"hold": most} if choose.random() < 0.5 else {"slow": 0.001}
             common = {"model": "m", "max_tokens": MAX_TOKENS, "messages": message(choose.randint(1, 9), 200, **more)}
             common |= {"stream": True, "extra_headers": {"x-call": call}}
@@ -347,7 +348,7 @@ def leave(binary, gateways):
         limit, streamed = record["limits"][0], received[request.call]
         names[request.identity] = limit["identity"]
         settled[request.identity] += limit["settled"]
-        # Messages reports the input and a first token of output at its start, Chat Completions the usage at its end.
+        # Messages reports the input and one output token at the start of a stream. Chat Completions reports the usage at the end.
         tokens = request.input + 1 if "/messages" in record["path"] else request.estimated_input
         least, most = tokens + streamed, tokens + (streamed if request.hold else request.output)
         expect(least <= limit["settled"] <= most, f"settled to another cost than {least} to {most}: {record}")
@@ -364,7 +365,7 @@ def leave(binary, gateways):
 
 
 class Load:
-    """64 clients that stream through both gateways."""
+    """The load: 64 clients that stream through both gateways."""
 
     def __init__(self, gateways, redis):
         self.gateways, self.redis = gateways, redis
@@ -378,7 +379,7 @@ class Load:
     def client(self, index):
         choose = random.Random(index)
         for number in range(ROUNDS):
-            # Half of the clients use a gateway that will be killed.
+            # Half of the clients use the gateway that is killed later.
             url = self.gateways[index % 2].urls[0]
             limit = "small" if choose.random() < 0.2 else "large"
             identity = "small" if limit == "small" else f"large-{index % 4}"
@@ -420,7 +421,7 @@ class Load:
 
 
 def balance(binary, gateway, limit):
-    """Return the totals that Redis has of a limit, by hash of the identity."""
+    """Return the usage totals of a limit in Redis, by hash of the identity."""
     command = [binary, "usage", "--config", f"{gateway.folder.name}/gateway.toml", "--limit", limit, "--by", "identity", "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {entry["identity"]: entry["cost"] for entry in report["usage"]}
@@ -434,15 +435,15 @@ def remaining(binary, gateway, limit, identity):
 
 
 def overlaps(record, span):
-    """Return whether a request was in flight in a span of time."""
+    """Return whether a request was in flight at some time within `span`."""
     return record["time"] <= span[1] and record["time"] + record["duration_ms"] / 1000 >= span[0]
 
 
 def compare(binary, gateways, load):
-    """Compare the records and the totals with what the provider issued."""
+    """Compare the log records and the usage totals with the tokens that the provider issued."""
     survivor = gateways[0]
     mine = lambda: {record["request_id"]: record for record in records(survivor) if record["route"] in ("large", "small")}
-    # Half of the load, and the ten requests before it.
+    # Half of the load's requests, and the ten requests before the load.
     eventually("the requests of the remaining gateway are logged", lambda: len(mine()) == CLIENTS // 2 * ROUNDS + 10)
     names, settled, bound, exact = {}, Counter(), Counter(), 0
     logged = mine() | {record["request_id"]: record for record in records(gateways[1]) if record["route"] in ("large", "small")}
@@ -451,7 +452,7 @@ def compare(binary, gateways, load):
         if record is None:
             if request.identity not in ("small", *(f"large-{index}" for index in range(4))):
                 continue
-            # The gateway was killed before it logged the request: it may have settled it, or not.
+            # The gateway was killed before it logged this request, so it is unknown whether the request was settled.
             settled[request.identity] += 0
             bound[request.identity] += max(request.reserved, request.issued)
             continue
@@ -463,10 +464,10 @@ def compare(binary, gateways, load):
             exact += 1
         expect(0 < cost <= max(limit["reserved"], request.issued), record)
         settled[request.identity] += cost
-        # A settlement without a reply in the outage is not repeated: the reservation may stay.
+        # A settlement that gets no reply in the outage is not repeated. The whole reservation may then remain charged.
         is_certain = not overlaps(record, load.outage)
         bound[request.identity] += cost if is_certain else max(cost, limit["reserved"])
-    # A check without a reply in the outage may have charged its reservation, although its request got 503.
+    # A check that got no reply in the outage may have charged its reservation, although the request got 503.
     unanswered = sum(1 for record in logged.values() if record["status"] == 503) * (MAX_TOKENS + 100)
     lines = []
     for limit, identities in [("large", [f"large-{index}" for index in range(4)]), ("small", ["small"])]:

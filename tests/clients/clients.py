@@ -3,7 +3,7 @@
 
     clients.py BINARY [FAMILY …]
 
-Exits with 1 if any of them is not content.
+Exits with 1 if a check fails.
 """
 
 import importlib
@@ -19,12 +19,12 @@ import rpc
 import upstreams
 from gateway import CERTIFICATE, KEY, Gateway
 
-# Each has `check(clear, tls)`, which takes two URLs and returns a description of what it checked.
+# Each module has a function `check(clear, tls)`, which takes two URLs and returns a description of what it checked.
 FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls", "llm"]
 
 
 def configuration(http, websocket, grpc, models):
-    """The configuration for all families. Each family has its own limits."""
+    """Return the configuration for all families. Each family has its own limits."""
     upstream = {"http": http, "websocket": websocket, "grpc": grpc}
     return f"""
 [admin]
@@ -109,11 +109,11 @@ def main():
     binary, *names = sys.argv[1:]
     behind = [upstreams.http(), upstreams.websocket(), rpc.serve(), llm.serve()]
     for name in names or FAMILIES:
-        # Each has its own gateway.
+        # Each family has its own gateway.
         with Gateway(binary, configuration(*behind), llm.files()) as gateway:
             urllib3.request("GET", f"{gateway.urls[0]}/closed")
             family = importlib.import_module(name)
-            # One family uses the admin listener as well.
+            # The family `metrics` also uses the admin listener.
             also = [gateway.admin] if family is metrics else []
             print(family.check(*gateway.urls, *also), flush=True)
 

@@ -1,4 +1,4 @@
-"""curl: HTTP/1.0, 1.1 and 2, TLS, uploads, early responses, WebSocket handshakes."""
+"""curl: HTTP/1.0, 1.1 and 2, TLS, uploads, early responses and WebSocket handshakes."""
 
 import hashlib
 import json
@@ -8,14 +8,14 @@ import subprocess
 from gateway import CERTIFICATE, expect
 from upstreams import LARGE
 
-# curl's exit codes.
+# Exit codes of curl.
 TLS_FAILED, TIME_OVER = 35, 28
 
 
 def curl(*arguments, data=None, exit_code=0):
-    """Run curl. Return body, HTTP version and status of the response, and the number of connections."""
+    """Run curl. Return the body, the HTTP version and the status of the response, and the number of connections."""
     form = "\n%{http_version} %{http_code} %{num_connects}"
-    # Ignore the environment.
+    # Ignore curl's configuration file and proxies.
     command = ["curl", "--disable", "--noproxy", "*", "--cacert", CERTIFICATE, "--silent", "--show-error"]
     ran = subprocess.run(
         [*command, "--max-time", "20", "--write-out", form, *arguments], input=data, capture_output=True
@@ -27,11 +27,11 @@ def curl(*arguments, data=None, exit_code=0):
 
 
 def protocols(clear, tls):
-    """Each HTTP version reaches the upstream as HTTP/1.1."""
+    """Check that requests in each HTTP version reach the upstream as HTTP/1.1."""
     for arguments, url, version in [
         (["--http1.0"], clear, "1"),
         (["--http1.1"], clear, "1.1"),
-        # An h2c upgrade, which is ignored (RFC 9113 §3.1).
+        # The gateway ignores an h2c upgrade (RFC 9113 §3.1).
         (["--http2"], clear, "1.1"),
         (["--http2-prior-knowledge"], clear, "2"),
         (["--http1.1"], tls, "1.1"),
@@ -50,7 +50,7 @@ def protocols(clear, tls):
 
 
 def bodies(clear, tls):
-    """Upload 10 MiB and download 4 MiB; gzip unchanged; one connection for two requests."""
+    """Upload 40 MiB, download 4 MiB, forward gzip unchanged, and use one connection for two requests."""
     upload = LARGE * 10
     sha256 = hashlib.sha256(upload).hexdigest()
     for arguments, url in [
@@ -59,7 +59,7 @@ def bodies(clear, tls):
         (["--http1.1"], tls),
         (["--http2"], tls),
     ]:
-        # With Content-Length and Expect, with Content-Length only, chunked.
+        # The upload has Content-Length and Expect, then only Content-Length, then chunked framing.
         for form in [
             ["--data-binary", "@-"],
             ["--data-binary", "@-", "--header", "Expect:"],
@@ -72,15 +72,15 @@ def bodies(clear, tls):
         expect((status, body) == (200, LARGE), f"{arguments}: {status}, {len(body)} bytes")
         body, _, _, _ = curl(*arguments, "--compressed", f"{url}/gzip")
         expect(json.loads(body)["headers"]["accept-encoding"].startswith("deflate, gzip"), body)
-        # With prior knowledge, curl 7.88 does not reuse its connection, with nginx neither.
+        # With prior knowledge, curl 7.88 does not reuse its connection. This is also the case with nginx.
         if arguments != ["--http2-prior-knowledge"]:
             body, _, status, connections = curl(*arguments, f"{url}/echo", f"{url}/echo")
             expect((status, connections, body.count(b"\n")) == (200, 0, 1), f"{arguments}: {connections}, {body}")
 
 
 def limits(clear, tls):
-    """An uploading client reads the 429, and `--retry` waits for Retry-After."""
-    # With HTTP/2 curl 7.88 loses a response that arrives before its upload is sent; nghttp2.py checks that case.
+    """Check that a client that is still uploading reads the 429, and that `--retry` waits for Retry-After."""
+    # With HTTP/2, curl 7.88 loses a response that arrives before the upload is complete. nghttp2.py checks this case.
     for arguments, url, upload in [
         (["--http1.1"], clear, LARGE * 10),
         (["--http1.1"], tls, LARGE * 10),
@@ -90,7 +90,7 @@ def limits(clear, tls):
         for form in [[], ["--header", "Expect:"], ["--header", "Transfer-Encoding: chunked", "--header", "Expect:"]]:
             body, _, status, _ = curl(*arguments, *form, "--data-binary", "@-", f"{url}/closed", data=upload)
             expect(status == 429 and json.loads(body)["status"] == 429, f"{arguments} {form}: {status} {body}")
-    # Another spelling of the path, the same limit.
+    # Other spellings of the path have the same limit.
     for path in ["/closed", "/%63losed", "/a/../closed", "//closed"]:
         _, _, status, _ = curl("--path-as-is", f"{clear}{path}")
         expect(status == 429, f"{path}: {status}")
@@ -102,11 +102,11 @@ def limits(clear, tls):
 
 
 def websockets(clear, tls):
-    """A handshake on a WebSocket route, and the first frame; an ordinary response elsewhere."""
+    """Check the handshake and the first frame on a WebSocket route, and the ordinary response on another route."""
     offer = ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
     offer = [word for line in [*offer, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="] for word in ["--header", line]]
     for url in [clear, tls]:
-        # curl reads the tunnel as an endless body.
+        # curl reads the bytes of the tunnel as an endless body.
         body, _, status, _ = curl(
             "--http1.1", "--include", "--no-buffer", "--max-time", "1", *offer, f"{url}/socket", exit_code=TIME_OVER
         )

@@ -1,4 +1,4 @@
-// Reads the RateLimit fields of every dialect with npm's parsers. Arguments: the gateway's address, the dialects.
+// Reads the RateLimit headers of every dialect with parsers from npm. Arguments: the gateway's address, then the dialects.
 import assert from "node:assert/strict";
 import { parseList } from "structured-headers";
 import { parseRateLimit } from "ratelimit-header-parser";
@@ -7,7 +7,7 @@ const [address, ...dialects] = process.argv.slice(2);
 const QUOTA = 3;
 const WINDOW_S = 900;
 
-// Names and parameters of a structured-field list.
+// Return the names and the parameters of a structured-field list.
 function items(value) {
   for (const [name] of parseList(value)) assert.equal(typeof name, "string", `names are strings: ${value}`);
   return Object.fromEntries(parseList(value).map(([name, parameters]) => [name, Object.fromEntries(parameters)]));
@@ -34,7 +34,7 @@ function older(response, number, dialect) {
   assert.equal(info.limit, QUOTA, dialect);
   assert.equal(info.remaining, Math.max(QUOTA - 1 - number, 0), dialect);
   assert.equal(info.used, Math.min(number + 1, QUOTA), dialect);
-  // A Date, whatever the dialect sends: seconds from now, or since 1970.
+  // The parser returns a Date, whether the dialect sends seconds from now or seconds since 1970.
   const seconds = (info.reset - Date.now()) / 1000;
   assert.ok(seconds > WINDOW_S - 10 && seconds < WINDOW_S + 2, `${dialect}: reset in ${seconds} s`);
 }

@@ -1,4 +1,4 @@
-"""RateLimit headers read by independent parsers: http_sfv, urllib3, and npm packages in fields.mjs."""
+"""Independent parsers read RateLimit headers: http_sfv, urllib3, and npm packages (fields.mjs)."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ PATIENT = {
     "sliding-buckets": 'quota = "2/2s"\nalgorithm = "sliding-buckets"',
     "sliding-log": 'quota = "2/2s"\nalgorithm = "sliding-log"',
 }
-# The quota of each limit in PATIENT: enough for several waits.
+# The number of requests per limit in PATIENT: enough for several waits.
 REQUESTS = 10
 
 
@@ -31,7 +31,7 @@ def configuration():
             f'[[route]]\nname = "{name}"\npath = "/{name}"\nrespond = {{ status = 200 }}\nlimits = {json.dumps(limits)}\n{extra}\n'
         )
 
-    # 3 per 15 minutes is the binding and violated limit; the others are listed beside it.
+    # `narrow` is the limit that is reported and violated. The headers list the other limits as well.
     parts.append('[limit.narrow]\nby = ["ip", "route"]\nquota = "3/15m"\nalgorithm = "sliding-log"\n')
     parts.append('[limit.broad]\nby = ["ip", "route"]\nquota = "1000/hour"\n')
     parts.append('[limit.month]\nby = ["ip", "route"]\nquota = "100000/month"\nalgorithm = "fixed-window"\n')
@@ -49,11 +49,11 @@ def configuration():
 
 
 def items(value):
-    """Return names and parameters of a structured-field list."""
+    """Return the names and the parameters of a structured-field list."""
     parsed = http_sfv.List()
     parsed.parse(value.encode())
     for item in parsed:
-        # A token is a str too, but not a string of RFC 9651.
+        # http_sfv parses a token of RFC 9651 as a subclass of str, so compare the exact type.
         expect(type(item.value) is str, f"names are strings: {value}")
         kinds = {name: str if name == "qu" else int for name in item.params}
         expect({name: type(one) for name, one in item.params.items()} == kinds, f"types of parameters: {value}")
@@ -61,7 +61,7 @@ def items(value):
 
 
 def structured_fields(pool, address):
-    """http_sfv parses RateLimit and RateLimit-Policy, and they agree with the status, Retry-After and the body."""
+    """Check that http_sfv parses RateLimit and RateLimit-Policy, and that they agree with the status, Retry-After and the body."""
     policy = {"narrow": {"q": 3, "w": 900}, "broad": {"q": 1000, "w": 3600}, "month": {"q": 100000}}
     for number in range(5):
         reply = pool.request("GET", f"{address}/python-ietf", retries=False)
@@ -88,7 +88,7 @@ def structured_fields(pool, address):
 
 
 def patience(pool, address, name, waits, failures):
-    """urllib3 waits for Retry-After: no request gets a second 429."""
+    """Check that urllib3 waits for Retry-After, and that no request gets a second 429."""
     retries = urllib3.Retry(
         total=5, status_forcelist=[429], respect_retry_after_header=True, backoff_factor=0, raise_on_status=False
     )

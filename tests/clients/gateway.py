@@ -1,4 +1,4 @@
-"""The gateway under test: the real binary on free ports, and shared helpers."""
+"""The gateway under test (the real binary on free ports), and shared helpers."""
 
 import re
 import subprocess
@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The published development certificate for localhost and 127.0.0.1, which is its own CA.
+# The public development certificate for localhost and 127.0.0.1. It is self-signed.
 CERTIFICATE = ROOT / "certs/dev.pem"
 KEY = ROOT / "certs/dev.key"
-# The directory with npm packages and copies of the scripts.
+# The directory with the npm packages and with copies of the scripts.
 NODE = ROOT / "target/clients"
 
 
@@ -20,10 +20,10 @@ def expect(condition, what):
 
 
 class Gateway:
-    """A running gateway. `urls` has its listeners in order, `admin` is the admin listener."""
+    """A running gateway. `urls` contains the URLs of its listeners in order, `admin` is the URL of the admin listener."""
 
     def __init__(self, binary, configuration, files=None):
-        """`files` are the contents of the files that the configuration names."""
+        """Start a gateway. `files` maps the names of further files to their contents."""
         self.folder = tempfile.TemporaryDirectory()
         for name, text in (files or {}).items():
             (Path(self.folder.name) / name).write_text(text)
@@ -37,7 +37,7 @@ class Gateway:
             if listening:
                 self.urls = listening[1].split(", ")
                 self.admin = re.search(r"admin on (.*?);", line)[1]
-                # Keep reading, so that the pipe never fills.
+                # Keep reading, so that the pipe never fills up.
                 threading.Thread(target=lambda: [None for _ in self.process.stderr], daemon=True).start()
                 return
         raise SystemExit(f"the gateway did not start:\n{said}")

@@ -1,4 +1,4 @@
-"""The Python SDKs of OpenAI and Anthropic with nothing but `base_url` and a key: their calls, their retries after 429, their headers."""
+"""The Python SDKs of OpenAI and Anthropic, configured only with `base_url` and a key: calls, retries after a 429, and headers."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from gateway import expect
 from upstreams import Quiet
 
 KEY = "sk-test-0123456789"
-# Words of a response, and the tokens that the model server reports for it.
+# The words of each response, and the number of tokens that the model server reports for a response.
 WORDS, TOKENS = ["Hello", ", ", "client"], 250
-# A wait with a fraction of a second, which `retry-after-ms` can say and `Retry-After` cannot.
+# A wait with a fraction of a second. `retry-after-ms` can express it, `Retry-After` cannot.
 SHORT_MS = 1500
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
-# SDKs send the key as a bearer token, older ones of Anthropic in `x-api-key`.
+# The SDKs send the key as a bearer token. Older SDKs of Anthropic send it in `x-api-key`.
 AUTHENTICATION = """
 [auth.keys]
 kind = "api-key"
@@ -31,13 +31,13 @@ consumers = "consumers.toml"
 
 
 def files():
-    """Return the files beside the configuration."""
+    """Return the files that the configuration refers to."""
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     return {"consumers.toml": f'[[consumer]]\nname = "acme"\nkeys = ["sha256:{digest}"]\n'}
 
 
 def configuration(models):
-    """Each SDK has its routes, with limits of their own. A base URL may have a path."""
+    """Return the routes and limits of each SDK. The routes have a path prefix, because a base URL may have a path."""
     limits = f"""
 {AUTHENTICATION}
 [upstream.models]
@@ -80,7 +80,7 @@ require = ["keys"]
         for name, limits in [
             ("usage", ["llm-requests", "llm-tokens"]),
             ("short", ["llm-short"]),
-            # The RateLimit headers of the draft, and `Retry-After` alone.
+            # Without a style for SDKs, the gateway sends the RateLimit headers of the draft and `Retry-After`.
             ("standard", ["llm-short"]),
             ("hidden", ["llm-requests", "llm-hidden"]),
             ("day", ["llm-day"]),
@@ -90,10 +90,10 @@ require = ["keys"]
 
 
 class Models(BaseHTTPRequestHandler):
-    """The smallest responses that the SDKs accept, streamed and not."""
+    """A model server with the smallest responses that the SDKs accept, streamed or not."""
 
     protocol_version = "HTTP/1.1"
-    # Credentials that arrived.
+    # Credentials that reached the model server.
     seen = []
 
     def do_POST(self):
@@ -104,7 +104,7 @@ class Models(BaseHTTPRequestHandler):
         kind = "text/event-stream" if asked.get("stream") else "application/json"
         self.send_response(200)
         headers = {"content-type": kind, "content-length": str(len(body)), "x-tokens-used": str(TOKENS)}
-        # Those of the provider's account, which are no business of the gateway's clients.
+        # The limits of the provider's account. Clients must not see these headers.
         headers |= {"x-ratelimit-remaining-requests": "9999", "anthropic-ratelimit-requests-remaining": "9999"}
         for name, value in headers.items():
             self.send_header(name, value)
@@ -153,7 +153,7 @@ def serve():
 
 
 class OpenAI:
-    """The calls of OpenAI's SDK."""
+    """Calls with OpenAI's SDK."""
 
     style, module = "openai", openai
 
@@ -171,13 +171,13 @@ class OpenAI:
         return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
 
     def quota(self, headers, unit):
-        """Return limit, remaining quota and the seconds until the reset."""
+        """Return the limit, the remaining quota and the time until the reset in seconds."""
         limit, remaining, reset = (headers[f"x-ratelimit-{part}-{unit}"] for part in ("limit", "remaining", "reset"))
         return int(limit), int(remaining), go_seconds(reset)
 
 
 class Anthropic:
-    """The calls of Anthropic's SDK."""
+    """Calls with Anthropic's SDK."""
 
     style, module = "anthropic", anthropic
 
@@ -201,7 +201,7 @@ class Anthropic:
 
 
 def go_seconds(text):
-    """Read a duration such as `1h6m0s`."""
+    """Parse a duration such as `1h6m0s`. Return seconds."""
     seconds, number = 0, ""
     for character in text:
         if character.isdigit():
@@ -214,7 +214,7 @@ def go_seconds(text):
 
 
 def usage(sdk, url):
-    """Both limits are told, each by its unit, with what the response cost; streams arrive in pieces."""
+    """Check that headers report both limits, each by its unit and with the cost of the response, and that streams arrive in pieces."""
     client = sdk(f"{url}/{sdk.style}-usage", max_retries=0)
     for number in range(1, 3):
         raw = client.raw()
@@ -222,7 +222,7 @@ def usage(sdk, url):
         limit, remaining, reset = client.quota(raw.headers, "requests")
         expect((limit, remaining) == (60, 60 - number) and 0 < reset <= 3, f"requests: {dict(raw.headers)}")
         limit, remaining, reset = client.quota(raw.headers, "tokens")
-        # A bucket refills 28 tokens in a second.
+        # The bucket refills about 28 tokens per second.
         expect(limit == 100_000 and 0 <= remaining - (limit - number * TOKENS) < 1000, f"tokens: {dict(raw.headers)}")
         expect(0 < reset <= 25, f"tokens: {dict(raw.headers)}")
         expect("retry-after-ms" not in raw.headers, dict(raw.headers))
@@ -230,7 +230,7 @@ def usage(sdk, url):
 
 
 def retries(sdk, url, name, shortest, longest):
-    """After a 429 the SDK waits as told, once, and is admitted. Return the seconds."""
+    """Check that the SDK waits once after a 429, as long as stated, and is then admitted. Return the wait in seconds."""
     client = sdk(f"{url}/{sdk.style}-{name}")
     expect(client.raw().retries_taken == 0, "the first is admitted")
     started = time.monotonic()
@@ -242,7 +242,7 @@ def retries(sdk, url, name, shortest, longest):
 
 
 def denial(sdk, url):
-    """A denial is the SDK's own error, with the problem document."""
+    """Check that a denial raises the SDK's rate limit error, with the problem document."""
     client = sdk(f"{url}/{sdk.style}-day", max_retries=0)
     client.raw()
     try:
@@ -267,7 +267,7 @@ def denial(sdk, url):
 
 
 def authentication(sdk, url):
-    """A key that the gateway does not know is the SDK's own error; the model server sees no keys."""
+    """Check that an unknown key raises the SDK's authentication error, and that the model server sees no keys."""
     for key, headers in [("sk-unknown", {}), (KEY, {"x-api-key": "sk-unknown"})]:
         client = sdk(f"{url}/{sdk.style}-usage", max_retries=0, api_key=key, default_headers=headers)
         try:
@@ -280,25 +280,25 @@ def authentication(sdk, url):
             expect(challenge.startswith("Bearer") == (error.status_code == 401), f"{error.status_code}: {challenge}")
         else:
             raise AssertionError(f"{sdk.style}: {key} and {headers} are admitted")
-    # The same key in both headers.
+    # Send the same key in both headers.
     sdk(f"{url}/{sdk.style}-usage", max_retries=0, default_headers={"x-api-key": KEY}).raw()
     expect(Models.seen == [], f"keys that were forwarded: {Models.seen}")
 
 
 def check(clear, _tls):
-    # The environment has neither keys, addresses nor proxies for the SDKs.
+    # The SDKs must not take keys, addresses or proxies from the environment.
     for name in list(os.environ):
         if name.upper().startswith(("OPENAI_", "ANTHROPIC_")) or name.upper().endswith("_PROXY"):
             del os.environ[name]
     waits = []
     for sdk in [OpenAI, Anthropic]:
         usage(sdk, clear)
-        # `retry-after-ms` is exact, `Retry-After` is in whole seconds.
+        # `retry-after-ms` is exact. `Retry-After` is rounded up to full seconds.
         waits.append(retries(sdk, clear, "short", SHORT_MS / 1000 - 0.3, SHORT_MS / 1000 + 0.4))
         waits.append(retries(sdk, clear, "standard", 2, 2.5))
         denial(sdk, clear)
         authentication(sdk, clear)
-    # OpenAI's SDK does not wait longer than two minutes; Anthropic's waits as long as it is told.
+    # OpenAI's SDK waits at most two minutes. Anthropic's SDK waits as long as the gateway states.
     try:
         OpenAI(f"{clear}/openai-day").raw()
     except openai.RateLimitError:

@@ -1,4 +1,4 @@
-"""The metrics of the gateway, read by the Prometheus client for Python: both text formats."""
+"""The Prometheus client for Python reads the metrics of the gateway in both text formats."""
 
 import urllib3
 from prometheus_client import parser
@@ -6,7 +6,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from gateway import expect
 
-# The limit of the requests made here.
+# The labels of the limit that this test uses.
 HUNDRED = {"limit": "hundred"}
 
 
@@ -24,11 +24,11 @@ def value(families, family, name, labels):
 
 def check(clear, _tls, admin):
     for _ in range(105):
-        # Without retries: requests would wait for Retry-After.
+        # Without `retries=False`, requests would wait for Retry-After.
         urllib3.request("GET", f"{clear}/hundred/metrics", retries=False)
     pages = {
         "0.0.4": read(f"{admin}/metrics", "text/plain", parser.text_string_to_metric_families),
-        # The parser rejects violations of the format: order, units, suffixes, the end.
+        # This parser rejects violations of the format in order, units, suffixes and the end mark.
         "OpenMetrics": read(
             f"{admin}/metrics", "application/openmetrics-text; version=1.0.0", openmetrics.text_string_to_metric_families
         ),

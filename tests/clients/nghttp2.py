@@ -1,5 +1,5 @@
-"""nghttp2: h2load loses no request on many streams and connections, and a limit is exact under it; nghttp reads a response
-that arrives before its request is read."""
+"""nghttp2: h2load loses no request on many streams and connections, and a limit stays exact under its load. nghttp reads a
+response that arrives before the gateway has read the request."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from upstreams import LARGE
 
 
 def h2load(*arguments):
-    """Return the requests that succeeded and failed, and the number of responses of each status class."""
+    """Return the numbers of succeeded, failed, errored and timed-out requests, and of responses per status class."""
     ran = subprocess.run(["h2load", *arguments], capture_output=True, text=True, check=True, timeout=120)
     done = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", ran.stdout)
     statuses = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", ran.stdout)
@@ -18,7 +18,7 @@ def h2load(*arguments):
 
 
 def early(url):
-    """RFC 9113 §8.1: a complete response, then RST_STREAM with NO_ERROR."""
+    """Check an early response (RFC 9113 §8.1): the complete response is followed by RST_STREAM with NO_ERROR."""
     with tempfile.NamedTemporaryFile() as upload:
         upload.write(LARGE * 3)
         upload.flush()
@@ -40,7 +40,7 @@ def check(clear, tls):
         done, statuses = h2load(*load, f"{url}/own")
         expect(statuses == [20_000, 0, 0, 0] and done == [20_000, 0, 0, 0], f"{arguments} {url}: {done}, {statuses}")
     done, statuses = h2load("--requests=5000", "--clients=50", "--max-concurrent-streams=20", f"{clear}/hundred/load")
-    # h2load counts other statuses than 2xx as failed.
+    # h2load counts responses with other statuses than 2xx as failed.
     expect(statuses == [100, 0, 4900, 0] and done[2:] == [0, 0], f"a limit of 100: {done}, {statuses}")
     version = subprocess.run(["h2load", "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
     shown = "80,000 requests by HTTP/1.1 and HTTP/2, 50 connections, 20 streams: none lost; exactly 100 of 5,000"

@@ -1,4 +1,4 @@
-"""Node's undici: see undici.mjs."""
+"""Node's HTTP client undici: runs undici.mjs."""
 
 import subprocess
 

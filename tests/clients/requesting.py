@@ -1,4 +1,4 @@
-"""Python clients: requests, httpx with HTTP/1.1 and HTTP/2, websockets."""
+"""Python clients: requests, httpx (HTTP/1.1 and HTTP/2) and websockets."""
 
 import asyncio
 import ssl
@@ -16,7 +16,7 @@ from upstreams import LARGE
 
 def with_requests(url):
     with requests.Session() as session:
-        # No proxies and no trust roots from the environment.
+        # Take neither proxies nor trust roots from the environment.
         session.trust_env = False
         session.verify = str(CERTIFICATE)
         got = session.post(f"{url}/echo", params={"a": "b c"}, json={"x": "é"}, timeout=20).json()
@@ -34,7 +34,7 @@ def with_requests(url):
 
 
 def patient(get):
-    """A client that waits for Retry-After is admitted."""
+    """Check that a client that waits for Retry-After is admitted."""
     statuses = []
     for _ in range(3):
         reply = get()
@@ -53,17 +53,17 @@ def with_httpx(url, http2, name):
         got = client.put(f"{url}/echo", content=(LARGE[:100_000] for _ in range(10))).json()
         expect(got["length"] == 1_000_000, got)
         expect(client.get(f"{url}/large").content == LARGE, "4 MiB")
-        # With HTTP/2 cookies may be in several fields (RFC 9113 §8.2.3).
+        # In HTTP/2, cookies may be in several header fields (RFC 9113 §8.2.3).
         got = client.get(f"{url}/echo", cookies={"a": "1", "b": "2"}).json()
         expect(got["headers"]["cookie"] == "a=1; b=2", got)
-        # With HTTP/2 httpcore reads no response while the window for its body is closed.
+        # With HTTP/2, httpcore reads no response while the flow-control window for the request body is closed.
         reply = client.post(f"{url}/closed", content=LARGE[:50_000] if http2 else LARGE)
         expect(reply.status_code == 429 and reply.json()["status"] == 429, reply.text)
         expect(client.get(f"{url}/echo").status_code == 200, "what follows")
         patient(lambda: client.get(f"{url}/patient/{name}"))
 
     async def crowd():
-        """300 requests at once, on one connection with HTTP/2: exactly 100 are admitted."""
+        """Send 300 requests at once, with HTTP/2 on one connection. Check that exactly 100 are admitted."""
         async with httpx.AsyncClient(http1=not http2, http2=http2, verify=context, timeout=20, trust_env=False) as client:
             replies = await asyncio.gather(*[client.get(f"{url}/hundred/{name}") for _ in range(300)])
             statuses = [reply.status_code for reply in replies]
@@ -80,7 +80,7 @@ def with_websockets(url):
         for message in ["text", "é" * 70_000, b"", LARGE]:
             socket.send(message)
             expect(socket.recv(timeout=20) == message, f"{len(message)} of {type(message)}")
-        # A message of several frames.
+        # Send a message in several frames.
         socket.send(str(number) for number in range(100))
         expect(socket.recv(timeout=20) == "".join(str(number) for number in range(100)), "in pieces")
         expect(socket.ping().wait(20), "a ping is answered")

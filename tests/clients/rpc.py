@@ -1,4 +1,4 @@
-"""grpcio on both sides: calls of each kind, trailers, errors, deadlines; a limit is RESOURCE_EXHAUSTED."""
+"""grpcio as client and server: calls of each kind, trailers, errors and deadlines. A denial is RESOURCE_EXHAUSTED."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from gateway import CERTIFICATE, expect
 
 
 def serve():
-    """Start a server without descriptors: messages are bytes. Return its address."""
+    """Start a server whose messages are bytes, without Protocol Buffers. Return its address."""
 
     def unary(message, context):
         if message == b"missing":
@@ -19,7 +19,7 @@ def serve():
         if message == b"slow":
             gone = threading.Event()
             context.add_callback(gone.set)
-            # Until the deadline of the caller.
+            # Wait until the deadline of the caller.
             gone.wait(20)
             return b""
         context.set_trailing_metadata([("x-trailer", "last"), ("x-bytes-bin", b"\x00\xff")])
@@ -47,7 +47,7 @@ def serve():
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    # The server stops when it is garbage-collected.
+    # Keep a reference, because a server stops when it is garbage-collected.
     RUNNING.append(server)
     return f"127.0.0.1:{port}"
 
@@ -56,7 +56,7 @@ RUNNING = []
 
 
 def failure(call, *arguments, **options):
-    """Return the status of a failed call."""
+    """Return the error of a failed call."""
     try:
         call(*arguments, **options)
     except grpc.RpcError as error:
@@ -83,7 +83,7 @@ def calls(channel):
     pieces = iter([bytes(1 << 16)] * 100)
     expect(channel.stream_unary("/test.Echo/Collect")(pieces, timeout=10) == b"%d" % (100 << 16), "100 pieces")
 
-    # Each response arrives before the next request is sent: messages are not held back.
+    # Each response arrives before the next request is sent, so the gateway does not hold messages back.
     questions = SimpleQueue()
     answers = channel.stream_stream("/test.Echo/Converse")(iter(questions.get, None), timeout=10)
     for number in range(10):

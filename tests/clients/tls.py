@@ -1,4 +1,4 @@
-"""sslscan: no weak protocol and no weak cipher."""
+"""sslscan finds no weak protocol and no weak cipher."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ def check(_clear, tls):
     expect(versions == {"tls 1.2", "tls 1.3"}, versions)
     ciphers = {(cipher.get("sslversion"), cipher.get("cipher")) for cipher in test.findall("cipher")}
     for version, cipher in ciphers:
-        # Forward secrecy and authenticated encryption.
+        # A strong cipher has forward secrecy and authenticated encryption.
         strong = cipher.startswith("TLS_" if version == "TLSv1.3" else "ECDHE-") and re.search("GCM|CHACHA20", cipher)
         expect(strong, f"{version} {cipher}")
     expect({version for version, _ in ciphers} == {"TLSv1.2", "TLSv1.3"}, ciphers)

@@ -1,4 +1,4 @@
-// undici: fetch, pipelining, HTTP/2, retries, WebSockets. Arguments: the clear address, the one with TLS, a certificate.
+// undici: fetch, pipelining, HTTP/2, retries and WebSockets. Arguments: the plaintext address, the TLS address, the certificate.
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -14,7 +14,7 @@ async function talk(url, dispatcher) {
   assert.deepEqual([got.method, got.target, got.headers["x-a"]], ["GET", "/echo?a=b%20c", "1"]);
   got = await (await ask("/echo", { method: "POST", body: "x".repeat(1 << 20) })).json();
   assert.equal(got.length, 1 << 20);
-  // A stream has no length.
+  // A stream is sent without Content-Length.
   const body = new Blob(["y".repeat(100_000)]).stream();
   got = await (await ask("/echo", { method: "PUT", body, duplex: "half" })).json();
   assert.equal(got.length, 100_000);

@@ -1,4 +1,4 @@
-"""The upstreams: an HTTP server that echoes requests, and a WebSocket server that echoes messages."""
+"""The upstreams of the client tests: an HTTP server that echoes requests, and a WebSocket server that echoes messages."""
 
 import gzip
 import hashlib
@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
-# A body larger than all buffers on the way.
+# A body that is larger than all buffers between client and upstream.
 LARGE = bytes(range(256)) * (4 << 12)
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Echo requests; `/large`, `/gzip` and `/events` respond with what their names say."""
+    """Echo requests. `/large` responds with `LARGE`, `/gzip` with a compressed body, `/events` with server-sent events."""
 
     protocol_version = "HTTP/1.1"
 
@@ -68,11 +68,11 @@ class Echo(BaseHTTPRequestHandler):
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
-    # Connections beyond the backlog would arrive seconds later.
+    # If the backlog is full, the kernel retries a connection only after a second or more.
     request_queue_size = 1024
 
     def handle_error(self, *_):
-        # Some checks abort requests, which ends a connection early.
+        # Some checks abort requests, so that connections end early.
         pass
 
 

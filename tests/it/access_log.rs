@@ -1,4 +1,4 @@
-//! The access log: the fields of each record, both formats, and counted losses.
+//! The access log: the fields of each record, both formats, and the number of lost records.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -96,7 +96,7 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
     assert!(times[0] <= (ended - began) * 1000.0, "ms: {line:#}");
     let starts: Vec<_> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
     assert!(starts.is_sorted() && starts[0] > began - 0.01 && starts[5] < ended + 0.01, "{began} {starts:?} {ended}");
-    // Each limit has a hash that is equal for equal identities only.
+    // Each limit has the hash of its own identity. Different identities have different hashes.
     let of = |line: &Value, place: usize| line["limits"][place].clone();
     assert_eq!(line["limits"].as_array().unwrap().len(), 4);
     let who = line["identity"].as_str().unwrap();
@@ -112,10 +112,10 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
         (&json!("tokens"), &json!(7)),
         "the cost of the response"
     );
-    // A shadow limit.
+    // The shadow limit `trial` would deny the second request.
     assert_eq!((&lines[1]["decision"], &lines[1]["shadow_denied"]), (&json!("shadow_denied"), &json!(["trial"])));
     assert_eq!(of(&lines[1], 2)["decision"], "shadow_denied");
-    // Denied: only the limit that denied is listed.
+    // The limit `hour` denies the third request. The record lists only this limit.
     let denied = &lines[2];
     assert_eq!(
         (&denied["status"], &denied["outcome"], &denied["decision"], &denied["limit"], &denied["remaining"]),
@@ -123,13 +123,13 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
     );
     assert_eq!((&of(denied, 0)["decision"], &of(denied, 1)["decision"]), (&json!("denied"), &Value::Null));
     assert!(denied["upstream"].is_null() && denied["trace_id"].is_null(), "{denied:#}");
-    // No response from the upstream.
+    // The gateway cannot connect to the upstream `gone`.
     let gone = &lines[3];
     assert_eq!(
         (&gone["outcome"], &gone["upstream"], &gone["server"], &gone["upstream_status"], &gone["decision"]),
         (&json!("upstream-connect-failure"), &json!("gone"), &json!("127.0.0.1:1"), &Value::Null, &Value::Null)
     );
-    // Each has a request ID, including those that no upstream or client saw.
+    // Each record has a request ID, even if no upstream received the request.
     let ids: HashSet<_> = lines[3..].iter().map(|line| line["request_id"].as_str().unwrap()).collect();
     assert!(ids.len() == 3 && ids.iter().all(|id| id.len() == 36), "{ids:?}");
     assert!(!written(&gateway).contains("planted") && !written(&gateway).contains("alice"));
@@ -238,7 +238,7 @@ fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     let directory = tempfile::tempdir().unwrap();
     let pipe = directory.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // Opening a pipe for writing needs a reader. This one never reads.
+    // To open a named pipe for writing, the gateway needs a reader. This reader never reads.
     let stuck = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let mut gateway = Gateway::start(&with_admin(&format!(
         "[log]\nformat = \"json\"\naccess = \"{}\"\n\
@@ -251,7 +251,7 @@ fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     for _ in 0..requests {
         assert_eq!(client.get(&path).status, 200);
     }
-    eventually("lines are lost", || metric(&gateway, "sluicegate_access_log_dropped_total") > 0.0);
+    eventually("records are lost", || metric(&gateway, "sluicegate_access_log_dropped_total") > 0.0);
     assert!(gateway.log().contains("the queue is full: records are lost"), "{}", gateway.log());
     let mut reader = OpenOptions::new().read(true).open(&pipe).unwrap();
     drop(stuck);
@@ -285,7 +285,7 @@ fn unwritable_records_are_counted() {
     for _ in 0..3 {
         assert_eq!(gateway.get("/").status, 200);
     }
-    eventually("they are counted", || metric(&gateway, "sluicegate_access_log_dropped_total") == 3.0);
+    eventually("the lost records are counted", || metric(&gateway, "sluicegate_access_log_dropped_total") == 3.0);
     assert!(gateway.log().contains("cannot write the access log"), "{}", gateway.log());
 }
 
@@ -313,9 +313,9 @@ fn renamed_file_is_reopened_without_losing_records() {
             eventually("the file has content", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
             fs::rename(&log, folder.join(format!("access.log.{round}"))).unwrap();
             if round == 10 {
-                // A directory in place of the file makes writes fail for a while.
+                // A directory with the name of the log file makes writes fail for a while.
                 fs::create_dir(&log).unwrap();
-                eventually("it is logged", || gateway.log().contains("cannot reopen the log file"));
+                eventually("the failure is logged", || gateway.log().contains("cannot reopen the log file"));
                 fs::remove_dir(&log).unwrap();
             }
         }

@@ -1,4 +1,4 @@
-//! Access rules of listeners and routes, their files, and hosts that no route names.
+//! Access rules of listeners and routes, files of networks, and hosts that no route names.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -46,7 +46,7 @@ const LOG: &str = "[log]\nformat = \"json\"\naccess = \"access.log\"\n";
 
 // ---- the set of networks -------------------------------------------------------------------------
 
-/// Networks that often overlap, touch and include each other.
+/// Return random networks that often overlap, adjoin or contain each other.
 fn network() -> impl Strategy<Value = IpNet> {
     let ipv4 = (any::<[u8; 2]>(), 0..=32_u8).prop_map(|([high, low], prefix)| {
         IpNet::V4(Ipv4Net::new(Ipv4Addr::new(10 + high % 2, high % 4, low % 4, low), prefix).unwrap())
@@ -90,7 +90,8 @@ fn set_of_networks_agrees_with_each_network() {
             }
             compared += 1;
         }
-        // Ranges have no gaps, so the ends of the network and of all others decide whether it is covered or touched.
+        // Networks have no gaps. So it is sufficient to test the first and last addresses of all networks, and their
+        // neighbours.
         let points: Vec<_> = networks.iter().flat_map(edges).chain(edges(&other)).collect();
         let inside = points.iter().filter(|point| other.contains(*point));
         assert_eq!(set.covers(other), inside.clone().all(|point| set.contains(*point)), "{other} of {networks:?}");
@@ -117,7 +118,7 @@ fn rules_of_listener_and_route_decide_by_the_client() {
         (0, 2, "/closed", 200),
         (0, 3, "/closed", 403),
         (0, 3, "/open", 200),
-        // The listener denies the client on all routes, and where there is none.
+        // The listener denies the client on all routes, and also for paths without a route.
         (0, 4, "/closed", 403),
         (0, 4, "/open", 403),
         (0, 4, "/nowhere", 403),
@@ -141,7 +142,7 @@ fn rules_of_listener_and_route_decide_by_the_client() {
             assert_eq!(reply.header("proxy-status"), Some("sluicegate;error=http_request_denied"), "{what}");
         }
     }
-    // The rejected requests took no token.
+    // The rejected requests were not charged.
     assert_eq!(get_from(local(2), addresses[0], "/open", &[]).remaining("all"), 100 - 5);
     let log = records(&gateway, 12);
     let forbidden = |path: &str, route: Value| {
@@ -163,13 +164,13 @@ fn rejection_needs_no_store() {
     for _ in 0..5 {
         assert_eq!(get_from(local(3), gateway.address, "/", &[]).status, 403);
     }
-    // The body of a rejected request is not requested.
+    // The gateway rejects this request without `100 Continue`, so the client need not send the body.
     let mut client = Client::connect_from(local(3), gateway.address);
     client.send(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 403);
 }
 
-/// Two listeners behind a trusted proxy, the second with the PROXY protocol.
+/// Two listeners behind a trusted proxy. The second one uses the PROXY protocol.
 const BEHIND_A_PROXY: &str = "[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n\
      [[listener]]\naddress = \"127.0.0.1:0\"\nallow = [\"192.0.2.0/24\", \"2001:db8::/32\"]\n\
      [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\nallow = [\"192.0.2.0/24\", \"2001:db8::/32\", \"127.0.0.1\"]\n\
@@ -182,7 +183,7 @@ fn client_behind_a_trusted_proxy_is_decided_on() {
         (Some("192.0.2.1"), 200),
         (Some("2001:db8::7"), 200),
         (Some("::ffff:192.0.2.1"), 200),
-        // What the client claims before the last hop does not count.
+        // Only the last address counts, which the trusted proxy appended. The client may have forged the others.
         (Some("192.0.2.1, 198.51.100.1"), 403),
         (Some("198.51.100.1, 192.0.2.1"), 200),
         (Some("198.51.100.1"), 403),
@@ -196,7 +197,7 @@ fn client_behind_a_trusted_proxy_is_decided_on() {
         assert_eq!(gateway.client().get_with("/", &headers).status, status, "{forwarded:?}");
         assert_eq!(status_over_http2(gateway.address, "http://gateway.test/", &headers), status, "{forwarded:?}");
     }
-    // Another peer is not a proxy: its own address counts.
+    // 127.0.0.2 is not a trusted proxy, so its own address counts.
     let claimed = ("x-forwarded-for", "192.0.2.1");
     assert_eq!(get_from(local(2), gateway.address, "/", &[claimed]).status, 403);
 }
@@ -211,13 +212,13 @@ fn client_of_the_proxy_protocol_is_decided_on() {
         ("PROXY TCP4 192.0.2.66 192.0.2.9 1 2\r\n", 403),
         ("PROXY TCP6 2001:db8::1 2001:db8::2 1 2\r\n", 200),
         ("PROXY TCP6 ::ffff:192.0.2.1 ::ffff:192.0.2.9 1 2\r\n", 200),
-        // The client is unknown: the address of the proxy counts.
+        // The header contains no client address, so the address of the proxy counts.
         ("PROXY UNKNOWN\r\n", 200),
     ] {
         let mut client = Client::connect(address);
         client.send(format!("{header}GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n").as_bytes());
         assert_eq!(client.reply().unwrap().status, status, "{header}");
-        // The next request of the connection.
+        // The next request on the connection has the same client.
         assert_eq!(client.get("/").status, status, "{header}");
     }
 }
@@ -240,7 +241,7 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
     eventually("the file is reloaded", || status(4, "/") == 403);
     assert_eq!((status(3, "/"), status(9, "/"), status(3, "/s"), status(4, "/s")), (200, 403, 403, 200));
     assert_eq!(open.get("/").status, 403);
-    // A bad file keeps the running rules. The log says what is wrong and where.
+    // An invalid file does not change the active rules. The log contains the error and its position.
     let bad = [
         ("127.0.0.3\n127.0.0.300\n", "`127.0.0.300` is not an address or a network"),
         ("deny 127.0.0.3;\n", "write only the network in the line: 127.0.0.3"),
@@ -255,7 +256,7 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
         assert_eq!((status(4, "/"), status(3, "/")), (403, 200), "{reason}");
     }
     assert!(gateway.log().contains("blocked.txt:2:1"), "{}", gateway.log());
-    // A comment says that the file is meant to be empty.
+    // A file with only a comment is accepted as an empty list.
     gateway.put_file("blocked.txt", "# none\n");
     eventually("the file is reloaded", || status(4, "/") == 200);
     assert_eq!((status(9, "/"), status(4, "/s")), (403, 403));
@@ -288,7 +289,8 @@ fn configuration_reload_reads_rules_and_files_again() {
 fn reloads_of_a_file_under_load_give_no_wrong_answer() {
     const RELOADS: usize = 20;
     const MANY: usize = 10_000;
-    // 127.0.0.3 is always blocked, 127.0.0.4 never, 127.0.0.5 in every other version. Every fourth one is invalid.
+    // Each version of the file blocks 127.0.0.3, none blocks 127.0.0.4, and every other version blocks 127.0.0.5. Every
+    // fourth version is invalid.
     let version = |round: usize| {
         let mut text: String =
             (0..MANY).map(|index| format!("10.{}.{}.{}/32\n", round, index / 256, index % 256)).collect();
@@ -385,13 +387,13 @@ fn unknown_hosts_are_misdirected() {
             );
         }
     }
-    // The host of the target takes precedence.
+    // The host of an absolute request target takes precedence over `Host`.
     let mut client = blocking.client();
     client.send(b"GET http://evil.test/any HTTP/1.1\r\nHost: api.test\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 421);
     client.send(b"GET http://api.test/any HTTP/1.1\r\nHost: evil.test\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
-    // HTTP/1.0 without a host.
+    // An HTTP/1.0 request without `Host` has no known host.
     client.send(b"GET /any HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 421);
     let log = records(&blocking, 1);

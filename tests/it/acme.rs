@@ -1,4 +1,4 @@
-//! Certificates by ACME, from Pebble: challenges, storage, readiness, reload, hot restart.
+//! ACME certificates from the test CA Pebble: challenges, storage, readiness, reload, hot restart.
 
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn http_01_obtains_a_certificate_for_each_name_and_stores_it() {
     });
     assert!(is_ready(&gateway), "{}", ask(&gateway, "GET", "/readyz").text());
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());
-    assert_eq!(gateway.get("/.well-known/acme-challenge/unknown").status, 308, "unknown tokens are for the routes");
+    assert_eq!(gateway.get("/.well-known/acme-challenge/unknown").status, 308, "an unknown token reaches the routes");
     let folder = storage(&gateway);
     for name in ["account.json", "one.test.pem", "two.test.pem"] {
         assert_eq!(folder.join(name).metadata().unwrap().mode() & 0o777, 0o600, "{name}");
@@ -47,7 +47,7 @@ fn http_01_obtains_a_certificate_for_each_name_and_stores_it() {
     let left: Vec<_> = files.filter(|name| name.contains(".order") || name.contains(".challenge")).collect();
     assert!(left.is_empty(), "{left:?}");
 
-    // The next process serves the stored certificate from the start, and places no order.
+    // After a restart, the process serves the stored certificate from the start and places no order.
     let shown = served(&gateway, &client, "one.test").unwrap();
     let next = restart(&mut gateway);
     assert!(is_ready(&next), "{}", ask(&next, "GET", "/readyz").text());
@@ -76,7 +76,7 @@ fn tls_alpn_01_validates_also_where_clients_need_certificates() {
          client_auth = \"required\" }}\n{}",
         pebble.table(),
         pebble.tls_port,
-        // Without `names`, the hosts of the routes have certificates.
+        // Without `names`, the gateway obtains certificates for the hosts of the routes.
         ROUTES.replace("path", "hosts = [\"API.test\"]\npath")
     ));
     let gateway = Gateway::start_with(&config, &[("ca.pem", &pebble.ca), ("clients.pem", &clients.pem())]);
@@ -86,7 +86,7 @@ fn tls_alpn_01_validates_also_where_clients_need_certificates() {
     let with_certificate = tls(&[&root], Some(&own), &[&TLS13]);
     let mut client = TlsClient::handshake(&with_certificate, gateway.address, "api.test").unwrap();
     assert_eq!(client.get_with("/", &[("host", "api.test")]).status, 308);
-    // Without a pending challenge, the protocol of validations is not offered.
+    // While no challenge is pending, the listener does not offer the ALPN protocol `acme-tls/1`.
     let mut validating = ClientConfig::clone(&with_certificate);
     validating.alpn_protocols = vec![b"acme-tls/1".to_vec()];
     let refused = TlsClient::handshake(&Arc::new(validating), gateway.address, "api.test").err().unwrap();
@@ -133,7 +133,7 @@ fn order_that_was_interrupted_by_sigkill_is_resumed() {
 #[test]
 fn failed_validation_is_reported_with_the_reason_of_the_ca() {
     let pebble = Pebble::start();
-    // The CA validates at another port.
+    // The gateway does not listen on the port at which the CA validates.
     let config = config(&pebble, &["one.test"], "challenges = [\"http-01\"]\n");
     let config = config.replace(&format!(":{}\"", pebble.http_port), ":0\"");
     let gateway = start_as(&pebble, &config);
@@ -190,7 +190,7 @@ fn reload_that_adds_a_name_orders_only_its_certificate() {
     names(&["two.test"]);
     let list = ask(&gateway, "GET", "/api/certificates").json();
     assert_eq!(list["certificates"].as_array().unwrap().len(), 1, "{list}");
-    // The certificate of a name that returns is still stored.
+    // If a removed name is configured again, the gateway uses its stored certificate.
     names(&["two.test", "three.test", "one.test"]);
     eventually("the third name has a certificate", || served(&gateway, &client, "three.test").is_some());
     assert_eq!(served(&gateway, &client, "one.test"), first);
@@ -208,7 +208,7 @@ fn hot_restart_keeps_the_certificate_and_the_new_process_renews_it() {
     assert!(is_ready(&gateway));
     assert_eq!(served(&gateway, &client, "one.test").as_ref(), Some(&first));
     assert_eq!(pebble.orders(), 1, "{}", pebble.log());
-    // The process that has ended held the lock of the storage.
+    // The old process held the lock of the storage. Its end released the lock, so the new process can renew.
     request_renewal(&gateway, "one.test");
     eventually("a new certificate", || served(&gateway, &client, "one.test").is_some_and(|leaf| leaf != first));
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());

@@ -1,4 +1,4 @@
-//! When certificates by ACME are renewed: renewal information of the CA (RFC 9773), and a CA that is down.
+//! The time of ACME renewals: renewal information of the CA (RFC 9773), and renewals while the CA is down.
 
 use std::collections::BTreeSet;
 
@@ -15,15 +15,16 @@ use crate::support::reload::metric;
 
 const DAY_S: u64 = 86_400;
 
-/// The factor and the divisor of a lifetime: when certificates are renewed without a suggestion of the CA.
+/// Without a suggestion of the CA, a certificate is renewed after this fraction of its lifetime (numerator,
+/// denominator).
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 
-/// Return the configuration of a gateway whose CA is behind a proxy.
+/// Return the configuration of a gateway that reaches the CA through a proxy.
 fn behind(proxy: &CaProxy, pebble: &Pebble, names: &[&str]) -> String {
     config(pebble, names, "").replace(&pebble.directory, &proxy.directory)
 }
 
-/// Return the record of a gateway with the renewal information of a name.
+/// Return the renewal information that a gateway has stored for a name.
 fn renewal_record(gateway: &Gateway, name: &str) -> Value {
     let text = std::fs::read_to_string(storage(gateway).join(format!("{name}.renewal.json"))).unwrap();
     serde_json::from_str(&text).unwrap()
@@ -33,7 +34,8 @@ fn is_recorded(gateway: &Gateway, name: &str) -> bool {
     storage(gateway).join(format!("{name}.renewal.json")).exists()
 }
 
-/// Return when the renewal of a name is planned, once that is within a window. Seconds since the Unix epoch.
+/// Wait until the planned renewal time of a name is within the window, and return it. Times are seconds since the Unix
+/// epoch.
 fn planned_s(gateway: &Gateway, name: &str, window: [u64; 2]) -> u64 {
     let planned_s = || time_s(&listed(gateway, name), "next_renewal");
     eventually("the renewal is planned in the window", || (window[0]..=window[1]).contains(&planned_s()));
@@ -66,23 +68,23 @@ fn certificate_is_renewed_in_the_window_that_the_ca_suggests() {
     let replaced: Vec<_> = orders.iter().map(|order| order.replaces.clone()).collect();
     assert_eq!(replaced, [None, Some(certificate_id(&first))]);
     assert!(orders[1].time_s >= renewal_s, "{orders:?}, planned at {renewal_s}");
-    eventually("it is stored", || window()[0] > now_s() + 9 * DAY_S);
+    eventually("the new window is stored", || window()[0] > now_s() + 9 * DAY_S);
     planned_s(&gateway, "one.test", window());
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());
 }
 
 #[test]
 fn window_is_read_again_when_the_ca_says() {
-    // `Retry-After`, and after how many seconds the gateway reads the window again.
+    // A value of `Retry-After`, and the number of seconds after which the gateway must read the window again.
     let waits = [("5", 60), ("7200", 7200), ("864000", DAY_S), ("Fri, 31 Dec 1999 23:59:59 GMT", 60)];
     let names = ["a.test", "b.test", "c.test", "d.test"];
     let pebble = Pebble::start();
     let started_s = now_s();
     let proxy = CaProxy::start(&pebble, move |number| match number {
         0..4 => Some(suggestion(started_s + 10 * DAY_S, started_s + 30 * DAY_S, waits[number].0)),
-        // In the past: renew now.
+        // A window in the past: renew at once.
         4 => Some(suggestion(started_s - 20, started_s - 10, "7200")),
-        // Beyond the validity.
+        // A window after the certificate expires.
         _ => Some(suggestion(started_s + 20_000 * DAY_S, started_s + 20_001 * DAY_S, "7200")),
     });
     let mut gateway = start_as(&pebble, &behind(&proxy, &pebble, &names));
@@ -100,7 +102,7 @@ fn window_is_read_again_when_the_ca_says() {
     }
     assert_eq!(planned.len(), 4, "renewals are spread over the window: {planned:?}");
 
-    // The time has come for one of them.
+    // Make the next read of the window of `c.test` due.
     kill(&mut gateway);
     let mut record = renewal_record(&gateway, "c.test");
     record["next_read_s"] = 1.into();
@@ -127,9 +129,9 @@ fn without_usable_renewal_information_two_thirds_of_the_lifetime_count() {
         0 => Some(ok("{}", "Retry-After: 60\r\n").replace("200 OK", "404 Not Found")),
         1 => Some(ok("", "").replace("200 OK", "500 -")),
         2 => Some(ok("not JSON", "Retry-After: 60\r\n")),
-        // Without Retry-After (RFC 9773 §4.3.3).
+        // A window without `Retry-After` (RFC 9773 §4.3.3).
         3 => Some(suggestion(1, 2, "").replace("Retry-After: \r\n", "")),
-        // The end does not follow the start (RFC 9773 §4.2).
+        // A window that does not end after its start (RFC 9773 §4.2).
         4 => Some(suggestion(1, 1, "60")),
         _ => None,
     });
@@ -143,7 +145,7 @@ fn without_usable_renewal_information_two_thirds_of_the_lifetime_count() {
         assert!((due_s..=due_s + lifetime_s / 20).contains(&planned_s), "{entry}");
         let record = renewal_record(&gateway, name);
         let next_s = record["next_read_s"].as_u64().unwrap();
-        assert!(now_s() < next_s && next_s <= now_s() + 60, "it is read again after a minute: {record}");
+        assert!(now_s() < next_s && next_s <= now_s() + 60, "the window is read again after a minute: {record}");
         assert_eq!((&record["failures"], &record["window"]), (&1.into(), &Value::Null), "{record}");
     }
     assert!(is_ready(&gateway));
@@ -162,7 +164,7 @@ fn known_window_stays_when_it_cannot_be_read_again() {
     let mut gateway = start_as(&pebble, &behind(&proxy, &pebble, &["one.test"]));
     eventually("a window", || is_recorded(&gateway, "one.test"));
     kill(&mut gateway);
-    // So many failures before, and the time of the next attempt has come.
+    // Store this number of earlier failures, and make the next read due.
     for (failures, wait_s) in [(0, 60), (3, 8 * 60), (30, 6 * 3600)] {
         let mut record = renewal_record(&gateway, "one.test");
         (record["next_read_s"], record["failures"]) = (1.into(), failures.into());
@@ -210,7 +212,7 @@ fn certificate_stays_in_use_while_the_ca_is_down_and_is_renewed_later() {
     let entry = listed(&gateway, "one.test");
     assert!(entry["error"].as_str().unwrap().contains("request to the CA at 127.0.0.1"), "{entry}");
     let retry_s = time_s(&entry, "next_renewal");
-    assert!(now_s() < retry_s && retry_s <= now_s() + 11, "after 10 s and up to a tenth more: {entry}");
+    assert!(now_s() < retry_s && retry_s <= now_s() + 11, "the retry is due after 10 to 11 s: {entry}");
     assert_eq!(served(&gateway, &client, "one.test").as_ref(), Some(&first));
     assert!(is_ready(&gateway));
     proxy.set_fault(Fault::None);

@@ -1,4 +1,4 @@
-//! Certificates by ACME of several gateways that share a Redis store: one order per renewal, fencing, outages.
+//! ACME certificates of several gateways that share a Redis store: one order per renewal, fencing, outages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -28,7 +28,8 @@ fn config(pebble: &Pebble, store: &str, secret: &str) -> String {
     ))
 }
 
-/// Start gateways with these configurations and a balancer at both ports of the CA. Return that for HTTP-01, too.
+/// Start a gateway with each configuration, and a balancer at each of the two ports that the CA validates at. Return
+/// the gateways and the balancer for HTTP-01.
 fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
     let gateways: Vec<_> = configs.iter().map(|config| start_as(pebble, config)).collect();
     let addresses = |index: usize| gateways.iter().map(|gateway| gateway.addresses()[index]).collect();
@@ -37,22 +38,22 @@ fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
     (gateways, balancer)
 }
 
-/// Start gateways on one store.
+/// Start `count` gateways that share a store.
 fn start_on(pebble: &Pebble, store: &str, count: usize) -> (Vec<Gateway>, Arc<Balancer>) {
     start(pebble, &vec![config(pebble, store, "s3cret"); count])
 }
 
-/// Return the key of the shared records.
+/// Return the Redis key of the shared ACME records.
 fn records(keys: Vec<String>) -> String {
     keys.into_iter().find(|key| key.contains(":acme:")).unwrap()
 }
 
-/// Return a number of the lock: `.token` or `.until`, in microseconds since the Unix epoch.
+/// Return a field of the lock: its fencing token (`.token`) or its end in microseconds since the Unix epoch (`.until`).
 fn lock(redis: &Redis, field: &str) -> u64 {
     redis::cmd("HGET").arg(records(redis.keys())).arg(field).query(&mut redis.connection()).unwrap()
 }
 
-/// Wait until one of two gateways has begun, and return it, then the other.
+/// Wait until one of the two gateways has begun an order. Return that gateway first.
 fn holder_first(mut gateways: Vec<Gateway>, has_begun: impl Fn() -> bool) -> [Gateway; 2] {
     eventually("an order has begun", has_begun);
     gateways.sort_by_key(|gateway| !gateway.log().contains("ACME account created"));
@@ -71,7 +72,7 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
     let all = || gateways.iter().map(|gateway| served(gateway, &client, "one.test").unwrap()).collect::<Vec<_>>();
     let first = all();
     assert!(first.iter().all(|leaf| *leaf == first[0]), "all serve the same certificate");
-    // Redis has no key that can be read without the secret.
+    // The records are encrypted with `store.secret`: Redis contains no readable key, certificate or name.
     let key = records(redis.keys());
     let stored: Vec<Vec<u8>> = redis::cmd("HVALS").arg(&key).query(&mut redis.connection()).unwrap();
     for word in [&b"PRIVATE KEY"[..], b"key_pkcs8", b"CERTIFICATE", b"one.test"] {
@@ -80,7 +81,7 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
     let other = start_as(&pebble, &config(&pebble, &redis.url(), "another"));
     eventually("a report", || other.log().contains("is `store.secret` the same on all gateways?"));
 
-    // A renewal that is requested of all three at once.
+    // Request a renewal from all three gateways at once.
     gateways.iter().for_each(|gateway| request_renewal(gateway, "one.test"));
     eventually("the new certificate at all gateways", || {
         let now = all();
@@ -95,7 +96,7 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
 
 #[test]
 fn renewals_fail_no_handshake_and_need_one_order_each() {
-    // Certificates are valid for 18 s, and renewed after 12 s.
+    // Certificates are valid for 18 s and are renewed after 12 s.
     let (pebble, redis) = (Pebble::start_with(&[], ", \"certificateValidityPeriod\": 18"), Redis::start());
     let (gateways, _) = start_on(&pebble, &redis.url(), 3);
     eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
@@ -127,7 +128,7 @@ fn renewals_fail_no_handshake_and_need_one_order_each() {
 fn another_gateway_resumes_the_order_of_one_that_was_killed() {
     let (pebble, redis) = (Pebble::start(), Redis::start());
     let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
-    // The validation waits until the gateway that placed the order is dead.
+    // The validation waits until the gateway that placed the order is killed.
     balancer.set([]);
     let [mut holder, other] = holder_first(gateways, || balancer.is_used());
     kill(&mut holder);
@@ -152,7 +153,7 @@ fn gateway_that_was_stopped_in_an_order_finds_it_finished_by_another() {
     let client = trusting(&pebble);
     let leaf = served(&other, &client, "one.test").unwrap();
     signal(&holder.child, "CONT");
-    eventually("its writes are refused", || holder.log().contains("another gateway has taken over"));
+    eventually("its writes are rejected", || holder.log().contains("another gateway has taken over"));
     eventually("it serves the certificate", || served(&holder, &client, "one.test").as_ref() == Some(&leaf));
     for gateway in [&holder, &other] {
         let entry = listed(gateway, "one.test");
@@ -172,7 +173,7 @@ fn order_of_a_gateway_that_was_stopped_before_it_stored_it_is_abandoned() {
     let token = lock(&redis, ".token");
     signal(&holder.child, "STOP");
     balancer.set([other.address]);
-    // The response waits in the socket of the stopped process.
+    // The CA's response to the order waits in the socket of the stopped process.
     proxy.set_fault(Fault::None);
     eventually("the other takes the lock", || lock(&redis, ".token") > token);
     eventually("a certificate", || is_ready(&other));
@@ -180,7 +181,7 @@ fn order_of_a_gateway_that_was_stopped_before_it_stored_it_is_abandoned() {
     let client = trusting(&pebble);
     let leaf = served(&other, &client, "one.test").unwrap();
     signal(&holder.child, "CONT");
-    eventually("its writes are refused", || holder.log().contains("another gateway has taken over"));
+    eventually("its writes are rejected", || holder.log().contains("another gateway has taken over"));
     eventually("it serves the certificate", || served(&holder, &client, "one.test").as_ref() == Some(&leaf));
     assert_eq!(served(&other, &client, "one.test"), Some(leaf));
     assert_eq!((pebble.orders(), pebble.issued()), (2, 1), "the first order is abandoned: {}", pebble.log());
@@ -202,7 +203,7 @@ fn lock_is_kept_while_the_ca_is_slow() {
     assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
 }
 
-/// Check that two gateways on a store share a certificate and its renewal after a failover.
+/// Check that two gateways on one store share a certificate, and its renewal after a failover of the store.
 fn check_sharing(url: &str, fail_over: impl FnOnce()) {
     let pebble = Pebble::start();
     let (gateways, _) = start_on(&pebble, url, 2);

@@ -61,7 +61,7 @@ fn metrics_count_requests_and_decisions() {
         assert_eq!(metric(&gateway, &format!("sluicegate_{line}")), expected, "{line}");
     }
     let page = ask(&gateway, "/metrics");
-    assert!(!page.text().contains("alice"), "no identity: {}", page.text());
+    assert!(!page.text().contains("alice"), "the metrics contain an identity: {}", page.text());
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn failing_store_and_fallback_decisions_are_visible() {
     assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());
     assert!(metric(&gateway, "sluicegate_store_failures_total{kind=\"failed\"}") > 0.0);
     let before = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
-    assert_eq!(gateway.get("/hello").status, 429, "the share is spent by now");
+    assert_eq!(gateway.get("/hello").status, 429, "the local share is used up");
     let after = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
     assert_eq!(after - before, 1.0);
     assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_denied\"}") > 0.0);
@@ -220,7 +220,7 @@ fn metrics_show_the_state_of_each_endpoint() {
     );
     release.send(()).unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
-    eventually("it has ended", || of("requests_in_flight", &server) == 0.0);
+    eventually("the request has ended", || of("requests_in_flight", &server) == 0.0);
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn without_a_token_only_local_hosts_are_served() {
     let mut client = Client::connect(gateway.admin());
     client.send(b"GET http://evil.example/metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 403);
-    // With a token, the Host header does not matter: another web page does not have the token.
+    // With a token, the Host header does not matter, because a malicious web page does not know the token.
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [("host", "gateway.example"), ("authorization", "Bearer sesame")];
     assert_eq!(Client::connect(gateway.admin()).get_with("/metrics", &known).status, 200);
@@ -267,11 +267,12 @@ fn unknown_admin_paths_and_methods_are_rejected() {
     assert_eq!(ask(&gateway, "/metric").status, 404);
     let reply = Client::connect(gateway.admin()).request("POST", "/metrics", &[HERE], b"");
     assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
-    // The admin listener is a separate listener.
+    // Other listeners do not serve `/metrics`.
     assert_eq!(gateway.get("/metrics").status, 404);
 }
 
-/// A terminal shows the next prompt on a line of its own. The body of `respond` is as configured.
+/// The gateway's own bodies end in a newline, so that a terminal shows the next prompt on a new line. The body of
+/// `respond` is sent as configured.
 #[test]
 fn bodies_of_own_responses_end_in_a_newline() {
     let limited = "[limit.one]\nby = \"ip\"\nquota = \"1/day\"\n\
@@ -326,11 +327,11 @@ fn draining_gateway_is_not_ready() {
     assert!(gateway.wait().success());
 }
 
-/// Send requests for metrics until the socket buffers of both sides are full, without reading.
+/// Send requests for metrics without reading the responses, until the socket buffers of both sides are full.
 fn never_reads(stream: &mut TcpStream) {
     stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
     let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
-    // The gateway may have closed the connection in favour of another one.
+    // The gateway may have closed this connection to accept another one.
     if let Err(error) = stream.write_all(&requests) {
         use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
         assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const TOKEN: &str = "open-sesame";
 const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"open-sesame\"\n";
 
-/// The algorithms, each with the other keys of its limit.
+/// All algorithms.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
@@ -46,7 +46,7 @@ fn usage(gateway: &Gateway, query: &str) -> Value {
     answer["limits"][0].clone()
 }
 
-/// A route with one limit by a header.
+/// Return a configuration with one route and one limit, which is by the header `x-id`.
 fn one_limit(store: &str, quota: &str, rest: &str) -> String {
     format!(
         "{store}{ADMIN}[limit.one]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}\"\n\
@@ -87,7 +87,7 @@ fn top_denied_lists_clients_without_secrets() {
         ),
         &[(
             "consumers.toml",
-            // printf %s secret-of-acme | sha256sum
+            // The hash is the output of `printf %s secret-of-acme | sha256sum`.
             "[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:f1a3b3e4acf10cec0cbde3ff4b4d5b17a10ce5b0b5f5f9d94a7ac4f1bb0b0ed5\"]\n",
         )],
     );
@@ -115,7 +115,7 @@ fn top_denied_lists_clients_without_secrets() {
         (&net["identities"][0]["denied_at_least"], &net["identities"][0]["denied_at_most"]),
         (&json!(5), &json!(5))
     );
-    // A shadow limit lists the clients that it would deny, but not for requests that another limit denies.
+    // A shadow limit lists the clients that it would deny. It does not count requests that another limit denies.
     let shadow = of("try");
     assert_eq!(shadow["shadow"], true);
     assert_eq!(of("key")["identities"][0]["parts"], json!({"api-key": null}));
@@ -126,7 +126,7 @@ fn top_denied_lists_clients_without_secrets() {
     for secret in ["planted", "unknown-secret", TOKEN] {
         assert!(!page.text().contains(secret), "{secret} in {}", page.text());
     }
-    // The hash is that of the Redis key.
+    // The identity hash in the response is part of the Redis key.
     let hash = net["identities"][0]["identity"].as_str().unwrap().to_owned();
     assert!(
         redis.keys().iter().any(|key| key.starts_with(&format!("rl:{{{hash}}}:net:"))),
@@ -140,7 +140,7 @@ fn top_denied_lists_clients_without_secrets() {
     }
 }
 
-/// A limit of each algorithm, each on its own route.
+/// Return a configuration with a limit per algorithm, each on its own route.
 fn every_kind(store: &str) -> String {
     let each = KINDS.map(|kind| {
         let quota = if kind == "concurrency" { "3".to_owned() } else { format!("3/{LONG}") };
@@ -253,7 +253,7 @@ fn identity_is_found_by_its_value_or_hash() {
         let hash = found["identity"].as_str().unwrap();
         let limit = query.split('&').next().unwrap();
         let again = usage(&gateway, &format!("{limit}&identity={hash}"));
-        // An address in place of a key is not marked as such.
+        // A hash does not tell that the identity is the address of an anonymous client, so the quota may differ.
         if !query.contains("anonymous") {
             assert_eq!(again["quota"], found["quota"], "{query} by its hash");
             assert_eq!(again["consumer"], found["consumer"], "{query} by its hash");
@@ -279,7 +279,7 @@ fn reset_reaches_all_gateways() {
         );
     }
     assert_eq!(statuses(&gateways[0], "alice", 4), [200, 200, 200, 429]);
-    // A cached denial needs no call.
+    // A cached denial needs no call to Redis.
     assert_eq!(statuses(&gateways[1], "alice", 1), [429]);
     let asked = redis.calls("evalsha");
     assert_eq!(statuses(&gateways[1], "alice", 3), [429; 3]);
@@ -287,14 +287,14 @@ fn reset_reaches_all_gateways() {
     let answer = post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "alice"}}));
     assert_eq!((&answer["removed"], &answer["effective_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
     assert_eq!(usage(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
-    // Well within the minute for which a denial is cached.
+    // The reset also removes the cached denial, which would last for up to a minute.
     eventually("the other gateway has the change", || statuses(&gateways[1], "alice", 1) == [200]);
     let rest: Vec<_> = gateways.iter().flat_map(|gateway| statuses(gateway, "alice", 4)).collect();
-    assert_eq!(count(&rest, 200), 2, "a fresh quota, once");
+    assert_eq!(count(&rest, 200), 2, "the gateways share one new quota");
     assert_eq!(statuses(&gateways[0], "other", 1), [429], "other identities are unaffected");
     let hash = answer["identity"].clone();
     let again = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": hash}));
-    assert_eq!(again["removed"], true, "by its hash");
+    assert_eq!(again["removed"], true, "a reset by the hash");
     let nothing = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "absent"}}));
     assert_eq!(nothing["removed"], false);
     redis.assert_every_key_expires();
@@ -333,27 +333,27 @@ fn override_applies_on_all_gateways_until_it_expires() {
     assert_eq!((&shown["quota"], &shown["note"]), (&body["quota"], &body["note"]), "{answer}");
     let looked = usage(&gateways[0], "limit=one&header:x-id=alice");
     assert_eq!((&looked["remaining"], &looked["override"]["note"]), (&json!(7), &json!("trial")), "{looked}");
-    // A gateway that starts now reads the override as well.
+    // A gateway that starts later reads the override as well.
     let third = Gateway::start(&config);
     for gateway in [&gateways[1], &third] {
-        eventually("the other nodes know it", || statuses(gateway, "alice", 1) == [200]);
+        eventually("the other gateways have the override", || statuses(gateway, "alice", 1) == [200]);
     }
     let addresses = [gateways[0].address, gateways[1].address, third.address];
     let admitted = load(&addresses, 6, 60, "/r", &[("x-id", "alice")]);
-    assert_eq!(count(&admitted, 200), 5, "ten in all: the three before count");
+    assert_eq!(count(&admitted, 200), 5, "of ten requests, five were used earlier");
     assert_eq!(count(&admitted, 429), 55);
     let all = get(&third, "/api/overrides");
     assert_eq!(all["overrides"].as_array().unwrap().len(), 1, "{all}");
     assert_eq!(all["overrides"][0]["identity"], shown["identity"]);
     redis.assert_every_key_expires();
-    eventually("it has ended", || get(&third, "/api/overrides")["overrides"] == json!([]));
+    eventually("the override has expired", || get(&third, "/api/overrides")["overrides"] == json!([]));
     for gateway in [&gateways[0], &gateways[1], &third] {
         let looked = usage(gateway, "limit=one&header:x-id=alice");
         assert_eq!((&looked["decision"], &looked["remaining"]), (&json!("denied"), &json!(0)), "{looked}");
         assert_eq!(statuses(gateway, "alice", 1), [429]);
         assert_eq!(looked["quota"], format!("3/{LONG}"));
     }
-    eventually("nothing remains", || redis.keys().iter().all(|key| key.starts_with("rl:{")));
+    eventually("the overrides are deleted", || redis.keys().iter().all(|key| key.starts_with("rl:{")));
 }
 
 #[test]
@@ -366,7 +366,7 @@ fn override_may_lower_the_quota_and_can_be_removed() {
         post(&gateway, "/api/overrides", &body("4"));
         let mut client = gateway.client();
         let reply = client.get_with("/r", &[("x-id", "alice")]);
-        assert_eq!(reply.status, 429, "more is used than there is now");
+        assert_eq!(reply.status, 429, "the usage exceeds the new quota");
         assert!(reply.header("ratelimit-policy").unwrap().contains("\"one\";q=4;"), "{reply:?}");
         assert_eq!(statuses(&gateway, "bob", 5), [200; 5], "other identities are unaffected");
         post(&gateway, "/api/overrides", &body("7"));
@@ -408,8 +408,8 @@ fn override_in_the_memory_store_expires() {
     let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "ttl": "5s"});
     post(&gateway, "/api/overrides", &body);
     assert_eq!(statuses(&gateway, "alice", 3), [200; 3]);
-    eventually("it has ended", || usage(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
-    assert_eq!(statuses(&gateway, "alice", 1), [429], "what is used is more than there is now");
+    eventually("the override has expired", || usage(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
+    assert_eq!(statuses(&gateway, "alice", 1), [429], "the usage exceeds the standard quota");
     assert_eq!(get(&gateway, "/api/overrides")["overrides"], json!([]));
 }
 
@@ -422,7 +422,7 @@ fn override_with_another_window_is_found_by_reset() {
     );
     let identity = json!({"header:x-id": "alice"});
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
-    // Another window is another state.
+    // A quota with another window has another state.
     post(&gateway, "/api/overrides", &json!({"limit": "one", "identity": identity, "quota": "3/365d", "ttl": "1h"}));
     assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
     let reset = json!({"limit": "one", "identity": identity});
@@ -481,7 +481,7 @@ fn admin_commands_work_on_a_cluster() {
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
-    // On any master.
+    // The identities are stored on different masters.
     for identity in ["a", "b", "c", "d", "e", "f"] {
         let whose = json!({"header:x-id": identity});
         assert_eq!(statuses(&gateways[0], identity, 3), [200, 200, 429]);
@@ -537,7 +537,7 @@ fn changes_need_a_token() {
     reply.assert_problem(405, "another method");
     assert_eq!(reply.header("allow"), Some("POST"));
     send(&gateway, "GET", "/api/nothing", &[known], b"").assert_problem(404, "no such path");
-    assert_eq!(statuses(&gateway, "alice", 1), [429], "none of these did anything");
+    assert_eq!(statuses(&gateway, "alice", 1), [429], "the rejected requests changed nothing");
     let reply = send(
         &gateway,
         "POST",
@@ -575,7 +575,7 @@ fn admin_api_reports_a_store_that_does_not_reply() {
     request(&gateway, "POST", "/api/overrides", body.to_string().as_bytes()).assert_problem(503, "an override");
     let all = get(&gateway, "/api/overrides");
     assert_eq!((&all["overrides"][0]["quota"], all["store_error"].is_string()), (&json!("9/day"), true), "{all}");
-    assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "this gateway lists what it denied");
+    assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "the gateway lists its own denials");
 }
 
 #[test]
@@ -593,13 +593,12 @@ fn reset_clears_the_local_share_of_an_outage() {
         request(&gateway, "POST", "/api/reset", reset.to_string().as_bytes()).status == 200
     });
     relay.redirect_to(nowhere);
-    assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share, from the beginning");
+    assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share starts anew");
 }
 
 #[test]
 fn reset_finds_the_state_of_a_consumer_with_its_own_quota() {
     let redis = Redis::start();
-    // printf %s secret-of-acme | sha256sum
     let consumers = "[[consumer]]\nname = \"acme\"\n\
                      keys = [\"sha256:KEY\"]\nlimit.one = { quota = \"2/365d\" }\n";
     let consumers = consumers.replace("KEY", &sha256("secret-of-acme"));

@@ -17,7 +17,7 @@ fn config(admin: &str) -> String {
     )
 }
 
-/// A gateway whose configuration has the port of its admin listener.
+/// Start a gateway. Its configuration contains the port of the admin listener, so that commands find it.
 fn start() -> Gateway {
     // If another process takes the port meanwhile, the gateway fails to start and says so.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -47,7 +47,7 @@ fn statuses(gateway: &Gateway, identity: &str, times: usize) -> Vec<u16> {
     (0..times).map(|_| client.get_with("/r", &[("x-id", identity)]).status).collect()
 }
 
-/// Return the words of the line that contains a word.
+/// Return the words of the first line that contains `word`.
 fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
     let line = text.lines().find(|line| line.split_whitespace().any(|each| each == word));
     line.unwrap_or_else(|| panic!("no {word} in\n{text}")).split_whitespace().collect()
@@ -76,7 +76,7 @@ fn commands_find_and_help_a_limited_client() {
     assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
 
     let reset = output(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
-    assert_eq!(reset, format!("{hash} of `one` was reset\n"));
+    assert_eq!(reset, format!("identity {hash} was reset for the limit `one`\n"));
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
 
     let set = [
@@ -154,7 +154,7 @@ fn errors_of_admin_commands_are_one_sentence() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {err}");
         assert!(err.contains(expected) && !err.contains(TOKEN), "{arguments:?}: {err}");
     }
-    // Reading needs no token here, changes do.
+    // Without `admin.token`, reads are allowed and changes are rejected.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
     assert!(output(&open, &["top"]).contains("no denials"));

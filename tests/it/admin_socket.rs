@@ -34,7 +34,7 @@ fn said(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap())
 }
 
-/// Wait until the gateway is ready: it logs its addresses before.
+/// Wait until the admin socket accepts connections, because the gateway logs its addresses earlier.
 fn await_socket(path: &Path) {
     eventually("the admin socket has its name", || std::os::unix::net::UnixStream::connect(path).is_ok());
 }
@@ -75,7 +75,7 @@ fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
     let restart = format!("{}[store]\ntimeout = \"77ms\"\n", config("20/3650d", SOCKET));
     for (bad, error) in [
         (config("20/eon", SOCKET), "20/eon"),
-        // The file is not even TOML: the gateway must be found all the same.
+        // This file is not valid TOML, but `reload` must find the gateway nevertheless.
         (format!("{SOCKET}= ="), "rejected"),
         (restart, "store.timeout cannot change while the gateway runs"),
     ] {
@@ -88,7 +88,8 @@ fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
     assert_eq!(gateway.get("/r").status, 400, "a header is missing: the limit is in force");
 }
 
-/// The command of the unit, by hand: `systemctl reload` prints its output and fails with it.
+/// Run the `ExecReload` command of the systemd unit. `systemctl reload` prints the command's output and fails if the
+/// command fails.
 #[test]
 fn reload_command_of_the_systemd_unit_reports_what_changed_and_what_is_wrong() {
     let runtime = tempfile::tempdir().unwrap();
@@ -133,9 +134,9 @@ fn socket_is_removed_at_the_end_and_used_by_one_gateway_only() {
     let output = command(second.path(), &[]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap();
     let (code, text) = said(&output);
     assert_eq!(code, Some(1), "{text}");
-    assert!(text.contains("admin.sock: another process listens there"), "{text}");
-    assert!(socket.exists(), "it is that of the first gateway");
-    // A killed gateway leaves its socket, which the next one replaces.
+    assert!(text.contains("admin.sock: another process listens on this socket"), "{text}");
+    assert!(socket.exists(), "the socket of the first gateway stays");
+    // A killed gateway leaves its socket file, which the next gateway replaces.
     gateway.child.kill().unwrap();
     gateway.wait();
     assert!(socket.exists());
@@ -184,7 +185,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
         &format!("{SOCKET}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n"),
     ));
     let mut client = gateway.client();
-    // `a` is known because it was denied.
+    // The gateway knows the identity `a`, because it denied `a`.
     for _ in 0..12 {
         client.get_with("/r", &[("x-id", "a")]);
     }
@@ -202,14 +203,14 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     assert_eq!(code, Some(0), "{text}");
     for expected in [
         "differences from the running gateway:\n  limit `id`: quota \"10/3650d\" → \"5/3650d\"\n  route `new`: added\n  route `old`: removed\n",
-        "identities whose usage exceeds a new quota; they are denied until it has decreased:\n  limit `id`: header:x-id=(hidden) (",
+        "identities whose usage exceeds a new quota; their requests are denied until the usage has decreased:\n  limit `id`: header:x-id=(hidden) (",
         ") has used 10, but the new quota 5/3650d admits at most 5\n",
     ] {
         assert!(text.contains(expected), "{expected} is not in\n{text}");
     }
     assert!(!text.contains("restart"), "{text}");
 
-    // Another window starts with new counters.
+    // A quota with another window starts with new counters.
     let (code, text) = check(&config("5/30d", &format!("{SOCKET}{listener}")), &[]);
     assert!(code == Some(0) && !text.contains("known identities"), "{text}");
 
@@ -217,7 +218,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     let moved = format!("{SOCKET}[log]\naccess = \"off\"\n[[listener]]\naddress = \"{address}\"\n");
     let (code, text) = check(&config("10/3650d", &moved), &[]);
     assert_eq!(code, Some(2), "{text}");
-    let rejected = "a reload rejects a change of these keys, which need a restart:\n  listener.address\n";
+    let rejected = "changed keys that need a restart (a reload would be rejected):\n  listener.address\n";
     assert!(text.contains(rejected), "{text}");
     let expected = format!("a restart would fail:\n  cannot listen on {address} while the gateway runs: ");
     assert!(text.contains(&expected), "{text}");
@@ -230,7 +231,8 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     assert_eq!(json["against"]["unavailable"].as_array().unwrap().len(), 1);
 }
 
-/// Return a consumers file with a key `key-of-NAME` for each consumer. `more` has the tier or the quotas.
+/// Return a consumers file. Each consumer has a name, the key `key-of-NAME`, and further lines for its tier or its
+/// quotas.
 fn consumers(all: &[(&str, &str)]) -> String {
     let entry = |(name, more): &(&str, &str)| {
         let hash = digest(&SHA256, format!("key-of-{name}").as_bytes());
@@ -240,7 +242,8 @@ fn consumers(all: &[(&str, &str)]) -> String {
     all.iter().map(entry).collect()
 }
 
-/// The usage of a consumer is compared with its own new quota: that of `consumers.toml`, of its tier or of its override.
+/// The command compares the usage of each consumer with its own new quota, from `consumers.toml`, its tier or its
+/// override.
 #[test]
 fn check_against_names_consumers_above_their_own_new_quota() {
     let config = |all: u32, gold: u32, anonymous: u32| {
@@ -284,13 +287,14 @@ fn check_against_names_consumers_above_their_own_new_quota() {
         (0..times).for_each(|_| last = client.get_with("/r", headers).status);
         assert_eq!(last, status, "{name}");
     };
-    // Used of `calls`: 9 of 10, 18 of 20, 12 of 14, 12 of 50, 9 of 10, and all 30 of the anonymous client.
+    // The usage of the limit `calls`, in the order of these calls: 9 of 10, 18 of 20, 12 of 14, 12 of 50, 9 of 10, and
+    // 30 of 30 for the anonymous client.
     send("plain", 9, 200);
     send("gold", 18, 200);
     send("own", 12, 200);
     send("given", 12, 200);
     send("gone", 9, 200);
-    // Denied, so that the gateway knows its network.
+    // The last request is denied, so that the gateway knows the address of the anonymous client.
     send("", 31, 429);
 
     let check = |config: &str, all: &[(&str, &str)]| {
@@ -314,15 +318,15 @@ fn check_against_names_consumers_above_their_own_new_quota() {
         over.collect::<Vec<_>>()
     };
     let none: [String; 0] = [];
-    assert_eq!(check(&old, &before), none, "nothing is new");
-    // The default quota is that of `plain`, `gone` and `idle`. `given` keeps its override.
+    assert_eq!(check(&old, &before), none, "no quota has changed");
+    // The default quota applies to `plain`, `gone` and `idle`. `given` keeps its override.
     let over = check(&config(5, 20, 30), &before);
     assert_eq!(over, ["calls: api-key=gone: 9 of 5, 5/3650d", "calls: api-key=plain: 9 of 5, 5/3650d"]);
     let over = check(&config(10, 17, 30), &before);
     assert_eq!(over, ["calls: api-key=gold: 18 of 17, 17/3650d"]);
     let over = check(&config(10, 20, 29), &before);
     assert_eq!(over, ["calls: anonymous=127.0.0.1: 30 of 29, 29/3650d"]);
-    // Larger quotas, and keys that are no quota.
+    // Larger quotas and changes of other keys are not reported.
     assert_eq!(check(&config(11, 21, 31), &before), none);
     assert_eq!(check(&old.replace("[[route]]", "announce = false\n[[route]]"), &before), none);
 
@@ -337,7 +341,7 @@ fn check_against_names_consumers_above_their_own_new_quota() {
     ];
     let over = check(&old, &after);
     assert_eq!(over, ["calls: api-key=gold: 18 of 10, 10/3650d", "calls: api-key=own: 12 of 11, 11/3650d"]);
-    // Another window, another algorithm and other identities start with new counters.
+    // A limit with another window, algorithm or kind of identity starts with new counters.
     for (old_text, new_text) in [
         ("quota = \"10/3650d\"\ntiers", "quota = \"1/30d\"\ntiers"),
         (
@@ -356,7 +360,8 @@ fn check_against_names_consumers_above_their_own_new_quota() {
     }
 }
 
-/// An identity of several parts is queried by its parts: a hash alone does not tell the tier of its consumer.
+/// The command queries an identity of several parts by these parts, because a hash does not tell the tier of the
+/// consumer.
 #[test]
 fn check_against_knows_the_tier_of_denied_identities_of_several_parts() {
     let config = |quota: u32, gold: u32| {

@@ -1,5 +1,5 @@
-//! `require` and `identify` over the wire: kinds of credentials, their order, statuses and challenges, one store call, and
-//! what the upstream sees of them.
+//! End-to-end tests of `require` and `identify`: kinds of credentials, their order, statuses and challenges, the number
+//! of store calls, and the credentials that the upstream receives.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use serde_json::{Value, json};
 
 const NAME: &str = "gate.test";
 
-/// Return the hash of a key as in the consumers file.
+/// Return the hash of an API key, in the form of the consumers file.
 fn hash(key: &str) -> String {
     let digits: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("sha256:{digits}")
 }
 
-/// A consumers file: the name of each consumer with its keys, as TOML values.
+/// Return a consumers file. Each consumer has a name, and keys as TOML values.
 fn consumers(consumers: &[(&str, &[&str])]) -> String {
     let consumer = |(name, keys): &(&str, &[&str])| {
         let keys: Vec<_> = keys.iter().map(|key| (*key).to_owned()).collect();
@@ -38,7 +38,7 @@ fn plain(key: &str) -> String {
     format!("\"{}\"", hash(key))
 }
 
-/// `alice` has the key `alice-key`.
+/// Return a consumers file with the consumer `alice` and its key `alice-key`.
 fn alice() -> String {
     consumers(&[("alice", &[&plain("alice-key")])])
 }
@@ -51,14 +51,14 @@ fn tokens(rest: &str) -> String {
     format!("[auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n{rest}\n")
 }
 
-/// A limit whose counts do not depend on the time of day.
+/// Return a limit whose window starts with the first request, so that it cannot end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
     )
 }
 
-/// A route `/NAME` to the upstream `api`.
+/// Return a route `/NAME` to the upstream `api`.
 fn route(name: &str, rest: &str) -> String {
     format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"api\"\n{rest}\n")
 }
@@ -73,7 +73,7 @@ fn challenges(reply: &Reply) -> Vec<&str> {
     lines.map(|(_, value)| value.as_str()).collect()
 }
 
-/// Assert the status and the challenges of a response. 200 is the upstream's.
+/// Assert the status and the challenges of a response. A status other than 200 must have a problem document.
 fn assert_reply(reply: &Reply, status: u16, expected: &[&str], what: &str) {
     if status == 200 {
         assert_eq!(reply.status, 200, "{what}: {}", reply.text());
@@ -92,8 +92,8 @@ fn claims(sub: &str) -> Value {
     json!({ "sub": sub, "exp": in_seconds(300) })
 }
 
-/// Write the server certificate and the client CA. Return the listener, and the configuration of a client with or
-/// without a certificate.
+/// Write the server certificate and the client CA to the folder. Return the listener configuration, the client CA and
+/// the server certificate.
 fn tls_listener(folder: &Path) -> (String, Authority, Pair) {
     let (authority, server) = (Authority::new("ours"), Pair::server(NAME, NOW));
     for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", &authority.pem())] {
@@ -199,13 +199,13 @@ fn key_is_read_from_several_places() {
     }
     let conflict = client.get_with("/r", &[("Authorization", "Bearer alice-key"), ("X-Api-Key", "bob-key")]);
     assert!(conflict.text().contains("`authorization` and `x-api-key` have different API keys"), "{}", conflict.text());
-    // HTTP/2 has the same rules.
+    // The same rules apply to HTTP/2.
     let ask = |value: &str| {
         let request = http::Request::get("http://gateway.test/r").header("authorization", value);
         crate::support::http2::ask(gateway.address, [request.body(&b""[..]).unwrap()])[0].status()
     };
     assert_eq!([ask("Bearer alice-key"), ask("Bearer eve")], [Some(200), Some(401)]);
-    // A long key is hashed, and one beyond the limit of headers is not read.
+    // A long key is hashed like others. A key that exceeds the size limit of headers is rejected with 431.
     let long = format!("Bearer {}", "x".repeat(30 << 10));
     assert_reply(&client.get_with("/r", &[("Authorization", &long)]), 401, invalid, "a long key");
     let mut client = gateway.client();
@@ -259,16 +259,18 @@ fn keys_expire_and_are_disabled_and_bound_to_routes() {
     }
     let expired = client.get_with("/r", &[("Authorization", "Bearer old-key")]);
     assert_reply(&expired, 401, &["ApiKey", "Bearer error=\"invalid_token\""], "an expired bearer token");
-    // The log has the reason with the names of the consumer and the key.
+    // The log contains the reason, and the names of the consumer and of the key.
     let log = gateway.log();
-    for (reason, name) in
-        [("API key has expired", "old"), ("API key is disabled", "off"), ("API key is not for this route", "other")]
-    {
+    for (reason, name) in [
+        ("API key has expired", "old"),
+        ("API key is disabled", "off"),
+        ("API key is not valid for this route", "other"),
+    ] {
         let line = log.lines().find(|line| line.contains(reason) && line.contains(name));
         let line = line.unwrap_or_else(|| panic!("{reason} of {name} is not in\n{log}"));
         assert!(line.contains("DEBUG") && line.contains("alice"), "{line}");
     }
-    // A disabled key is rejected from the next request on.
+    // If a key is disabled in the file, the next request with it is rejected.
     gateway.put_file("consumers.toml", &file.replace(&plain("plain-key"), &table("plain-key", "disabled = true")));
     eventually("the key is disabled", || client.get_with("/r", &[("X-Api-Key", "plain-key")]).status == 401);
 }
@@ -302,7 +304,7 @@ fn required_claims_have_a_value_one_of_several_or_all_of_several() {
         (json!("admin"), json!(true), [false, true, false, true, false]),
         (json!(["write"]), json!([7]), [true, true, false, false, false]),
         (json!(["read", "write"]), json!(["7", "8"]), [true, true, true, true, true]),
-        // A list has whole values, a string has words between spaces.
+        // The elements of a list are compared as a whole. A string is split into words at spaces.
         (json!(["read write"]), json!("7"), [false; 5]),
         (json!("read,write"), json!("7"), [false; 5]),
         (json!("Write"), json!("7"), [false; 5]),
@@ -398,7 +400,7 @@ fn alternatives_are_tried_in_order() {
     let detail = "one of these is required: an API key in the header `x-api-key` or `authorization` (Bearer); \
                   a client certificate and a bearer token";
     assert!(reply.text().contains(detail), "{}", reply.text());
-    // A certificate with an empty subject is a credential, although it is no identity.
+    // A certificate with an empty subject is a valid credential, although it is not an identity for limits.
     let anonymous = tls(&[&server.der], Some(&authority.client(&[], NOW)), &[&TLS13]);
     assert_eq!(over_tls(&anonymous, &gateway).get("/cert").status, 200);
 }
@@ -501,10 +503,10 @@ fn credential_and_limits_take_one_store_call() {
         let (reply, calls) = ask(path, lines);
         assert_eq!((reply.status, calls), (status, expected), "{what}");
     }
-    // Three were charged to the address, and none to limits that clients share.
+    // Three of these requests were charged to the client's address, and none to limits that clients share.
     let (reply, _) = ask("/r", &good);
     assert_eq!(["per-ip", "per-key", "all"].map(|limit| reply.remaining(limit)), [4, 98, 98]);
-    // Guessing ends with 429, which does not tell whether the key is valid.
+    // A client that guesses keys finally gets 429, which does not tell whether a key is valid.
     let statuses: Vec<_> = (0..6).map(|_| ask("/r", &[("X-Api-Key", "eve")]).0.status).collect();
     assert_eq!(statuses, [401, 401, 401, 401, 429, 429]);
     let (reply, calls) = ask("/bound", &[("X-Api-Key", "bound-key")]);
@@ -538,7 +540,7 @@ fn limits_read_the_provider_that_succeeded() {
     let token = bearer(&key.token(&claims("alice")));
     let token = ("Authorization", &*token);
     let mut client = gateway.client();
-    // The remaining quota of `calls` and `subject`.
+    // The last two columns are the remaining quotas of `calls` and `subject`.
     for (what, path, lines, calls, subject) in [
         ("a partner", "/any", &[("X-Partner", "globex-key")][..], Some(499), None),
         ("a token", "/any", &[token], None, Some(99)),
@@ -567,7 +569,7 @@ fn limits_read_the_provider_that_succeeded() {
         &["Bearer", "ApiKey"],
         "an unknown key",
     );
-    // `on_missing` of the limit is `reject`: a token is not enough.
+    // `on_missing` of the limit is `reject`, so a request needs an API key in addition to the token.
     assert_reply(&client.get_with("/needed", &[token]), 401, &["ApiKey"], "a limit by API key");
     assert_eq!(client.get_with("/needed", &[("X-Partner", "globex-key")]).remaining("needed"), 99);
 }
@@ -580,7 +582,8 @@ fn bearer_credentials_of_both_shapes_are_identified() {
     let forged = Key::ed("k").token(&claims("alice"));
     let foreign = Key::ed("other").token(&claims("alice"));
     for (unknown, identify, expected) in [
-        // A key, a token, a forged token, a token with an unknown key, another unknown bearer, and none.
+        // The expected statuses for an API key, a token, a forged token, a token with an unknown key, another unknown
+        // bearer credential, and no credential.
         ("reject", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
         ("reject", "\"tokens\", \"keys\"", [200, 200, 401, 401, 401, 200]),
         ("anonymous", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
@@ -634,7 +637,7 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
     let forged = bearer(&signed(&json!({ "alg": "none" }), &claims("root"), |_| Vec::new()));
     let basic = "Basic YTpi";
     let mut client = gateway.client();
-    // The lines of a request, and what remains of them at the upstream: X-Api-Key, X-Kept and Authorization.
+    // The headers of a request, and the values of X-Api-Key, X-Kept and Authorization that the upstream receives.
     for (what, path, lines, seen) in [
         ("a key", "/keys", &[("X-Api-Key", "alice-key")][..], ["", "", ""]),
         ("a bearer key", "/keys", &[("Authorization", "Bearer alice-key")], ["", "", ""]),
@@ -664,7 +667,8 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
         let at = ["x-api-key", "x-kept", "authorization"].map(|name| last.headers(name).join("|"));
         assert_eq!(at, seen, "{what}: {}", last.head);
     }
-    // Names that servers fold into these headers are removed everywhere, and `Connection` cannot keep or drop them.
+    // Headers whose names servers treat as equal (such as `X_Api_Key`) are removed on all routes. `Connection` affects
+    // neither them nor `Authorization`.
     for alias in ["X_Api_Key", "x.api.key", "X-Api_Key", "x_kept", "X!Kept"] {
         for path in ["/identified", "/open"] {
             let lines = [
@@ -734,7 +738,7 @@ fn forged_identities_are_not_admitted() {
     assert_eq!((reply.status, reply.remaining("who")), (200, 999), "nothing was charged to alice");
 }
 
-/// A token that was verified once is verified again if the keys change.
+/// If the keys change, a token that was already verified is verified again.
 #[test]
 fn replaced_keys_end_verified_tokens() {
     let upstream_server = Upstream::start();

@@ -21,7 +21,7 @@ struct Balancer {
     _folder: tempfile::TempDir,
 }
 
-/// The fixed ports of a gateway: it starts again on the same ones.
+/// The ports of a gateway. A restarted gateway has the same ports.
 #[derive(Clone, Copy)]
 struct Ports {
     listener: u16,
@@ -29,8 +29,8 @@ struct Ports {
 }
 
 impl Balancer {
-    /// Start HAProxy with the defaults of its health checks: a gateway is down after three failed ones. Without retries,
-    /// a connection that a gateway refuses is an error of the client.
+    /// Start HAProxy with its default health checks: after three failed checks, a gateway is down. HAProxy does not
+    /// retry, so the client gets an error if a gateway refuses a connection.
     fn start(gateways: &[Ports]) -> Balancer {
         let folder = tempfile::tempdir().unwrap();
         let port = free_port();
@@ -52,7 +52,7 @@ impl Balancer {
             .args(["-db", "-q", "-f"])
             .arg(path);
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-        let child = child.expect("haproxy is needed; `make tools` installs it");
+        let child = child.expect("the test needs `haproxy`; `make tools` installs it");
         let mut balancer = Balancer { address: ([127, 0, 0, 1], port).into(), child, _folder: folder };
         eventually("HAProxy listens", || {
             assert_eq!(balancer.child.try_wait().unwrap(), None, "HAProxy does not start");
@@ -69,7 +69,7 @@ impl Drop for Balancer {
     }
 }
 
-/// Start a gateway that responds with its name.
+/// Start a gateway that responds with its name to `/says`, and forwards `/slow` to the upstream.
 fn start(name: &str, Ports { listener, admin }: Ports, upstream: &Server) -> Gateway {
     Gateway::start(&format!(
         "[server]\naccept_grace = \"5s\"\n[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n\
@@ -80,10 +80,11 @@ fn start(name: &str, Ports { listener, admin }: Ports, upstream: &Server) -> Gat
     ))
 }
 
-/// What the clients saw.
+/// The results of all clients.
 #[derive(Default)]
 struct Seen {
-    /// Number of responses of each gateway by its name, and of the upstream, whose responses have no name.
+    /// Number of responses by the name of the gateway. Responses of the upstream do not contain the gateway's name and
+    /// count as `upstream`.
     responses: HashMap<String, usize>,
     failures: Vec<String>,
 }
@@ -92,7 +93,7 @@ struct Seen {
 struct Visitor<'a> {
     address: SocketAddr,
     path: &'a str,
-    /// Whether each request has a connection of its own.
+    /// Whether the client opens a new connection for each request.
     reconnects: bool,
     seen: &'a Mutex<Seen>,
 }
@@ -129,7 +130,7 @@ impl Visitor<'_> {
 #[test]
 fn rolling_restart_behind_a_polling_balancer_fails_no_request() {
     let upstream = Server::start();
-    // Requests are in flight whenever a gateway stops.
+    // Responses take 200 ms, so requests are in flight whenever a gateway stops.
     upstream.set(Behaviour::RespondAfter(200));
     let ports = [(); 2].map(|()| Ports { listener: free_port(), admin: free_port() });
     let mut gateways = [start("a1", ports[0], &upstream), start("b1", ports[1], &upstream)];
@@ -151,10 +152,11 @@ fn rolling_restart_behind_a_polling_balancer_fails_no_request() {
             eventually("the gateway is chosen", || count(old) > 100);
             let gateway = &mut gateways[index];
             gateway.terminate();
-            eventually("it has the signal", || gateway.log().contains("/readyz returns 503"));
-            // HAProxy has not noticed yet: without `accept_grace` these connections would be refused.
+            eventually("the gateway has received the signal", || gateway.log().contains("/readyz returns 503"));
+            // HAProxy does not know yet that the gateway stops. Without `accept_grace`, the gateway would refuse these
+            // connections.
             let before = count(old);
-            eventually("it is chosen all the same", || count(old) > before + 10);
+            eventually("HAProxy still chooses the old gateway", || count(old) > before + 10);
             assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
             gateways[index] = start(new, ports[index], &upstream);
             eventually("HAProxy chooses the new gateway", || count(new) > 100);

@@ -1,6 +1,7 @@
-//! What hyper does by itself with hostile bytes: the behaviour that the gateway relies on, and the gaps that it fills.
+//! How hyper alone handles hostile bytes: the behaviour that the gateway relies on, and the gaps that the gateway
+//! fills.
 //!
-//! A case that fails after an update of hyper names the code of the gateway to review.
+//! If a case fails after an update of hyper, review the code of the gateway that relies on this behaviour.
 
 #![allow(clippy::disallowed_methods)] // the test measures times
 
@@ -19,8 +20,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 
-/// A server like `src/listener.rs` without the gateway: it responds with the request and reads bodies if the path
-/// says so.
+/// Start a hyper server like the one in `src/listener.rs`, but without the gateway. It responds with the request as
+/// text, and reads the body unless the path starts with `/early`.
 fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
     let mut builder = Builder::new(TokioExecutor::new());
     configure(&mut builder);
@@ -59,7 +60,7 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     Ok(Response::new(Full::new(Bytes::from(said))))
 }
 
-/// Send these bytes and a last request. Return all responses.
+/// Send these bytes and a last request, which closes the connection. Return all responses.
 fn exchange(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
@@ -79,7 +80,8 @@ fn summary(answer: &str) -> String {
     answers.collect::<Vec<_>>().join(" / ")
 }
 
-/// A claim, the bytes, and the responses of hyper. The last request has a response if the connection continues.
+/// Cases: a claim, the bytes to send, and the responses of hyper. If hyper keeps the connection open, there is a
+/// response to the last request.
 const HTTP_1: &[(&str, &str, &str)] = &[
     // ---- framing
     (
@@ -266,7 +268,7 @@ fn hyper_handles_hostile_http1_as_expected() {
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// `100 Continue` is sent when the body is polled, and never if the response does not read the body.
+/// hyper sends `100 Continue` when the service polls the body, and never if the service does not read the body.
 #[test]
 fn hyper_sends_100_continue_when_the_body_is_polled() {
     let address = bare(|_| {});
@@ -279,7 +281,8 @@ fn hyper_sends_100_continue_when_the_body_is_polled() {
     }
 }
 
-/// If the response does not wait for the body and the client continues to send, a reset destroys the response.
+/// If the service responds without reading the body and the client continues to send, hyper resets the connection, and
+/// the client may lose the response.
 #[test]
 fn hyper_does_not_drain_unread_bodies() {
     let address = bare(|_| {});
@@ -291,7 +294,8 @@ fn hyper_does_not_drain_unread_bodies() {
     assert!(written < 1024, "the server closes while the client sends");
 }
 
-/// An incomplete head has no timeout without a timer, and none before the protocol is known.
+/// Without a timer, hyper has no timeout for incomplete request headers. With a timer, it has none while the protocol
+/// version is unknown.
 #[test]
 fn hyper_has_no_default_head_timeout() {
     let address = bare(|_| {});
@@ -302,7 +306,7 @@ fn hyper_has_no_default_head_timeout() {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.write_all(bytes).unwrap();
         stream.set_read_timeout(Some(wait)).unwrap();
-        // A 408 or nothing, then the end of the connection.
+        // hyper sends 408 or nothing, and then closes the connection.
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).is_ok()
     };
@@ -324,7 +328,7 @@ fn hyper_has_no_default_head_timeout() {
     }
 }
 
-/// The size of a head that hyper buffers before it rejects the request.
+/// Maximum size of request headers that hyper buffers before it rejects the request.
 #[test]
 fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
@@ -336,28 +340,28 @@ fn hyper_buffers_heads_up_to_its_limit() {
         stream.read_exact(&mut first).ok().map(|()| String::from_utf8_lossy(&first[9..]).into_owned())
     };
     let address = bare(|_| {});
-    assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "far more than 32 KiB by default");
-    // One more read may complete the head: below twice the limit the head may be accepted.
-    assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
+    assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "by default, hyper accepts far more than 32 KiB");
+    // The last read may complete the headers, so headers below twice the limit may be accepted.
+    assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "the bound of hyper is 417,792 bytes");
     let small = bare(|builder| {
         builder.http1().max_buf_size(32 << 10);
     });
-    assert_eq!(heads(small, 16 << 10).as_deref(), Some("200"), "a bound of ours");
-    assert!(matches!(heads(small, 64 << 10).as_deref(), None | Some("431")), "a bound of ours");
+    assert_eq!(heads(small, 16 << 10).as_deref(), Some("200"), "below a configured bound");
+    assert!(matches!(heads(small, 64 << 10).as_deref(), None | Some("431")), "above a configured bound");
     let uri = |length: usize| {
         let answer = exchange(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
         answer.get(9..12).map(str::to_owned)
     };
-    assert_eq!(uri(60_000).as_deref(), Some("200"), "targets of 64 KiB");
-    assert_eq!(uri(70_000).as_deref(), Some("414"), "no longer ones");
+    assert_eq!(uri(60_000).as_deref(), Some("200"), "targets of less than 64 KiB");
+    assert_eq!(uri(70_000).as_deref(), Some("414"), "longer targets are rejected");
     let lines = |count: usize| {
         let lines = "x: 1\r\n".repeat(count - 1);
         exchange(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
     };
-    assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 lines by default");
+    assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 headers by default");
 }
 
-/// HTTP/2 differs: cookie crumbs stay separate, and `:authority` may differ from Host.
+/// In HTTP/2, hyper does not join `Cookie` headers, and it accepts an `:authority` that differs from `Host`.
 #[test]
 fn hyper_handles_hostile_http2_as_expected() {
     let address = bare(|_| {});

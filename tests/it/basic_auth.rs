@@ -1,4 +1,4 @@
-//! Basic authentication over the wire, with files that Apache's htpasswd wrote.
+//! End-to-end tests of Basic authentication, with password files that Apache's htpasswd wrote.
 
 use std::process::Command;
 use std::thread;
@@ -13,10 +13,10 @@ use aws_lc_rs::digest::{SHA256, digest};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-/// A line of a password file, hashed by htpasswd with these options.
+/// Return a line of a password file. Apache's `htpasswd` hashes the password with these options.
 fn htpasswd(options: &[&str], user: &str, password: &str) -> String {
     let output = Command::new("htpasswd").arg("-nb").args(options).args([user, password]).output();
-    let output = output.expect("htpasswd is needed; `make tools` installs it");
+    let output = output.expect("the test needs `htpasswd`; `make tools` installs it");
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stdout).unwrap().trim_end().to_owned() + "\n"
 }
@@ -25,7 +25,8 @@ fn credentials(user: &str, password: &str) -> String {
     format!("Basic {}", STANDARD.encode(format!("{user}:{password}")))
 }
 
-/// `[auth.users]`, and a route for all paths that requires it, with these limits.
+/// Return a configuration with the provider `[auth.users]` and a route for all paths. The route requires this provider
+/// and has these limits.
 fn config(keys: &str, limits: &str, upstream: &Upstream) -> String {
     format!(
         "[auth.users]\nkind = \"basic\"\nusers = \"htpasswd\"\n{keys}\n[upstream.api]\nservers = [\"{}\"]\n\
@@ -108,7 +109,7 @@ fn users_of_htpasswd_log_in_with_their_password_only() {
     }
     let line = format!("Basic {token}");
     let twice = client.get_with("/", &[("Authorization", &line), ("authorization", &line)]);
-    twice.assert_problem(400, "two lines");
+    twice.assert_problem(400, "two `Authorization` headers");
 }
 
 #[test]
@@ -121,7 +122,7 @@ fn changed_file_takes_effect_at_once_and_a_faulty_one_is_ignored() {
     assert_eq!(upstream.last().headers("authorization"), [credentials("alice", "old")], "forwarded if configured");
     gateway.put_file("htpasswd", &(htpasswd(&["-B"], "alice", "new") + &htpasswd(&[], "bob", "b")));
     eventually("the file is reloaded", || login(&mut client, "bob", "b").status == 200);
-    assert_eq!(login(&mut client, "alice", "old").status, 401, "a verified credential is forgotten");
+    assert_eq!(login(&mut client, "alice", "old").status, 401, "a reload discards verified credentials");
     assert_eq!(login(&mut client, "alice", "new").status, 200);
     for (faulty, reason) in [
         (format!("{alice}eve:plain\n"), "line 2: the password of `eve` is hashed with crypt, or not hashed at all"),
@@ -133,7 +134,7 @@ fn changed_file_takes_effect_at_once_and_a_faulty_one_is_ignored() {
         assert_eq!(login(&mut client, "alice", "new").status, 200, "the previous users stay");
     }
     assert!(!gateway.log().contains("plain\n") && !gateway.log().contains("{SHA}x"), "hashes are not logged");
-    // An unchanged file keeps what was verified over a reload of the configuration.
+    // A valid file is loaded again after faulty ones.
     gateway.put_file("htpasswd", &alice);
     eventually("the file is reloaded", || login(&mut client, "alice", "old").status == 200);
 }
@@ -159,7 +160,7 @@ fn unusable_files_are_errors_that_name_user_and_line() {
         (&["-B", "-C", "17"], "cost above 16"),
     ] {
         let line = match options {
-            // Hashing with this cost takes seconds.
+            // Hashing with a cost of 17 takes seconds. So hash with a lower cost, and then change the cost in the line.
             ["-B", ..] => htpasswd(&["-B"], "eve", "pw12").replace("$05$", "$17$"),
             options => htpasswd(options, "eve", "pw12"),
         };
@@ -191,8 +192,8 @@ fn users_have_limits_and_attempts_are_charged_to_the_address() {
         (reply.status, ["ip", "user"].map(|limit| reply.remaining(limit)))
     };
     let calls = || metric(&gateway, "sluicegate_store_calls_total");
-    assert_eq!((remaining("alice", "a"), calls()), ((200, [6, 1]), 2.0), "hashed: two calls");
-    assert_eq!((remaining("alice", "a"), calls()), ((200, [5, 0]), 3.0), "remembered: one call");
+    assert_eq!((remaining("alice", "a"), calls()), ((200, [6, 1]), 2.0), "a password that is hashed: two calls");
+    assert_eq!((remaining("alice", "a"), calls()), ((200, [5, 0]), 3.0), "a cached password: one call");
     assert_eq!(login(&mut gateway.client(), "alice", "a").status, 429);
     assert_eq!(remaining("bob", "b"), (200, [4, 1]));
     for (count, password) in ["x", "x", "y", "y"].iter().enumerate() {
@@ -234,7 +235,7 @@ fn verified_password_is_hashed_once_a_minute_and_unknown_users_cost_as_much_as_k
     let verified = cost(&[("alice", "a"); 20]);
     assert!(verified < wrong, "20 logins hash once: {verified} and {wrong} ms");
     let repeated = cost(&[("alice", "5"); 20]);
-    assert!(repeated < wrong, "a wrong password is remembered for seconds: {repeated} and {wrong} ms");
+    assert!(repeated < wrong, "a wrong password is cached for seconds: {repeated} and {wrong} ms");
 }
 
 #[test]
@@ -243,7 +244,7 @@ fn flood_of_passwords_is_rejected_with_503_and_other_routes_are_served() {
     let open = "[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
     let users = htpasswd(&["-B", "-C", "11"], "alice", "a");
     let gateway = Gateway::start_with(&(config("", "", &upstream) + open), &[("htpasswd", &users)]);
-    // Logged in before the flood.
+    // Alice logs in before the flood, so her credential is cached.
     let mut alice = gateway.client();
     assert_eq!(login(&mut alice, "alice", "a").status, 200);
     let mut clients: Vec<_> = (0..150).map(|_| gateway.client()).collect();

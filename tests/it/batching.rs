@@ -21,7 +21,7 @@ use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
-/// A server that replies to each check when the sender sends, until the sender is dropped.
+/// Start a fake Redis that holds each check until the test sends a message to the returned sender, or drops it.
 fn held_redis() -> (FakeRedis, mpsc::Sender<()>) {
     let (sender, words) = mpsc::channel();
     let words = Mutex::new(words);
@@ -38,7 +38,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
     store_with_connections(fake, timeout, 1).await
 }
 
-/// Return a store with this number of connections, used in turn.
+/// Return a store with this number of connections, which it uses in turn.
 async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings { connections, timeout, connect_timeout: MAX_WAIT, ..RedisSettings::default() };
     let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
@@ -47,7 +47,8 @@ async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections
     store
 }
 
-/// Make checks of different identities, each in its own tick. The tasks return whether they got a verdict.
+/// Perform checks of different identities, each in its own event-loop tick. Each task returns whether its check got a
+/// verdict.
 async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
     let mut asked = Vec::new();
     for identity in 0..requests {
@@ -56,7 +57,7 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
             let limit = Limit::new("l", bucket(10, SECOND, 10));
             call(&store, Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
         }));
-        // Let the check run, its call be encoded and the connection write it.
+        // Yield often enough that the check runs, its call is encoded, and the connection writes the call.
         for _ in 0..10 {
             yield_now().await;
         }
@@ -79,7 +80,7 @@ async fn wait_for_requests(fake: &FakeRedis, requests: usize) {
             yield_now().await;
         }
     };
-    timeout(MAX_WAIT, all).await.expect("they come");
+    timeout(MAX_WAIT, all).await.expect("the requests arrive");
 }
 
 /// Return the number of requests of each call.
@@ -95,7 +96,7 @@ async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
     drop(words);
     assert!(all(asked).await);
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22]);
-    // None of the calls is in flight.
+    // If no call is in flight, a check does not wait.
     for _ in 0..4 {
         assert!(all(one_by_one(&store, 1).await).await);
     }
@@ -110,7 +111,7 @@ async fn missing_reply_delays_waiting_checks_for_a_part_of_the_timeout_only() {
     asked.extend(one_by_one(&store, 3).await);
     wait_for_requests(&fake, 33).await;
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1]);
-    assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
+    assert!(!asked.iter().any(JoinHandle::is_finished), "the timeout of the checks is not over");
 }
 
 #[tokio::test]
@@ -131,7 +132,8 @@ async fn timeout_of_waiting_checks_starts_when_they_are_made() {
 
 #[tokio::test]
 async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
-    // Two limits per request and two costs: two groups in one call. The last digits of `remaining` identify the key.
+    // Each request has two limits and one of two costs, so the call has two groups. The fake Redis returns a different
+    // `remaining` for each key, which identifies the key.
     let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
     let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
     let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
@@ -159,7 +161,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
         }));
         yield_now().await;
     }
-    // One from the middle of each group, the first of one group and the last of the other.
+    // Cancel a request from the middle of each group, the first one of one group and the last one of the other group.
     let cancelled = [8, 11, 12, 17];
     for identity in cancelled {
         let task = &mut waiting[identity - 8];
@@ -175,10 +177,10 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
         }
     }
     let calls = fake.calls();
-    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 6], "one call for those that still wait");
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 6], "one call for the requests that still wait");
     let charged =
         [10, 14, 16, 9, 13, 15].map(|identity| [names[2 * identity].clone(), names[2 * identity + 1].clone()]);
-    assert_eq!(calls[8].keys(), charged.concat(), "the keys of those that still wait, group by group");
+    assert_eq!(calls[8].keys(), charged.concat(), "the keys of the requests that still wait, group by group");
     assert_eq!(calls[8].requests(), [2; 6]);
 }
 
@@ -186,7 +188,8 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
 async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
     const READONLY: &str = "READONLY You can't write against a read only replica.";
     for all_fail in [true, false] {
-        // A replica at first: calls that write fail inside the reply, calls that write nothing succeed.
+        // The first connection leads to a replica. Requests that write get an error inside the reply; requests that
+        // write nothing succeed.
         let fake = FakeRedis::start(move |command| match command.connection {
             1 if !command.is_script() => Answer::Usual,
             1 if all_fail => command.refused(READONLY),
@@ -203,7 +206,11 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
         let repeated = if all_fail { 3 } else { 1 };
         assert_eq!(by[0], (1, 3), "one call for all");
         assert!(by[1..].iter().all(|(connection, _)| *connection == 2), "no further call to the replica: {by:?}");
-        assert_eq!(by[1..].iter().map(|(_, requests)| requests).sum::<usize>(), repeated, "each failure once more");
+        assert_eq!(
+            by[1..].iter().map(|(_, requests)| requests).sum::<usize>(),
+            repeated,
+            "each failed request is sent once more"
+        );
         assert_eq!(fake.connections(), 2);
     }
 }
@@ -220,7 +227,7 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     let first = tokio::spawn(async move {
         assert!(check().await);
         let mut asked = Vec::new();
-        // One per tick, as a busy worker reads requests.
+        // Start one check per event-loop tick, like a worker that is busy with reading requests.
         for _ in 0..8 {
             asked.push(tokio::spawn(check()));
             yield_now().await;
@@ -233,10 +240,10 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     drop(words);
     let later = timeout(MAX_WAIT, first).await.expect("a response").unwrap();
     assert!(all([second].into_iter().chain(later).collect()).await);
-    assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
+    assert_eq!(fake.calls()[1].cost(), 5, "the check that waited, and the checks of four ticks");
 }
 
-/// Checks of one identity, which are coalesced.
+/// Performs checks of one identity, which are coalesced.
 #[derive(Clone)]
 struct Hot {
     ledger: Arc<StoreHandle>,
@@ -286,7 +293,7 @@ impl Hot {
 async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
     let (words, held_redis) = mpsc::channel::<()>();
     let held = Mutex::new(held_redis);
-    // The first two calls are held. Each call grants one token, and refunds get no reply.
+    // The fake Redis holds the first two calls. Each call grants one token, and refunds get no reply.
     let fake = FakeRedis::start(move |command| match command.operation() {
         Some('R') => Answer::Silence,
         Some(_) => {

@@ -1,5 +1,5 @@
-//! Bounds with many identities, wrong clocks and a long outage: faults 35 to 37 in docs/testing.md.
-//! `OPERATIONS=1000000` makes a long run.
+//! Memory with many identities, decisions of gateways with wrong clocks, and admitted requests in a long outage of the
+//! store stay within bounds: faults 35 to 37 in docs/testing.md. `OPERATIONS=1000000` makes a long run.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -22,7 +22,7 @@ use sluicegate::limiter::verdict::{Charge, Operation};
 fn many_identities_take_bounded_memory_and_every_key_expires() {
     const CLIENTS: usize = 8;
     const BATCH: usize = 100;
-    /// Resident memory of the whole process.
+    /// Maximum resident memory of the gateway's process in bytes.
     const MOST: u64 = 64 << 20;
     let redis = Redis::start();
     // One limit that admits, and one that denies the second request, so that the denial is cached.
@@ -81,7 +81,8 @@ fn skewed_gateway_clocks_change_no_decision() {
     property(operations() / 20, 30, prop::collection::vec(step, 1..60), |calls| {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let right = redis_store(&redis, "right", Clock::Store);
-        // An hour is realistic. Clocks off by a whole window would reset every limit if they mattered.
+        // A clock that is wrong by an hour is realistic. If the store used these clocks, an error of a whole window
+        // would reset each limit.
         let gateways = [0, hour, -hour, window as i64, -(window as i64)]
             .map(|off| redis_store(&redis, "wrong", Clock::Skewed(off)));
         // Windows of ten years, so that none begins while the test runs.
@@ -127,13 +128,13 @@ async fn redis_clock_set_back_locks_out_no_longer_than_a_full_state() {
             spend(1).await;
             stores.clock.set(back);
             let locked_out = ask(1, 10).await;
-            assert_ne!(locked_out.status, Status::Ok, "{name}: nothing is gained");
-            // Another identity uses its whole quota at this instant.
+            assert_ne!(locked_out.status, Status::Ok, "{name}: a clock that is set back admits nothing");
+            // At the same time, another identity uses its whole quota.
             spend(2).await;
             let spent = ask(2, 10).await;
             assert!(locked_out.retry_us <= spent.retry_us, "{name}: {locked_out:?} instead of {spent:?}");
             stores.clock.set(back + locked_out.retry_us);
-            assert_eq!(ask(1, 11).await.status, Status::Ok, "{name}: it ends");
+            assert_eq!(ask(1, 11).await.status, Status::Ok, "{name}: the lock-out ends");
             longest = longest.max(locked_out.retry_us);
         }
         println!("fault 36: {name}, a lock-out of {} s at most after a step back of an hour", longest / SECOND);
@@ -143,7 +144,7 @@ async fn redis_clock_set_back_locks_out_no_longer_than_a_full_state() {
 #[test]
 fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
     const LIMIT: u64 = 51;
-    // The shares of both gateways, rounded up.
+    // The sum of the local shares of both gateways. Each share is rounded up.
     const SHARES: u64 = 52;
     const WINDOW: u64 = 2;
     let algorithms = [
@@ -181,7 +182,7 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
                         let status = client.get(&format!("/{n}")).status;
                         assert!([200, 429].contains(&status), "{status}");
                         admitted.fetch_add(u64::from(status == 200), Ordering::SeqCst);
-                        // More requests than the limits admit, without using the whole machine.
+                        // Send more requests than the limits admit, but do not use the whole machine.
                         std::thread::sleep(Duration::from_millis(2));
                     }
                 });
@@ -201,13 +202,13 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
         let admitted: u64 = admitted.iter().map(|count| count.load(Ordering::SeqCst)).sum();
         let back = match *algorithm {
             "fixed-window" => begun * SHARES,
-            // The rate of a bucket is divided exactly.
+            // The rate of a token bucket is divided between the gateways without rounding.
             "token-bucket" => (LIMIT as f64 * seconds / WINDOW as f64).ceil() as u64,
             _ => (SHARES as f64 * seconds / WINDOW as f64).ceil() as u64,
         };
         let most = 2 * LIMIT + back + 2;
         println!("fault 37: {algorithm:?}, {admitted} admitted in {seconds:.1} s of at most {most}");
         assert!(admitted <= most, "{algorithm:?}");
-        assert!(admitted >= 2 * LIMIT, "{algorithm:?}: the local share is given, {admitted}");
+        assert!(admitted >= 2 * LIMIT, "{algorithm:?}: the gateways admit their local shares, {admitted}");
     }
 }

@@ -13,12 +13,12 @@ use sluicegate::limiter::clock;
 
 const NAME: &str = "gate.test";
 
-/// One limit per route, so that requests of one case do not use the quota of another.
+/// A route with a limit by client certificate, and a route without limits.
 const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
                       [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
                       [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
 
-/// Write the server certificate and the client CA. Return the listener configuration.
+/// Write the server certificate and the client CA to the folder. Return the listener configuration.
 fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>) -> String {
     for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", authorities)] {
         std::fs::write(folder.join(name), content).unwrap();
@@ -77,8 +77,8 @@ fn client_auth_decides_which_certificates_connect() {
     reply.assert_problem(401, "no certificate");
     assert!(reply.header("www-authenticate").is_some(), "{reply:?}");
     assert!(reply.text().contains("subject of a client certificate"), "{}", reply.text());
-    let warning = "`who` is by client-cert, but 127.0.0.1:0 has no tls.client_ca";
-    assert_eq!(gateway.log().matches(warning).count(), 1, "of the third listener only:\n{}", gateway.log());
+    let warning = "`who` counts by client-cert, but 127.0.0.1:0 has no tls.client_ca";
+    assert_eq!(gateway.log().matches(warning).count(), 1, "only for the third listener:\n{}", gateway.log());
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn certificates_of_one_subject_share_one_identity() {
     };
     let (cn, o, ou) = (DnType::CommonName, DnType::OrganizationName, DnType::OrganizationalUnitName);
     let alice = [(o.clone(), "Acme"), (cn.clone(), "alice")];
-    // The same subject with another key, and from another CA.
+    // Three certificates with the same subject: two of one CA with different keys, and one of another CA.
     for (left, pair) in [99, 98, 97].into_iter().zip([
         one.client(&alice, NOW),
         one.client(&alice, [2001, 3000]),
@@ -116,10 +116,10 @@ fn certificates_of_one_subject_share_one_identity() {
     ] {
         assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is another identity");
     }
-    // Many certificates have an empty subject. It is no identity.
+    // An empty subject is not an identity, because the certificates of many clients may have one.
     let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
     assert_eq!(ask(&client, gateway.address, NAME, "/who").unwrap().status, 401);
-    // Exempt by the subject text that the manual documents.
+    // The limit exempts this subject, in the text form that the manual documents.
     let monitor = tls(&[&server.der], Some(&one.client(&[(o, "Acme"), (cn, "monitor")], NOW)), &[&TLS13]);
     let reply = ask(&monitor, gateway.address, NAME, "/who").unwrap();
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{reply:?}");
@@ -144,7 +144,8 @@ fn resumed_session_keeps_its_identity_and_opens_no_other_listener() {
             assert_eq!(connection.get("/who").remaining("who"), first - count, "{version:?}");
             assert_eq!(handshake_kind(&connection), kind, "{version:?}, connection {count}");
         }
-        // A session of a listener without client authentication must not connect to one that requires it.
+        // A TLS session of a listener without client authentication must not be accepted by a listener that requires
+        // it.
         let without_certificate = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
             let mut connection = TlsClient::handshake(&without_certificate, none, NAME).unwrap();
@@ -164,7 +165,7 @@ fn session_does_not_outlive_its_certificate() {
         [Some("required"), Some("optional")].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
     let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
     let now_s = || clock::unix_us() / 1_000_000;
-    // Valid for this second and five more: time for four handshakes.
+    // The certificate is valid for this second and five more, which is enough time for four handshakes.
     let until = now_s() + 5;
     let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
     let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
@@ -181,11 +182,11 @@ fn session_does_not_outlive_its_certificate() {
         assert_eq!(handshake_kind(&connection), rustls::HandshakeKind::Resumed);
         let _ =
             std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
-        assert!(connection.reply().is_none(), "an expired certificate is as good as none");
+        assert!(connection.reply().is_none(), "an expired certificate counts as no certificate");
     }
 }
 
-/// Return the kind of handshake. One with HelloRetryRequest is a full handshake.
+/// Return the kind of handshake. A handshake with HelloRetryRequest counts as a full one.
 fn handshake_kind(client: &TlsClient) -> rustls::HandshakeKind {
     match client.stream.get_ref().conn.handshake_kind().unwrap() {
         rustls::HandshakeKind::FullWithHelloRetryRequest => rustls::HandshakeKind::Full,
@@ -225,7 +226,7 @@ fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
         let log = gateway.log();
         let line = log.lines().rfind(|line| line.contains("cannot reload the file")).unwrap();
         assert!(line.contains(reason) && line.contains("ca.pem") && line.contains("WARN"), "{reason}: {line}");
-        assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the authorities stay");
+        assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the previous CA certificates stay in use");
     }
     assert_eq!(running.get("/who").status, 200, "an open connection continues");
 }
@@ -245,7 +246,7 @@ fn certificate_headers_of_clients_are_removed() {
     }
     let mut proxy = crate::support::client::Client::connect_from([127, 0, 0, 9].into(), gateway.address);
     assert_eq!(proxy.get_with("/", &[(fields[0], ":YQ==:")]).status, 200);
-    assert_eq!(upstream.last().headers("client-cert"), [":YQ==:"], "a trusted proxy may pass them on");
+    assert_eq!(upstream.last().headers("client-cert"), [":YQ==:"], "a trusted proxy may send the header");
 }
 
 #[test]
@@ -312,10 +313,10 @@ fn reload_back_to_the_first_client_ca_ends_sessions_of_the_second() {
     assert!(accepted(&of_first) && !accepted(&of_other), "at first");
     std::fs::write(folder.path().join("ca.pem"), other.pem()).unwrap();
     eventually("the other CA is trusted", || accepted(&of_other));
-    // With the reload itself, and not only when the file watcher sees the change.
+    // The reload itself reads the changed file, without waiting for the file watcher.
     std::fs::write(folder.path().join("ca.pem"), first.pem()).unwrap();
     reloads(&gateway, &config);
-    assert!(!accepted(&of_other), "a session of the CA in between is not resumed");
+    assert!(!accepted(&of_other), "a session of the intermediate CA file is not resumed");
     assert!(accepted(&of_first));
 }
 
@@ -356,7 +357,7 @@ fn missing_certificates_are_charged_to_limits_by_ip() {
     }
 }
 
-/// Return the headers of RFC 9440 that the upstream received for a request with these headers.
+/// Send a request with these headers. Return the certificate headers (RFC 9440) that the upstream received.
 fn certificate_headers(
     upstream: &Upstream,
     client: &mut TlsClient,
@@ -400,7 +401,7 @@ fn client_certificate_is_forwarded_where_the_upstream_is_told() {
             format!(":{}:", base64::engine::general_purpose::STANDARD.encode(der))
         };
         let ca = authority.certificate();
-        // The client sends its certificate alone, or with that of its authority.
+        // The client sends its certificate alone, with the CA certificate, or no certificate.
         let alone = tls(&[&server.der], Some(&alice), &[&TLS13]);
         let with_chain = tls_with_chain(&[&server.der], &alice, &[&alice.der, &ca.der]);
         let none = tls(&[&server.der], None, &[&TLS13]);
@@ -416,7 +417,8 @@ fn client_certificate_is_forwarded_where_the_upstream_is_told() {
                 let item: sfv::Item = sfv::Parser::new(certificate).parse().unwrap();
                 assert_eq!(item.bare_item.as_byte_sequence().unwrap(), &alice.der[..], "a Byte Sequence");
             }
-            // Another upstream learns nothing from the gateway, and what a client says only from a trusted proxy.
+            // The gateway adds no certificate headers for the upstream `other`. It forwards the client's headers only
+            // if the client is a trusted proxy.
             let [seen, _, alias] = certificate_headers(&upstream, &mut client, "/other", &forged[..3]);
             assert_eq!((seen.len(), alias), (if trusted.is_empty() { 0 } else { 2 }, vec![]));
         }

@@ -1,5 +1,5 @@
-//! Concurrency limits over the wire: permits end with the body, the client or the gateway, and are renewed in
-//! between.
+//! End-to-end tests of concurrency limits. A permit ends with the response body, the client's connection or the
+//! gateway. Until then, the gateway renews it.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use crate::support::upstream::{read_head, serve};
 use crate::support::{assert_silent, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// An upstream that starts responses and ends them when the test says.
+/// An upstream that starts responses. The test ends them.
 struct Streaming {
     address: SocketAddr,
     streams: Arc<Mutex<Receiver<TcpStream>>>,
@@ -33,13 +33,13 @@ impl Streaming {
         Streaming { address, streams: Arc::new(Mutex::new(streams)) }
     }
 
-    /// Return the server side of the next request.
+    /// Return the upstream's side of the connection of the next request.
     fn next(&self) -> TcpStream {
         self.streams.lock().unwrap().recv_timeout(crate::support::MAX_WAIT).unwrap()
     }
 }
 
-/// The permit TTL is `response_timeout` and 5 s.
+/// Return a configuration with the limit `places`. The permit TTL is `response_timeout` plus 5 s.
 fn config(store: &str, upstream: SocketAddr, quota: u64, response_timeout: &str) -> String {
     format!(
         "{store}[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"{quota}\"\n\
@@ -49,7 +49,7 @@ fn config(store: &str, upstream: SocketAddr, quota: u64, response_timeout: &str)
     )
 }
 
-/// Start a request. Its response head has arrived and its body is open.
+/// Start a request and read its response headers. The response body stays open.
 fn hold(gateway: &Gateway) -> Client {
     let mut client = gateway.client();
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -92,7 +92,7 @@ fn permit_is_held_until_the_body_ends() {
         assert_eq!(full.header("retry-after"), Some("1"));
         assert_eq!(full.header("ratelimit"), Some("\"places\";r=0"));
         assert_eq!(full.header("ratelimit-policy"), Some("\"places\";q=2;qu=\"concurrent-requests\""));
-        // The first response ends: a chunk and the end of the body.
+        // End the first response, and read it to the end.
         upstream.next().write_all(b"0\r\n\r\n").unwrap();
         let mut rest = Vec::new();
         while !rest.ends_with(b"0\r\n\r\n") {
@@ -139,8 +139,8 @@ fn requests_cancelled_at_any_moment_leak_no_permit() {
                 for _ in 0..50 {
                     let mut client = gateway.client();
                     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-                    // The request is cancelled while it is read, decided, forwarded or answered. The pause only
-                    // spreads the moments.
+                    // Dropping the client cancels the request while the gateway reads, checks or forwards it, or sends
+                    // the response. The pause varies this time.
                     std::thread::sleep(Duration::from_micros(250 * pause));
                 }
             });
@@ -153,7 +153,7 @@ fn requests_cancelled_at_any_moment_leak_no_permit() {
 fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // A permit TTL of 65 s, longer than this test waits.
+    // The permit TTL is 65 s, so no permit expires during this test.
     let store = redis.store().replace("5s", "1s");
     let gateway = Gateway::start(&config(&store, upstream.address, 5, "60s"));
     eventually("the store decides", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
@@ -161,9 +161,11 @@ fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     assert_eq!(gateway.get("/quick").status, 429);
     crate::support::signal(&redis.child, "STOP");
     drop(held);
-    // Requests are decided locally now. Calls that were sent run when the store continues.
+    // Open the breaker, so that the gateway decides locally. When the store continues, it runs the calls that it has
+    // received.
     eventually("the breaker opens", || {
-        // All at once: each waits for the timeout, which is long enough to decide all of them on a busy machine.
+        // Send these requests in parallel, because each one waits for the store timeout. The timeout is long enough for
+        // all checks on a busy machine.
         load(&[gateway.address], 8, 8, "/quick", &[]);
         gateway.log().contains("the store is down")
     });
@@ -184,7 +186,7 @@ fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     for _ in 0..300 {
         assert_eq!(client.get("/quick").status, 200);
     }
-    // A release that was pending would be sent now, before the process ends.
+    // The gateway would send a pending release before its process ends.
     let redis = Redis::start_on(port).expect("the port is still free");
     eventually("the store decides", || gateway.log().contains("the store answers again"));
     gateway.terminate();
@@ -201,7 +203,7 @@ fn permits_granted_without_the_store_are_released_at_once() {
         + "[limit.open]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\non_store_error = \"allow\"\n";
     let gateway = Gateway::start(&text);
     for _ in 0..5 {
-        // Released right after the response, long before the permit TTL.
+        // The permit is released right after the response, long before its TTL ends.
         eventually("the permit is free", || gateway.get("/quick").status == 200);
     }
 }
@@ -233,7 +235,7 @@ fn concurrency_is_exact_over_two_gateways() {
 fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // A permit TTL of 6 s.
+    // The permit TTL is 6 s.
     let config = config(&redis.store(), upstream.address, 100, "1s");
     let mut dying = Gateway::start(&config);
     let other = Gateway::start(&config);
@@ -242,9 +244,9 @@ fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     let killed = monotonic();
     dying.child.kill().unwrap();
     dying.wait();
-    assert_eq!(other.get("/quick").status, 429, "the dead do not release");
+    assert_eq!(other.get("/quick").status, 429, "a killed gateway releases no permit");
     eventually("the permits have expired", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
-    // Each permit was renewed at the latest when the gateway was killed, and ends one TTL later.
+    // The last renewal of each permit was before the gateway was killed, and each permit expires one TTL later.
     assert!(killed.elapsed() < Duration::from_secs(6 + 2), "{:?}", killed.elapsed());
     drop(held);
 }
@@ -256,7 +258,7 @@ fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let upstream = Streaming::start();
-                // A permit TTL of 6 s, renewed every 2 s.
+                // The permit TTL is 6 s, and permits are renewed every 2 s.
                 let gateway = Gateway::start(&config(&store, upstream.address, 2, "1s"));
                 let (_one, _two) = (hold(&gateway), hold(&gateway));
                 let mut streams = [upstream.next(), upstream.next()];
@@ -266,7 +268,7 @@ fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
                     for stream in &mut streams {
                         stream.write_all(b"1\r\nb\r\n").unwrap();
                     }
-                    // Wait for two permit TTLs, in which no permit may end.
+                    // No permit may end during the loop, which takes more than two permit TTLs.
                     assert_silent(&mut streams[0], Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();
@@ -305,7 +307,7 @@ fn permit_is_charged_together_with_other_limits() {
         assert_eq!(
             gateway.get("/r").json()["violated-policies"],
             serde_json::json!(["places"]),
-            "the log is not charged"
+            "the limit `log` is not charged"
         );
     }
     drop(held);
@@ -313,7 +315,8 @@ fn permit_is_charged_together_with_other_limits() {
     drop(hold(&gateway));
     eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
-    // The permit of the last `/quick` may still be on its way back. One of a denied request would be held for 30 s.
+    // The release of the permit of the last `/quick` may still be in flight. If the denied request held a permit, it
+    // would hold it for 30 s.
     eventually("a denied request holds no permit", || {
         gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1")
     });

@@ -1,4 +1,4 @@
-//! Configuration files: each invalid file is rejected with the message that it states, and each valid one is
+//! Configuration files: each invalid file is rejected with the messages in its `#!` lines, and each valid file is
 //! accepted.
 
 use std::ops::Range;
@@ -31,7 +31,7 @@ fn check_with(path: &Path, arguments: &[&str]) -> (Option<i32>, String, String) 
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// The report must contain the `#!` lines of each file, in order.
+/// For each file, the report must contain the texts of the file's `#!` lines, in order.
 #[test]
 fn invalid_files_are_rejected_with_their_reason() {
     let files = files("invalid");
@@ -48,13 +48,13 @@ fn invalid_files_are_rejected_with_their_reason() {
     }
 }
 
-/// Assert that the report contains the `#!` lines of a file in order.
+/// Assert that the report contains the texts of the file's `#!` lines, in order.
 fn has_in_order(path: &Path, text: &str, report: &str) {
     let mut rest = report;
     let mut expectations = 0;
     for expected in text.lines().filter_map(|line| line.strip_prefix("#! ")) {
         let Some(at) = rest.find(expected) else {
-            panic!("{}: the report lacks, after what came before: {expected}\n\n{report}", path.display())
+            panic!("{}: the report does not contain next: {expected}\n\n{report}", path.display())
         };
         rest = &rest[at + expected.len()..];
         expectations += 1;
@@ -88,11 +88,11 @@ fn suspicious_files_are_accepted_with_warnings() {
         let (code, out, report) = check(&path);
         assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
         has_in_order(&path, &text, &out);
-        // The file has no other warnings.
+        // The report has no other warnings.
         let stated = text.lines().filter(|line| line.starts_with("#! warning: ")).count();
         let total = if stated == 1 { "\n1 warning\n".to_owned() } else { format!("\n{stated} warnings\n") };
         assert!(out.matches("\nwarning: ").count() == stated && out.ends_with(&total), "{}\n{out}", path.display());
-        assert_eq!(places(&out).len(), stated, "each has its place: {}\n{out}", path.display());
+        assert_eq!(places(&out).len(), stated, "each warning has a position: {}\n{out}", path.display());
         // `--strict` exits with 1.
         assert_eq!(check_with(&path, &["--strict"]).0, Some(1), "{}", path.display());
         let (code, json, _) = check_with(&path, &["--json", "--strict"]);
@@ -122,7 +122,7 @@ fn check_json_reports_the_guarantees_of_limits() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (code, out, _) = check_with(&root.join("gateway.toml"), &["--json", "--strict"]);
     let report: Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "what is shipped has no warning: {out}");
+    assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "the shipped configuration has a warning: {out}");
     let limit = |limit: &str, at_most: u64, window: f64, at_once: u64| {
         json!({
             "limit": limit, "tier": null, "max_admitted": at_most, "unit": "requests", "window_seconds": window, "capacity": at_once, "prefetch": 0,
@@ -170,7 +170,7 @@ fn names_of_certificates_are_compared_with_the_addresses_of_this_machine() {
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     let (span, message) = warnings[1];
     assert!(span == "\"silent.test\"" && message.starts_with(&format!("`silent.test` {invalid}: no ")), "{message}");
-    // Without connections, no name is resolved.
+    // With `--offline`, no name is resolved.
     let (code, out, _) = check_with(&path, &["--offline"]);
     assert!(code == Some(0) && out.contains("were not resolved, because of `--offline`"), "{out}");
     assert!(out.contains("for away.test, both.test") && !out.contains("resolves to"), "{out}");
@@ -186,9 +186,9 @@ fn colours_are_only_written_to_terminals() {
             let output = command.env_remove("CLICOLOR_FORCE").envs(variables.iter().copied()).output().unwrap();
             String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
         };
-        assert!(!said(&[]).contains('\x1b'), "into a pipe");
-        assert!(said(&[("CLICOLOR_FORCE", "1")]).contains('\x1b'), "if requested");
-        assert!(!said(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]).contains('\x1b'), "where they are not wanted");
+        assert!(!said(&[]).contains('\x1b'), "a pipe gets no colours");
+        assert!(said(&[("CLICOLOR_FORCE", "1")]).contains('\x1b'), "colours can be requested");
+        assert!(!said(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]).contains('\x1b'), "`NO_COLOR` takes precedence");
     }
 }
 
@@ -240,7 +240,7 @@ fn unusable_file_gives_one_error() {
         assert_eq!(code, Some(2), "{}", path.display());
         assert!(report.contains(expected), "{}: {report}", path.display());
         let run = binary().arg("--config").arg(&path).output().unwrap();
-        assert_eq!(run.status.code(), Some(2), "run refuses what check refuses: {}", path.display());
+        assert_eq!(run.status.code(), Some(2), "`run` rejects each file that `check` rejects: {}", path.display());
     }
 }
 
@@ -275,7 +275,8 @@ fn unset_variables_and_invalid_consumers_are_reported() {
     }
 }
 
-/// Return a directory with a configuration of a listener and a route, and of `more`.
+/// Return a directory with a configuration file, and the path of the file. It contains `more`, and a listener and a
+/// route if `more` has none.
 fn directory_with(more: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -346,10 +347,10 @@ fn check_offline_accepts_unset_secrets_with_warnings() {
         assert!(out.contains(&format!("warning: environment variable `NOT_GIVEN_{name}` is not set")), "{out}");
     }
     assert!(out.ends_with("\n3 warnings\n"), "{out}");
-    // With connections, the secrets are needed.
+    // Without `--offline`, the command needs the secrets.
     let (code, _, report) = check(&path);
     assert_eq!((code, report.matches("error: ").count()), (Some(2), 3), "{report}");
-    // A URL as a whole is a secret, too. Other values cannot be checked.
+    // A URL that consists of a variable is treated as a secret, too. All other values are needed even with `--offline`.
     let url = "[store]\nurl = \"${NOT_GIVEN}\"\n[log]\ntrace_endpoint = \"${NOT_GIVEN}\"\n";
     let (_directory, path) = directory_with(url);
     let (code, out, report) = check_with(&path, &["--offline"]);
@@ -373,14 +374,14 @@ fn commands_need_only_their_part_of_the_environment() {
     let (code, out, err) = said(&["key", "list"], "");
     assert!(code == Some(0) && out.contains("acme"), "{out}{err}");
     assert_eq!((err.matches("warning: ").count(), err.matches("error: ").count()), (4, 0), "{err}");
-    // `top` gets as far as the connection, which fails.
+    // `top` reads the configuration and then fails to connect.
     let (code, _, err) = said(&["top"], "token");
     assert!(code == Some(1) && err.contains("cannot connect to http://127.0.0.1:1"), "{err}");
-    // Without a token in the environment, that of the file is needed.
+    // Without a token in the environment, `top` needs the token in the file.
     let (code, _, err) = said(&["top"], "");
     assert!(code == Some(2) && err.contains("error: environment variable `NOT_GIVEN_TOKEN` is not set"), "{err}");
     assert_eq!(err.matches("error: ").count(), 1, "{err}");
-    // The file of consumers is needed.
+    // `key list` needs the path of the consumers file.
     let text = std::fs::read_to_string(&path).unwrap().replace("consumers.toml", "${NOT_GIVEN_FILE}");
     std::fs::write(&path, text).unwrap();
     let (code, _, err) = said(&["key", "list"], "");
@@ -388,7 +389,7 @@ fn commands_need_only_their_part_of_the_environment() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "no file is created");
 }
 
-/// Return the text with the key at a span renamed. A key of the top level is renamed in all headers of tables.
+/// Return the text with the key at this span renamed. A top-level key is renamed in all table headers.
 fn renamed(text: &str, span: &Range<usize>, name: &str) -> String {
     let old = &text[span.clone()];
     let renamed = format!("{}{name}{}", &text[..span.start], &text[span.end..]);
@@ -416,8 +417,8 @@ fn values_of(value: &DeValue<'_>, keys: &mut Vec<Range<usize>>) {
     }
 }
 
-/// Each key of `valid/everything.toml`, and of tables that this file does not have, is misspelled or replaced by a name
-/// that is similar to no key.
+/// Rename each key of `valid/everything.toml`, and of tables that this file does not have: once to a misspelled key,
+/// and once to a name that is similar to no key.
 #[test]
 fn unknown_key_gives_one_error() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/valid/everything.toml");
@@ -444,7 +445,7 @@ fn unknown_key_gives_one_error() {
         for name in [format!("{key}x"), "zzzzzzzz".to_owned()] {
             let Err(error) = load(renamed(&text, &span, &name)) else { continue };
             let error = error.to_string();
-            // Other keys are names that the operator chooses, or values of maps.
+            // Skip keys that are names of the administrator's choice, or keys of maps. They cause no such error.
             if !error.contains(&format!("error: unknown key `{name}`")) {
                 continue;
             }

@@ -34,7 +34,7 @@ fn cors_headers(reply: &Reply) -> Vec<(&str, &str)> {
     headers
 }
 
-/// Send a request over HTTP/2. Return the response as that of HTTP/1.1.
+/// Send a request over HTTP/2. Return the response in the form of an HTTP/1.1 response.
 fn over_http2(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)]) -> Reply {
     let mut request = Request::builder().method(method).uri(format!("http://gateway.test{path}"));
     for (name, value) in headers {
@@ -46,7 +46,7 @@ fn over_http2(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &
     Reply { status: status.as_u16(), headers: headers.collect(), body: body.to_vec() }
 }
 
-/// Send a request over both versions of HTTP. The CORS headers must be the same.
+/// Send a request over HTTP/1.1 and over HTTP/2. The status and the CORS headers must be the same.
 #[track_caller]
 fn ask(gateway: &Gateway, method: &str, path: &str, headers: &[(&str, &str)]) -> Reply {
     let reply = gateway.client().request(method, path, headers, b"");
@@ -91,7 +91,7 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
         assert_eq!((reply.header("ratelimit"), reply.header("proxy-status")), (None, None), "{reply:?}");
     }
     assert_eq!(upstream.count(), 0);
-    // A body that is too long for the route does not matter.
+    // The body limit of the route does not apply to preflights.
     let headers = [ORIGIN, ("access-control-request-method", "PUT")];
     let reply = gateway.client().request("OPTIONS", "/items/7", &headers, b"longer than ten bytes");
     assert_eq!(reply.status, 204);
@@ -192,13 +192,14 @@ fn preflight_belongs_to_the_route_of_the_requested_method() {
     let reply = ask(&gateway, "OPTIONS", "/x", &requested);
     assert_eq!(values(&reply, "access-control-allow-headers"), ["x-a,authorization"]);
     assert_eq!(upstream.count(), 0);
-    // No route serves DELETE, and no route with a policy serves PATCH: OPTIONS itself is not served.
+    // No route serves DELETE, and no route with a CORS policy serves PATCH. So these preflights get 405.
     for method in ["DELETE", "PATCH"] {
         let reply = preflight(&gateway, "/x", APP, method);
         reply.assert_problem(405, method);
         assert!(cors_headers(&reply).is_empty(), "{method}: {reply:?}");
     }
-    // Without methods, a route allows those that need no preflight. Its own OPTIONS requests are forwarded.
+    // Without `methods`, a policy allows only the methods that need no preflight. OPTIONS requests that are not
+    // preflights are forwarded.
     assert_eq!(values(&preflight(&gateway, "/both", EVIL, "PUT"), "access-control-allow-methods"), ["GET, HEAD, POST"]);
     assert_eq!(upstream.count(), 0);
     let plain = ask(&gateway, "OPTIONS", "/both", &[ORIGIN]);
@@ -234,7 +235,7 @@ fn origins_that_are_not_allowed_get_no_cors_headers() {
         assert_eq!((reply.status, values(&reply, "access-control-allow-origin")), (204, expected), "{origin}");
         assert_eq!(cors_headers(&reply).len(), if allowed { 3 } else { 1 }, "{reply:?}");
     }
-    // A cache may use a response to a request without an origin for another one.
+    // A cache may reuse this response for a request with `Origin`, so it needs `Vary`.
     let reply = ask(&gateway, "GET", "/", &[]);
     assert_eq!(cors_headers(&reply), [("vary", "Origin")]);
 }
@@ -321,7 +322,7 @@ fn every_response_of_the_route_has_the_cors_headers_once() {
     let names = "RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset, X-RateLimit-Limit, X-RateLimit-Remaining, \
                  X-RateLimit-Reset, Retry-After, x-total";
     assert_eq!(values(&reply, "access-control-expose-headers"), [names]);
-    // A request that no route matches has no policy.
+    // If no route matches, no CORS policy applies.
     assert!(cors_headers(&ask(&gateway, "GET", "/nowhere", &[ORIGIN])).is_empty());
 }
 

@@ -1,4 +1,4 @@
-//! Costs and quotas over the wire: tiers, costs of requests and responses, refunds, queueing, gRPC.
+//! End-to-end tests of costs and quotas: tiers, costs of requests and responses, refunds, wait queues, gRPC.
 
 use std::time::Duration;
 
@@ -13,23 +13,23 @@ use sluicegate::limiter::clock::monotonic;
 
 const PROXY: &str = "127.0.0.9";
 
-/// A consumer whose key equals its name.
+/// Return a consumer whose API key equals its name.
 fn consumer(name: &str, rest: &str) -> String {
     let digits: String = digest(&SHA256, name.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
 }
 
-/// Both stores: memory, and this Redis.
+/// Return the configurations of both stores: in memory, and this Redis.
 fn stores(redis: &Redis) -> [String; 2] {
     [String::new(), redis.store()]
 }
 
-/// `identify` of a route whose limit is by API key.
+/// Return the key `identify` for a route if its limit is by API key.
 fn identify(limit: &str) -> &'static str {
     if limit.contains("api-key") { "identify = [\"keys\"]\n" } else { "" }
 }
 
-/// A route `/r` with the limit `l` and a direct response.
+/// Return a configuration with the limit `l` and a route `/r` with a direct response.
 fn answered(limit: &str) -> String {
     format!(
         "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\n{}limits = [\"l\"]\nrespond = {{ status = 200 }}\n",
@@ -37,7 +37,7 @@ fn answered(limit: &str) -> String {
     )
 }
 
-/// The same with an upstream.
+/// Return a configuration with the limit `l` and a route `/r` to an upstream.
 fn proxied(limit: &str, upstream: &Upstream) -> String {
     format!(
         "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -70,7 +70,11 @@ fn consumer_has_the_quota_of_its_tier_or_its_own() {
         let gateway =
             Gateway::start_with(&(store + KEYS + &answered(limit)), &[("consumers.toml", &consumers.concat())]);
         let told = gateway.client().get_with("/r", &[("x-api-key", "poor")]);
-        assert_eq!((told.status, told.header("ratelimit-policy")), (200, Some("\"l\";q=2;w=3600")), "its tier's size");
+        assert_eq!(
+            (told.status, told.header("ratelimit-policy")),
+            (200, Some("\"l\";q=2;w=3600")),
+            "the header has the quota of the tier"
+        );
         for (key, expected) in
             [(None, 1), (Some("plain"), 3), (Some("poor"), 1), (Some("rich"), 6), (Some("special"), 8)]
         {
@@ -92,7 +96,7 @@ fn reloaded_consumers_keep_their_usage() {
     let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
     assert_eq!(admitted(&gateway, Some("a"), 9), 3);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
-    // As editors and Kubernetes do: a new file replaces the old one.
+    // Replace the file by renaming a new one, like editors and Kubernetes.
     let replace = |text: &str| {
         let path = gateway.directory().join("consumers.toml");
         std::fs::write(path.with_extension("new"), text).unwrap();
@@ -100,15 +104,15 @@ fn reloaded_consumers_keep_their_usage() {
     };
     replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
     eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
-    assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
+    assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five requests were used before the reload");
     // An invalid file changes nothing.
     replace(&consumer("c", "tier = \"por\""));
     eventually("the fault is logged", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
-    // Neither does an incomplete one.
+    // An empty file changes nothing either.
     replace("");
-    eventually("it is logged", || gateway.log().contains("no consumer has a key"));
+    eventually("the fault is logged", || gateway.log().contains("no consumer has a key"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     replace(&consumer("c", ""));
     eventually("a valid file is used again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
@@ -126,8 +130,8 @@ fn cost_header_is_read_from_trusted_proxies_only() {
     let mut untrusted = gateway.client();
     assert_eq!(proxy.get_with("/r", &[("x-cost", "7")]).remaining("l"), 93);
     assert_eq!(upstream.last().headers("x-cost"), ["7"]);
-    assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "no more than the maximum");
-    assert_eq!(proxy.get("/r").remaining("l"), 82, "without a word it costs one");
+    assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "the cost is capped at the maximum");
+    assert_eq!(proxy.get("/r").remaining("l"), 82, "without the header, the cost is 1");
     assert_eq!(
         untrusted.get_with("/r", &[("x-cost", "0")]).remaining("l"),
         81,
@@ -139,7 +143,7 @@ fn cost_header_is_read_from_trusted_proxies_only() {
     assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
 }
 
-/// Respond with the status and the header lines that the request names.
+/// Respond with the status in `x-status` and the headers in `x-line` of the request.
 fn respond_as_asked(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
@@ -163,13 +167,13 @@ fn response_cost_becomes_debt_of_the_next_requests() {
             let mut ask = |lines: &[(&str, &str)]| client.get_with("/r", &[&[("x-who", "me")], lines].concat());
             let first = ask(&[("x-line", "x-used: 30")]);
             assert_eq!((first.status, first.remaining("l")), (200, 70), "{algorithm}: the header follows the charge");
-            assert_eq!(ask(&[]).remaining("l"), 69, "{algorithm}: without a word it costs one");
+            assert_eq!(ask(&[]).remaining("l"), 69, "{algorithm}: without the header, the cost is 1");
             let failed = ask(&[("x-status", "503 Down"), ("x-line", "x-used: 50")]);
             assert_eq!(failed.remaining("l"), 69, "{algorithm}: a failure is refunded");
             assert_eq!(ask(&[("x-line", "x-used: 100000000000000000")]).remaining("l"), 0, "{algorithm}: a debt");
             let seen = upstream.count();
             assert_eq!(ask(&[]).status, 429, "{algorithm}");
-            assert_eq!(upstream.count(), seen, "{algorithm}: it does not reach the upstream");
+            assert_eq!(upstream.count(), seen, "{algorithm}: the request is not forwarded");
         }
     }
 }
@@ -199,7 +203,7 @@ fn failed_upstream_responses_are_refunded() {
     let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
-            // Two limits, one with refunds: each charge is separate.
+            // The route has two limits, of which only one has refunds.
             let config = format!(
                 "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
                 proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
@@ -214,7 +218,7 @@ fn failed_upstream_responses_are_refunded() {
             }
         }
     }
-    // A 502 of the gateway is a 5xx as well.
+    // A 502 of the gateway itself is refunded as well.
     let free_port = crate::support::redis::free_port();
     let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
     let gateway =
@@ -230,11 +234,11 @@ fn refunds_of_slow_failures_cause_no_denials() {
         b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
     });
     for store in stores(&redis) {
-        // Within 200 ms four tokens refill, which first repay the debt of other requests.
+        // During a response of 200 ms, four tokens refill. They first repay the debt of other requests.
         let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
         let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
         let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
-        assert_eq!(statuses, [503; 120], "each failure is refunded: twelve tokens of twenty are in use");
+        assert_eq!(statuses, [503; 120], "each failure is refunded: at most twelve of twenty tokens are in use");
         assert!(gateway.get("/r").remaining("l") >= 19, "nothing was lost");
     }
 }
@@ -248,7 +252,7 @@ fn request_with_max_wait_is_delayed_until_admitted() {
         let started = monotonic();
         let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
         assert_eq!(statuses, [200; 30], "no request is denied");
-        // One at once, then 29 at one per 50 ms: never faster, on any machine.
+        // The first request is admitted at once, the other 29 at one per 50 ms.
         assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
     }
 }
@@ -262,8 +266,8 @@ fn wait_queue_is_first_in_first_out() {
     assert_eq!(clients[0].get("/r?first").status, 200);
     for (index, client) in clients.iter_mut().enumerate() {
         client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
-        // The queue is not visible from outside. A single worker reads its connections in the order of their bytes:
-        // when a later request has a response, the one before is queued.
+        // The test cannot see the queue. The single worker reads connections in the order in which their bytes arrive.
+        // So when this request has a response, the earlier one is queued.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
     }
     for client in &mut clients {
@@ -284,7 +288,7 @@ fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     eventually("the queue is full", || {
         let started = monotonic();
         let denied = gateway.client().get("/r");
-        // Denied at once: a queued request would wait for seconds.
+        // The request is denied at once. A queued request would wait for seconds.
         denied.status == 429 && started.elapsed() < Duration::from_secs(1)
     });
     drop(waiting);
@@ -301,12 +305,12 @@ fn request_rejected_by_a_full_queue_takes_no_tokens() {
     assert_eq!(gateway.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    // Each queued request has made two calls and waits now.
+    // The queue is full after three calls: one for the first request, and two for the queued one.
     eventually("the queue is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
         full.assert_problem(429, "the queue is full");
-        assert_eq!(full.header("retry-after"), Some("20"), "then the queue is empty");
+        assert_eq!(full.header("retry-after"), Some("20"), "the client must wait until the queue is empty");
     }
     assert_eq!(redis.calls("evalsha"), 3, "no call was made for them");
     assert_eq!(waiting.reply().unwrap().status, 200);
@@ -322,8 +326,8 @@ fn request_that_would_exceed_max_wait_is_denied_at_once() {
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
 }
 
-/// A gRPC call is a POST over HTTP/2 with its content type. All other rejections have their own status, because a
-/// shared cache would store a 200.
+/// A gRPC call is a POST over HTTP/2 with the content type of gRPC. All other rejected requests get an HTTP error
+/// status, because a shared cache would store a 200.
 #[test]
 fn only_grpc_calls_are_rejected_by_grpc_status() {
     let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
@@ -379,7 +383,7 @@ fn ratelimit_headers_of_the_upstream_are_kept() {
     let fields: Vec<_> =
         reply.headers.iter().filter(|(name, _)| name == "ratelimit").map(|(_, value)| value.as_str()).collect();
     assert_eq!(fields[0], "\"theirs\";r=3;t=5");
-    assert!(fields.len() == 2 && fields[1].starts_with("\"l\";r=9"), "ours is appended: {fields:?}");
+    assert!(fields.len() == 2 && fields[1].starts_with("\"l\";r=9"), "the gateway appends its header: {fields:?}");
 }
 
 #[test]
@@ -397,7 +401,7 @@ fn openai_and_anthropic_headers_replace_those_of_the_upstream() {
     let values = |name: &str| -> Vec<&str> {
         reply.headers.iter().filter(|(other, _)| other == name).map(|(_, value)| value.as_str()).collect()
     };
-    // Clients of these APIs read one number.
+    // Clients of these APIs expect a single number in each header.
     assert_eq!(values("x-ratelimit-remaining-requests"), ["9"]);
     assert_eq!(values("anthropic-ratelimit-requests-limit"), ["10"]);
     assert_eq!(values("x-ratelimit-remaining-tokens"), ["120000"], "the gateway has no limit of tokens");
@@ -411,7 +415,7 @@ fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
     let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
     let never = proxy.get_with("/r", &[("x-cost", "101")]);
-    never.assert_problem(429, "more than there ever is");
+    never.assert_problem(429, "the cost exceeds the burst");
     assert_eq!(never.header("retry-after"), None);
     assert_eq!(proxy.get_with("/r", &[("x-api-key", "small"), ("x-cost", "3")]).header("retry-after"), None);
     let check = crate::support::gateway::binary()

@@ -21,7 +21,7 @@ fn gateway(token: &str) -> Gateway {
     )))
 }
 
-/// An event stream.
+/// A client that reads the event stream.
 struct Events(Client);
 
 impl Events {
@@ -82,16 +82,16 @@ fn event_of_a_second_has_its_requests_and_decisions() {
         if sum(&seconds) == [3, 2, 1] {
             break now;
         }
-        assert!(seconds.len() < 60, "each second is a wait: {seconds:?}");
+        assert!(seconds.len() < 60, "the decisions are in no event: {seconds:?}");
     };
-    // Each request counts once, even if several limits denied it. The limits count separately.
+    // The total counts each request once, even if several limits denied it. Each limit has its own counts.
     for (limit, name) in last["limits"].as_array().unwrap().iter().zip(["same", "three"]) {
         let decisions = &limit["decisions"];
         assert_eq!((&limit["limit"], &limit["quota"]), (&name.into(), &"3/3650d".into()), "{limit}");
         assert_eq!((&decisions["allowed"], &decisions["denied"]), (&3.into(), &2.into()), "{limit}");
         assert_eq!(limit["shadow"], false, "{limit}");
     }
-    // Each route and upstream has its requests since the start.
+    // Each route and each upstream has the number of its requests since the start of the gateway.
     assert_eq!(last["routes"][0], json!({ "route": "hello", "allowed": 3, "denied": 2, "errors": 0 }), "{last}");
     assert_eq!(last["routes"][1], json!({ "route": "gone", "allowed": 0, "denied": 0, "errors": 1 }), "{last}");
     assert_eq!(last["upstreams"], json!([{ "upstream": "gone", "requests": 1, "errors": 1 }]), "{last}");
@@ -149,7 +149,7 @@ fn interval_has_the_requests_of_its_seconds_and_the_decisions_of_each_limit() {
     assert!(last["interval"]["p95_ms"].as_f64() > Some(0.0), "{last}");
     let decisions: Vec<_> = last["limits"].as_array().unwrap().iter().map(|limit| &limit["interval"]).collect();
     assert_eq!(decisions, [&json!([3, 2]), &json!([3, 2])], "{last}");
-    // A later subscriber gets the interval with the history.
+    // The history for a later subscriber contains the interval.
     let (_, mut later) = Events::follow(&gateway, &[HERE]);
     let (_, history) = later.next().unwrap();
     assert_eq!(history["intervals"], json!([last["interval"]]), "{history}");
@@ -236,8 +236,8 @@ fn number_of_event_streams_is_bounded() {
     let gateway = gateway("");
     let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| Events::follow(&gateway, &[HERE])).collect();
     assert!(followers.iter().all(|(head, _)| head.status == 200));
-    ask(&gateway, "/api/live").assert_problem(503, "one more");
-    assert_eq!(ask(&gateway, "/healthz").status, 200, "there is room for others");
+    ask(&gateway, "/api/live").assert_problem(503, "one stream too many");
+    assert_eq!(ask(&gateway, "/healthz").status, 200, "other requests are served");
     followers.pop();
     let (_, another) = &mut followers[0];
     eventually("a permit is free again", || {

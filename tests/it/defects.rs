@@ -1,33 +1,37 @@
-//! Known defects of rate limiters, and the tests that show that Sluicegate does not have them:
+//! Known defects of rate limiters. The named tests show that Sluicegate does not have them:
 //!
-//! - Counting and expiry are two commands: a key without TTL: `killed_gateway_leaves_no_key_without_ttl`.
-//! - Every request extends the TTL: steady traffic below the limit is locked out:
+//! - Counting and setting the TTL are two commands, so a crash can leave a key without TTL:
+//!   `killed_gateway_leaves_no_key_without_ttl`.
+//! - Every request extends the TTL, so steady traffic below the limit is locked out:
 //!   `extended_ttl_does_not_lock_out_steady_traffic`.
-//! - Denied requests are logged: memory grows, and the lockout never ends: `denials_take_no_memory` in
+//! - Denied requests are added to the log, so memory grows and the lockout never ends: `denials_take_no_memory` in
 //!   `invariants.rs`.
-//! - The timestamp is the member of a sorted set: requests of one microsecond count once:
+//! - The members of a sorted set are timestamps, so requests in the same microsecond count once:
 //!   `burst_at_one_instant_is_counted_in_full`.
-//! - The key expires between two commands: a permanent lockout:
+//! - The key expires between two commands, which locks the client out permanently:
 //!   `key_that_expires_between_two_calls_does_not_lock_out`.
-//! - Many requests pass the check before the first is counted: `concurrent_first_requests_admit_exactly_the_limit`.
-//! - The key has the minute in its name: an hour later it is the same key: `window_an_hour_later_has_its_own_count`.
-//! - Each gateway uses its own clock: `gateways_with_different_clocks_admit_the_limit_once`.
-//! - The TTL is shorter than the refill: an early fresh burst: `key_outlives_the_refill_of_its_bucket`.
-//! - A month is 30 days, a week starts on Thursday: `calendar_months_have_their_own_length`.
-//! - One limit denies, and the other one is charged: `denied_request_is_charged_to_no_limit` in `limits.rs`.
-//! - The reply is lost and the call is sent again: charged twice: `call_without_reply_is_charged_once` in
+//! - Many requests pass the check before the first one is counted: `concurrent_first_requests_admit_exactly_the_limit`.
+//! - The key contains only the minute of the hour, so it is the same an hour later:
+//!   `window_an_hour_later_has_its_own_count`.
+//! - Each gateway uses its own clock, so several gateways admit more than the limit:
+//!   `gateways_with_different_clocks_admit_the_limit_once`.
+//! - The TTL is shorter than the refill time, so a client gets a full burst too early:
+//!   `key_outlives_the_refill_of_its_bucket`.
+//! - Each month has 30 days, and weeks start on Thursday: `calendar_months_have_their_own_length`.
+//! - One limit denies a request, but another limit is charged: `denied_request_is_charged_to_no_limit` in `limits.rs`.
+//! - A reply is lost, and the repeated call is charged again: `call_without_reply_is_charged_once` in `distributed.rs`.
+//! - A script that is missing after SCRIPT FLUSH causes an error: `script_flush_under_load_causes_no_error` in
 //!   `distributed.rs`.
-//! - A script missing after SCRIPT FLUSH is an error: `script_flush_under_load_causes_no_error` in `distributed.rs`.
-//! - Retry-After is rounded down: a client that waits is denied again:
+//! - Retry-After is rounded down, so a client that waits for this time is denied again:
 //!   `client_that_waits_for_retry_after_is_admitted` in `limits.rs`.
-//! - A refund after the window creates a negative key that never expires: `late_refund_creates_no_key`.
-//! - The gateway crashes, and its requests in flight count for ever:
+//! - A refund after the end of the window creates a negative key that never expires: `late_refund_creates_no_key`.
+//! - The gateway crashes, and its requests in flight count forever:
 //!   `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs`.
-//! - The store is down: errors for all clients, or seconds of waiting:
+//! - While the store is down, all clients get errors or wait for seconds:
 //!   `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies`
 //!   in `distributed.rs`, `busy_redis_causes_no_client_error`.
-//! - The key contains the text of the identity: identities collide: `no_two_identities_share_a_key`, and
-//!   `hostile_identities_have_their_own_buckets` in `identity.rs`.
+//! - The key contains the text of the identity, so different identities can have the same key:
+//!   `no_two_identities_share_a_key`, and `hostile_identities_have_their_own_buckets` in `identity.rs`.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -45,7 +49,7 @@ use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use sluicegate::limiter::quota::CalendarUnit;
 use sluicegate::limiter::verdict::Operation;
 
-/// A gateway with these limits on `/r` that calls Redis for every request.
+/// Start a gateway with these limits on `/r`. It calls Redis for every request.
 fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("\"l{n}\"")).collect();
@@ -73,7 +77,7 @@ fn killed_gateway_leaves_no_key_without_ttl() {
     for round in 1..=5 {
         let mut gateway = gateway(&redis, &limits);
         let calls = redis.calls("evalsha");
-        // Requests are sent without waiting for responses, so that calls are in flight when the gateway is killed.
+        // Send requests without waiting for responses, so that calls are in flight when the gateway is killed.
         let mut streams: Vec<_> = (0..8).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
         for (id, stream) in streams.iter_mut().enumerate() {
             let request = format!("GET /r HTTP/1.1\r\nHost: a\r\nX-Id: {round}-{id}\r\n\r\n");
@@ -93,7 +97,7 @@ async fn extended_ttl_does_not_lock_out_steady_traffic() {
     let stores = Stores::new(&redis, "steady");
     for (name, rule) in every_algorithm(5, SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
         let limit = Limit::new(name, rule);
-        // Each request comes before the second is over.
+        // The requests are 600 ms apart, so each one arrives before the window of 1 s ends.
         for hit in 1..=500 {
             stores.clock.set(START + hit * 600_000);
             assert_eq!(stores.check(&limit).await.retry_us, 0, "{name}: hit {hit}");
@@ -113,7 +117,7 @@ async fn burst_at_one_instant_is_counted_in_full() {
             left.push(stores.check(&limit).await.remaining);
         }
         assert_eq!(left, (0..20).rev().collect::<Vec<_>>(), "{name}");
-        assert_ne!(stores.check(&limit).await.retry_us, 0, "{name}: one too many");
+        assert_ne!(stores.check(&limit).await.retry_us, 0, "{name}: one request too many");
     }
 }
 
@@ -148,13 +152,13 @@ fn key_that_expires_between_two_calls_does_not_lock_out() {
             }
         });
         assert_eq!(admitted + denied, asked, "{limit}: no errors");
-        // Each expired key is a fresh limit.
+        // After the key expires, the limit starts with its full quota.
         assert!(admitted >= 20, "{limit}: {admitted} admitted");
         redis.assert_every_key_expires();
         expire();
         eventually("the last key expires", || redis.keys().is_empty());
         let statuses = load(&[gateway.address], 1, 7, "/r", &[]);
-        assert_eq!(statuses, [200, 200, 200, 200, 200, 429, 429], "{limit}: counted from the start");
+        assert_eq!(statuses, [200, 200, 200, 200, 200, 429, 429], "{limit}: a new key starts with the full quota");
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
     }
 }
@@ -184,7 +188,7 @@ async fn window_an_hour_later_has_its_own_count() {
     let stores = Stores::new(&redis, "later");
     for (name, rule) in every_algorithm(3, 60 * SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
         let limit = Limit::new(name, rule);
-        // The key still exists: time passes for the scripts only.
+        // Only the clock of the scripts advances, so the key still exists in Redis.
         for hour in 0..5 {
             stores.clock.set(START + hour * 3600 * SECOND);
             for left in [2, 1, 0] {
@@ -193,7 +197,7 @@ async fn window_an_hour_later_has_its_own_count() {
             assert_ne!(stores.check(&limit).await.retry_us, 0, "{name}: hour {hour}");
         }
     }
-    assert_eq!(redis.keys().len(), 6, "one key for each: {:?}", redis.keys());
+    assert_eq!(redis.keys().len(), 6, "one key per limit: {:?}", redis.keys());
 }
 
 #[tokio::test]
@@ -224,7 +228,7 @@ async fn key_outlives_the_refill_of_its_bucket() {
     for pause in [1, 2, 6, 12, 13, 30, 59, 60, 61] {
         let limit = Limit::new(&format!("every{pause}"), bucket(5, 60 * SECOND, 5));
         let start = stores.clock.now_us();
-        // In parts of a token: one refills per second, and twelve are a token.
+        // The content of the bucket in twelfths of a token. One twelfth refills per second.
         let mut parts = 5 * 12;
         for burst in 0..600 / pause {
             stores.clock.set(start + burst * pause * SECOND);
@@ -249,15 +253,15 @@ async fn calendar_months_have_their_own_length() {
         (CalendarUnit::Month, "UTC", "2027-02-01T00:00:00Z", 28 * day),
         (CalendarUnit::Month, "UTC", "2028-02-01T00:00:00Z", 29 * day),
         (CalendarUnit::Month, "UTC", "2027-04-01T00:00:00Z", 30 * day),
-        // Daylight saving time begins and ends.
+        // Daylight saving time begins or ends in these windows.
         (CalendarUnit::Month, "Europe/Berlin", "2027-02-28T23:00:00Z", 31 * day - hour),
         (CalendarUnit::Month, "Europe/Berlin", "2027-09-30T22:00:00Z", 31 * day + hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
         (CalendarUnit::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
-        // A change of half an hour.
+        // In this time zone, daylight saving time is half an hour.
         (CalendarUnit::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
-        // A Monday.
+        // Weeks start on Monday.
         (CalendarUnit::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
         (CalendarUnit::Week, "Europe/Berlin", "2027-03-21T23:00:00Z", 7 * day - hour),
         (CalendarUnit::Year, "UTC", "2028-01-01T00:00:00Z", 366 * day),
@@ -271,11 +275,11 @@ async fn calendar_months_have_their_own_length() {
             stores.clock.set(at);
             stores.call(Operation::Check, &[limit.charge(u128::from(start), 2)]).await
         };
-        assert_eq!(spend(start - 1).await.outcomes[0].reset_us, 1, "{what}: what was before ends");
+        assert_eq!(spend(start - 1).await.outcomes[0].reset_us, 1, "{what}: the previous window ends");
         assert_eq!(spend(start).await.outcomes[0].reset_us, length, "{what}");
         let last = spend(start + length - 1).await;
-        assert_eq!((last.granted, last.outcomes[0].retry_us), (0, 1), "{what}: to its last µs");
-        assert_eq!(spend(start + length).await.granted, 1, "{what}: what follows begins");
+        assert_eq!((last.granted, last.outcomes[0].retry_us), (0, 1), "{what}: the last µs of the window");
+        assert_eq!(spend(start + length).await.granted, 1, "{what}: the next window begins");
     }
 }
 
@@ -290,14 +294,14 @@ async fn late_refund_creates_no_key() {
         stores.clock.set(START);
         let full = stores.call(Operation::Check, &[limit.charge(1, 5)]).await;
         assert_eq!(full.granted, 1, "{name}");
-        // The window is over, and the key still exists.
+        // The window has ended, but the key still exists.
         let later = START + longest_reset(&limit.rule);
         stores.clock.set(later);
         refund().await;
         let again = stores.call(Operation::Check, &[limit.charge(2, 5)]).await;
         assert_eq!(again.outcomes[0].remaining, full.outcomes[0].remaining, "{name}: no more than the limit");
         redis.assert_every_key_expires();
-        // The keys are deleted.
+        // Refund again after the keys are deleted.
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         stores.clock.set(later + longest_reset(&limit.rule));
         refund().await;
@@ -318,29 +322,29 @@ fn busy_redis_causes_no_client_error() {
     let mut client = gateway.client();
     let mut decided_by_store = || loop {
         let reply = client.get("/r");
-        // 503 until the breaker opens.
+        // The gateway responds with 503 until the breaker opens.
         if reply.status != 503 {
             assert_eq!(reply.status, 200);
             return reply.header("ratelimit").is_some();
         }
         assert_eq!(reply.header("retry-after"), Some("1"));
     };
-    eventually("Redis decides", &mut decided_by_store);
+    eventually("Redis performs the checks", &mut decided_by_store);
     std::thread::scope(|scope| {
         let mut blocker = redis.connection();
         let script = scope.spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut blocker));
-        // Redis is silent first, then replies BUSY.
+        // At first, Redis does not reply. Later it replies BUSY.
         eventually("requests are admitted without the store", || !decided_by_store());
         let killed = || redis::cmd("SCRIPT").arg("KILL").exec(&mut redis.connection()).is_ok();
         eventually("the script is killed", killed);
-        assert!(script.join().unwrap().is_err(), "it did not end by itself");
+        assert!(script.join().unwrap().is_err(), "the script ended by itself");
     });
-    eventually("Redis decides again", &mut decided_by_store);
+    eventually("Redis performs the checks again", &mut decided_by_store);
 }
 
 #[test]
 fn no_two_identities_share_a_key() {
-    // Characters of the key syntax: the tag of a header value, delimiters, and the first bytes of a length.
+    // Characters of the key syntax: the tag of a header value, delimiters, and a byte of a length.
     const LETTERS: [&str; 5] = ["h", "{", "}", ":", "\0"];
     /// Return all texts of up to `length` of these letters.
     fn texts(length: u32) -> Vec<String> {

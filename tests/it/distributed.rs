@@ -14,7 +14,8 @@ use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 
-/// A configuration with a long store timeout that denies on errors: no late reply looks like over-admission.
+/// Return a configuration with a long store timeout and `on_store_error = "deny"`. So a late reply of the store admits
+/// no request.
 fn config(url: &str, limit: &str) -> String {
     format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
@@ -110,9 +111,9 @@ fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
     let window = gateway("algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"10/hour\"");
     let larger = gateway("algorithm = \"sliding-log\"\nquota = \"20/hour\"");
     let longer = gateway("algorithm = \"sliding-log\"\nquota = \"10/2h\"");
-    assert_eq!([left(&log), left(&window), left(&log), left(&window)], [9, 9, 8, 8], "each counts for itself");
-    assert_eq!([left(&larger), left(&log)], [17, 6], "a size acts on the same state");
-    assert_eq!(left(&longer), 9, "another window starts empty");
+    assert_eq!([left(&log), left(&window), left(&log), left(&window)], [9, 9, 8, 8], "each limit has its own count");
+    assert_eq!([left(&larger), left(&log)], [17, 6], "a limit with another quota has the same state");
+    assert_eq!(left(&longer), 9, "a limit with another window has another state");
     assert_eq!(redis.keys().len(), 3, "{:?}", redis.keys());
 }
 
@@ -125,7 +126,7 @@ fn hey_counts_as_many_200s_as_the_limit() {
     let output = Command::new("hey")
         .args(["-n", "3000", "-c", "50", &url])
         .output()
-        .expect("hey is needed; `make tools` installs it");
+        .expect("the test needs `hey`; `make tools` installs it");
     let report = String::from_utf8(output.stdout).unwrap();
     let responses = |status: u16| {
         let line = report.lines().find(|line| line.trim_start().starts_with(&format!("[{status}]")));
@@ -153,7 +154,7 @@ fn concurrent_calls_share_connections() {
         }
     });
     let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut redis.connection()).unwrap();
-    // The connection of the test is counted as well.
+    // `CLIENT LIST` also lists the connection of the test.
     assert!(clients.lines().count() <= workers + 1, "{clients}");
     let calls = redis.calls("evalsha");
     assert!((1..=6400).contains(&calls), "at most one call for each request: {calls}");
@@ -204,7 +205,7 @@ fn refund_of_a_cancelled_request_is_sent_again_with_a_script_that_is_not_loaded(
     };
     assert_eq!(client.get("/r").status, 200);
     command("SCRIPT", &["FLUSH"]);
-    // Loads the script of checks. That of refunds is another one.
+    // This request loads the script for checks. The script for refunds stays unloaded.
     assert_eq!(client.get("/r").status, 200);
     command("CLIENT", &["PAUSE", "60000", "WRITE"]);
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -216,7 +217,7 @@ fn refund_of_a_cancelled_request_is_sent_again_with_a_script_that_is_not_loaded(
     });
     command("CLIENT", &["UNPAUSE"]);
     eventually("the third token is refunded", || gateway.get("/r").status == 200);
-    assert_eq!(gateway.get("/r").status, 429, "and no other");
+    assert_eq!(gateway.get("/r").status, 429, "no other token is refunded");
 }
 
 #[test]
@@ -233,8 +234,8 @@ fn without_redis_each_limit_follows_on_store_error() {
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
-        eventually("it is logged", || gateway.log().contains("the store is down"));
-        assert_eq!(gateway.log().matches("the store is down").count(), 1, "said once:\n{}", gateway.log());
+        eventually("the outage is logged", || gateway.log().contains("the store is down"));
+        assert_eq!(gateway.log().matches("the store is down").count(), 1, "logged once:\n{}", gateway.log());
     }
 }
 
@@ -256,7 +257,8 @@ fn log_says_why_redis_is_unusable() {
 fn call_without_reply_is_charged_once() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
-    // One worker: another one could still be connecting when replies are dropped, and open the breaker.
+    // The gateway has one worker. Another worker could still be connecting when replies are dropped, and would open the
+    // breaker.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"1s\"\n\
          [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\
@@ -266,19 +268,19 @@ fn call_without_reply_is_charged_once() {
     let mut client = gateway.client();
     assert!(client.get("/r").header("ratelimit").unwrap().contains("r=99"));
     relay.drop_replies(true);
-    // Fewer calls than open the breaker. Each is written and gets no reply.
+    // These calls are too few to open the breaker. Redis executes each call, but the relay drops the reply.
     for _ in 0..2 {
         let reply = client.get("/r");
         assert_eq!(
             (reply.status, reply.header("retry-after")),
             (503, Some("1")),
-            "no reply came, and it is no outage yet"
+            "no reply, and the breaker is closed"
         );
     }
     relay.drop_replies(false);
     let keys = redis.keys();
     let key = keys.iter().find(|key| !key.contains("~probe")).unwrap();
-    assert_eq!(redis.state(key)[1], 3, "each was charged once");
+    assert_eq!(redis.state(key)[1], 3, "each call was charged once");
     println!("fault 22: 2 of 2 calls without a reply charged once");
 }
 
@@ -308,11 +310,11 @@ fn recovered_redis_is_used_again() {
         let mut redis = Redis::start_on(port).expect("the port is still free");
         let id = format!("one-{round}");
         let mut ask = |id: &str| client.get_with("/r", &[("x-id", id)]);
-        eventually("the store decides", || ask(&id).header("ratelimit").is_some());
+        eventually("the store performs the checks", || ask(&id).header("ratelimit").is_some());
         eventually("the limit is enforced", || ask(&id).status == 429);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Another identity: a cached denial is not lifted by an outage.
+        // Use another identity, because a cached denial also applies during an outage.
         eventually("requests are admitted without the store", || ask("other").header("ratelimit").is_none());
     }
 }
@@ -330,7 +332,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     let mut standing = |id: &str| {
         let reply = loop {
             let reply = client.get_with("/r", &[("x-id", id)]);
-            // 503 until the breaker opens.
+            // The gateway responds with 503 until the breaker opens.
             if reply.status != 503 {
                 break reply;
             }
@@ -340,7 +342,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
             .header("ratelimit")
             .map(|field| field.split("r=").nth(1).unwrap().split(';').next().unwrap().parse::<u32>().unwrap())
     };
-    eventually("the store decides", || standing("warm").is_some());
+    eventually("the store performs the checks", || standing("warm").is_some());
     for round in 0..3 {
         crate::support::signal(&redis.child, "STOP");
         eventually("requests are admitted without the store", || standing("other").is_none());
@@ -351,7 +353,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
             before = standing(&id);
             before.is_some()
         });
-        // A crossed reply would show the remaining count of another identity.
+        // If replies were crossed, a response would contain the remaining quota of another identity.
         for step in 1..200 {
             if let Some(left) = standing(&id) {
                 assert!(left <= before.unwrap() - step, "{left} after {before:?} and {step} requests");

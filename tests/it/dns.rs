@@ -1,4 +1,5 @@
-//! DNS names of upstreams: all addresses are used, changes are followed, and a failing resolver changes nothing.
+//! DNS names of upstreams: the gateway uses all resolved addresses and follows changes. If the resolver fails, it keeps
+//! the known addresses.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -17,7 +18,7 @@ use sluicegate::upstream::cluster::UpstreamCluster;
 use sluicegate::upstream::dns::DnsCache;
 use sluicegate::upstream::endpoint::Endpoint;
 
-/// Return a cluster for each server, as the configuration creates it.
+/// Return an upstream cluster for each server, compiled from a configuration.
 fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
@@ -32,7 +33,7 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     config.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
-/// Resolve the names until the end of the test. Return after each was resolved once.
+/// Resolve the names of the clusters until the end of the test. Return when each name was looked up once.
 fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
     let (names, directory) = (DnsCache::new(fleets), dns.resolver(search));
     let (first, looked_up) = channel::<Infallible>();
@@ -40,7 +41,7 @@ fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(names.run(directory, first));
     });
-    assert_eq!(looked_up.recv_timeout(MAX_WAIT), Err(RecvTimeoutError::Disconnected), "each is looked up once");
+    assert_eq!(looked_up.recv_timeout(MAX_WAIT), Err(RecvTimeoutError::Disconnected), "each name is looked up once");
 }
 
 fn member(fleet: &UpstreamCluster, address: &str) -> Option<Arc<Endpoint>> {
@@ -61,7 +62,7 @@ fn reload_keeps_resolved_addresses() {
     let settings = fleets(&["api.test:80"])[0].settings.clone();
     let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
     let other = fleets(&["other.test:80", "API.test:81"]);
-    // The new clusters were not resolved.
+    // This cache sends no DNS queries: it gives the known addresses to the new clusters.
     drop(DnsCache::new(&[after.clone(), other[1].clone()]));
     assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.endpoints());
     assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
@@ -87,7 +88,7 @@ fn dns_record_is_kept_for_its_ttl() {
     for (name, ttl) in [("none.test", 0), ("one.test", 1), ("three.test", 3)] {
         dns.set_addresses(name, &["192.0.2.1"], ttl);
     }
-    // The smaller TTL of the two families counts.
+    // The smaller TTL of the A and AAAA records determines the time of the next query.
     dns.set_answer("three.test", RecordType::AAAA, DnsAnswer::At(vec!["2001:db8::1".parse().unwrap()], 100));
     let fleets = fleets(&["none.test", "one.test", "three.test"]);
     follow(&fleets, &dns, &[]);
@@ -115,7 +116,7 @@ fn failing_resolver_keeps_the_last_addresses() {
     cases.iter().for_each(|(name, say)| dns.set_both(name, say));
     let before = names.map(|name| dns.query_times(name).len());
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
-        // The query in flight, one that failed, and one after it.
+        // Wait for three more queries: the one in flight, a failed one, and one after it.
         eventually(name, || dns.query_times(name).len() >= before + 3);
         assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
@@ -144,9 +145,9 @@ fn name_without_addresses_is_resolved_later() {
     let fleets = fleets(&["late.test"]);
     follow(&fleets, &dns, &[]);
     assert!(fleets[0].endpoints().is_empty(), "{:?}", fleets[0].endpoints());
-    eventually("it is resolved again", || dns.query_times("late.test").len() >= 2);
+    eventually("the name is resolved again", || dns.query_times("late.test").len() >= 2);
     dns.set_addresses("late.test", &["192.0.2.1"], 60);
-    eventually("it is found", || has(&fleets[0], &["192.0.2.1"]));
+    eventually("the address is known", || has(&fleets[0], &["192.0.2.1"]));
 }
 
 #[test]
@@ -184,12 +185,12 @@ fn localhost_is_resolved_from_the_hosts_file() {
 
 #[test]
 fn unknown_host_name_is_503() {
-    // RFC 6761 §6.4: no name server is asked for it.
+    // The resolver sends no query for names below `invalid` (RFC 6761 §6.4).
     let gateway = gateway("no-such-server.invalid");
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");
     assert!(reply.header("retry-after").is_some() && !reply.text().contains("invalid"), "{}", reply.text());
-    eventually("it is logged", || gateway.log().contains("cannot resolve host; the host has no address yet"));
+    eventually("the failure is logged", || gateway.log().contains("cannot resolve host; the host has no address yet"));
     assert!(gateway.log().contains(r#""host":"no-such-server.invalid","upstreams":"u""#), "{}", gateway.log());
     assert_eq!(gateway.get("/").status, 503);
 }

@@ -1,4 +1,4 @@
-//! `sluicegate doctor` on real servers: it finds faults, says what to do, and never hangs.
+//! `sluicegate doctor` on real Redis servers: it finds faults, gives advice, and never hangs.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use crate::support::{MAX_WAIT, signal, upstream};
 use serde_json::Value;
 use sluicegate::limiter::clock::monotonic;
 
-/// One limit of each algorithm, so that every permission is needed.
+/// The algorithms. The configuration has one limit of each, so that it needs all Redis permissions.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
@@ -21,12 +21,12 @@ struct Examined {
     out: String,
 }
 
-/// Examine the store at a URL.
+/// Run `sluicegate doctor` on the store at a URL.
 fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Examined {
     run("doctor", "", url, timeout, arguments, variables)
 }
 
-/// Run a command with a configuration.
+/// Run a subcommand of `sluicegate` with a configuration that starts with `begin` and uses the store at `url`.
 fn run(
     subcommand: &str,
     begin: &str,
@@ -56,10 +56,10 @@ fn run(
     Examined { code: output.status.code(), out: String::from_utf8(output.stdout).unwrap() }
 }
 
-/// Name, status, finding and advice of a check.
+/// A check of `doctor`: name, status, finding and advice.
 type Check = (String, String, String, Option<String>);
 
-/// Return the checks of the only server.
+/// Return the exit code, and the checks of the only server.
 fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     let examined = examine(url, timeout, &["--json"], &[]);
     let report: Value = serde_json::from_str(&examined.out).unwrap();
@@ -77,12 +77,12 @@ fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     (examined.code, checks.collect())
 }
 
-/// As [`checks_with`], with a timeout that a busy machine does not exceed.
+/// Call [`checks_with`] with a timeout that is long enough on a busy machine.
 fn checks(url: &str) -> (Option<i32>, Vec<Check>) {
     checks_with(url, "5s")
 }
 
-/// Return the status and text of one check.
+/// Return the exit code, and the status and the text of one check.
 fn check(url: &str, name: &str) -> (Option<i32>, String, String) {
     let (code, checks) = checks(url);
     let found = checks.iter().find(|check| check.0 == name).unwrap_or_else(|| panic!("no {name} in {checks:?}"));
@@ -93,7 +93,8 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap_or_else(|e| panic!("{words:?}: {e}"));
 }
 
-/// Create the user `name` as in the manual with the password `secret`. Return the URL with that user.
+/// Create the Redis user `name` with the ACL rules of the manual and the password `secret`. Return the store URL with
+/// this user, and the ACL rules.
 fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let start = format!("ACL SETUSER {name} ");
@@ -133,7 +134,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         ("persistence", "none; 0 overrides stored"),
         ("script time", "limit of 5000 ms"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
-        ("clock", "no decision depends on it"),
+        ("clock", "no rate limit decision depends on the difference"),
         ("permissions", "26 commands"),
         ("scripts", "10 scripts"),
         ("decisions", "6 algorithms tried"),
@@ -141,7 +142,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;
         assert!(found.contains(expected), "{name}: {found}");
     }
-    assert_eq!(redis.keys(), Vec::<String>::new(), "the trial leaves no key");
+    assert_eq!(redis.keys(), Vec::<String>::new(), "the trial calls leave a key");
     let table = examine(&redis.url(), "5s", &[], &[]);
     assert_eq!(table.code, Some(0), "{}", table.out);
     assert!(
@@ -189,7 +190,7 @@ fn eviction_policy_and_evicted_keys_are_reported() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
     let (code, status, found) = check(&redis.url(), "policy");
-    assert_eq!((code, status.as_str()), (Some(0), "warning"), "nothing is evicted without maxmemory: {found}");
+    assert_eq!((code, status.as_str()), (Some(0), "warning"), "without maxmemory, Redis evicts nothing: {found}");
     command(&redis, &["CONFIG", "SET", "maxmemory", "8mb"]);
     for (policy, why) in
         [("allkeys-lru", "any key"), ("volatile-ttl", "expire soonest"), ("volatile-lru", "with a TTL")]
@@ -199,7 +200,8 @@ fn eviction_policy_and_evicted_keys_are_reported() {
         assert_eq!((code, status.as_str()), (Some(1), "failed"), "{found}");
         assert!(found.contains(why) && found.contains("8.0 MiB") && found.contains("noeviction"), "{found}");
     }
-    // Each value is a small part of the maximum: Redis evicts one at a time and stays above the threshold.
+    // Each value is small compared with `maxmemory`. So Redis evicts one key at a time, and its memory usage stays
+    // above the threshold of the warning.
     let large = "x".repeat(1 << 17);
     for number in 0..96 {
         command(&redis, &["SET", &format!("large-{number}"), &large, "EX", "1000"]);
@@ -267,7 +269,8 @@ fn no_check_is_skipped_for_the_doctor_user() {
 fn each_missing_permission_of_the_manual_is_named() {
     let redis = Redis::start();
     let (url, words) = user_of_the_manual(&redis, "gateway");
-    // The gateway works without these: it ignores their replies, or needs them for other databases only.
+    // The gateway works without these permissions. It ignores the replies to these commands, or needs them only for
+    // databases other than 0.
     let spare = ["+hello", "+client|setname", "+select"];
     let rights: Vec<_> = words.iter().filter(|word| word.starts_with('+') && !spare.contains(&word.as_str())).collect();
     assert_eq!(rights.len(), 26, "{rights:?}");
@@ -300,7 +303,7 @@ fn stream_of_quota_events_needs_a_permission_and_its_key() {
     };
     for (grant, expected) in [
         ("+xadd", "failed"),
-        // The key of the stream is not below the prefix of the limits.
+        // `+xadd` alone is not sufficient, because the key of the stream does not start with the prefix of the limits.
         ("-xadd", "failed"),
         ("~sluicegate:events", "failed"),
         ("+xadd", "ok"),
@@ -316,7 +319,8 @@ fn stream_of_quota_events_needs_a_permission_and_its_key() {
     assert_eq!((code, status.as_str()), (Some(0), "ok"), "without a stream: {found}");
 }
 
-/// A relay that delays the replies of the server. `hold` is called with the number of each piece, from 0, and its bytes.
+/// Start a relay that can delay the replies of the server, and return its URL. For each piece of a reply, it calls
+/// `hold` with the number of the piece (from 0) and its bytes.
 fn relay(port: u16, hold: impl Fn(usize, &[u8]) + Send + Sync + 'static) -> String {
     let address = upstream::serve(move |mut client| {
         let mut server = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -408,7 +412,8 @@ fn slow_connecting_is_a_warning() {
 #[test]
 fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
     let redis = Redis::start();
-    // In total longer than the timeout for a silent store, but each reply arrives.
+    // All replies together take longer than the timeout of `check` for a store that does not reply. But each single
+    // reply arrives in time.
     let url = relay(redis.port, |_, _| std::thread::sleep(Duration::from_millis(30)));
     let said = run("check", "", &url, "50ms", &[], &[]);
     assert_eq!(said.code, Some(0), "{}", said.out);
@@ -446,19 +451,19 @@ fn overrides_without_persistence_are_a_warning() {
         (warns, check["message"].as_str().unwrap().to_owned())
     };
     let url = redis.url();
-    assert_eq!(warns("", &url), (false, "none; 0 overrides stored".to_owned()), "none can be set");
+    assert_eq!(warns("", &url), (false, "none; 0 overrides stored".to_owned()), "overrides cannot be set");
     assert_eq!(warns(admin, &url), (true, "none; 0 overrides stored".to_owned()));
     let far = 4_000_000_000_000_000_u64;
     command(&redis, &["HSET", "rl:overrides", "size/a/1", &format!("{far} 5 {far} {{}}")]);
     command(&redis, &["HSET", "rl:overrides", "size/a/2", &format!("0 5 {far} ")]);
-    assert_eq!(warns("", &url), (true, "none; 1 override stored".to_owned()), "others set them");
+    assert_eq!(warns("", &url), (true, "none; 1 override stored".to_owned()), "other gateways can set overrides");
     command(&redis, &["CONFIG", "SET", "save", "3600 1"]);
     assert_eq!(warns(admin, &url), (false, "Redis writes snapshots (save 3600 1), but no append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "save", ""]);
     command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
     assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "appendonly", "no"]);
-    // Without INFO, CONFIG GET is sufficient.
+    // Without permission for INFO, the reply to CONFIG GET is sufficient.
     let (url, _) = user_of_the_manual(&redis, "doctor");
     command(&redis, &["ACL", "SETUSER", "doctor", "-info"]);
     command(&redis, &["DEL", "rl:overrides"]);
@@ -481,7 +486,7 @@ fn hanging_server_is_abandoned_at_the_deadline() {
 #[test]
 fn server_that_stops_replying_gets_no_further_checks() {
     let redis = Redis::start();
-    // TCP divides the replies into any number of pieces, so the content tells which reply is held.
+    // TCP may split the replies into any number of pieces, so the relay recognizes the reply to delay by its content.
     let url = relay(redis.port, |_, reply| {
         if memchr::memmem::find(reply, b"lua-time-limit").is_some() {
             std::thread::park_timeout(MAX_WAIT);
@@ -490,7 +495,7 @@ fn server_that_stops_replying_gets_no_further_checks() {
     let (code, checks) = checks(&url);
     let (last, before) = checks.split_last().unwrap();
     assert_eq!(code, Some(1), "{checks:?}");
-    // Connecting is a warning if the machine is busy.
+    // On a busy machine, the check of the connection can be a warning.
     assert!(before.len() > 1 && before.iter().all(|check| check.1 != "failed"), "{checks:?}");
     assert!(last.0 == "script time" && last.1 == "failed" && last.2.contains("does not answer in time"), "{checks:?}");
 }
@@ -518,7 +523,10 @@ fn unreachable_server_and_wrong_password_are_one_failed_check() {
 #[test]
 fn memory_store_has_no_checks_and_invalid_file_exits_with_2() {
     let table = examine("memory:", "5s", &[], &[]);
-    assert_eq!((table.code, table.out.as_str()), (Some(0), "store: memory: there is no Redis to examine\n"));
+    assert_eq!(
+        (table.code, table.out.as_str()),
+        (Some(0), "store: memory: the store is not Redis, so there is no server to check\n")
+    );
     let report: Value = serde_json::from_str(&examine("memory:", "5s", &["--json"], &[]).out).unwrap();
     assert_eq!(report, serde_json::json!({ "ok": true, "servers": [] }));
     let output = binary().args(["doctor", "--config", "/none.toml"]).output().unwrap();

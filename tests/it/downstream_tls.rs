@@ -29,7 +29,7 @@ fn gateway(server: &str) -> Gateway {
     Gateway::start(&format!("{server}{ROUTE}{listener}"))
 }
 
-/// A TLS connector that trusts exactly one certificate.
+/// Return a TLS connector that trusts only one certificate.
 fn connector(trusted: &str, protocols: &[&[u8]]) -> TlsConnector {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(certificate(trusted)).unwrap()).unwrap();
@@ -57,12 +57,12 @@ async fn certificate_is_chosen_by_server_name() {
         ("two.test", "two.pem", true),
         ("deep.two.test", "two.pem", true),
         ("two.test", "one.pem", false),
-        // An unknown name gets the first certificate, which does not match it.
+        // For an unknown name, the gateway sends the first certificate, which does not match the name.
         ("other.test", "one.pem", false),
         ("other.test", "two.pem", false),
     ] {
         let connected = connect(&gateway, &connector(trusted, &[]), name).await;
-        assert_eq!(connected.is_ok(), expected, "{name}, believing {trusted}: {connected:?}");
+        assert_eq!(connected.is_ok(), expected, "{name}, trusting {trusted}: {connected:?}");
     }
 }
 
@@ -93,19 +93,20 @@ async fn alpn_agrees_on_http1_or_http2() {
 fn http2_over_tls_without_alpn_is_rejected() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
-    // RFC 9113 §3.2: over TLS, HTTP/2 needs ALPN.
+    // Over TLS, a client must select HTTP/2 by ALPN (RFC 9113 §3.2).
     let mut client =
         TlsClient::handshake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
     client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     let mut answer = Vec::new();
-    // Closed or reset, without a frame of HTTP/2 before.
+    // The gateway closes or resets the connection without sending an HTTP/2 frame.
     let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
     assert_eq!(answer, b"", "an HTTP/2 response");
 }
 
-/// A ClientHello for an old version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
+/// Return a ClientHello for version 3.`minor`. TLS 1.0 is version 3.1, and TLS 1.1 is version 3.2 (RFC 5246 §7.4.1.2).
 fn hello(minor: u8) -> Vec<u8> {
-    // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.
+    // The cipher suites are ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256, without compression. The
+    // extensions contain groups, point formats and signature algorithms.
     let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
     let groups = [0, 10, 0, 4, 0, 2, 0, 23, 0, 11, 0, 2, 1, 0, 0, 13, 0, 4, 0, 2, 4, 3];
     let body = [&body[..], &[0, groups.len() as u8], &groups].concat();
@@ -125,7 +126,7 @@ fn only_tls_1_2_and_1_3_are_accepted() {
         assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
         assert_eq!(client.get("/hello").status, 200);
     }
-    // 3.0 is SSL 3. The response to 3.3 is a ServerHello.
+    // Version 3.0 is SSL 3.0. Version 3.3 is TLS 1.2, so the response is a ServerHello.
     for (minor, answer) in [(0, Err(70)), (1, Err(70)), (2, Err(70)), (3, Ok(()))] {
         let mut client = gateway.client();
         client.send(&hello(minor));
@@ -148,14 +149,15 @@ fn connection_without_a_handshake_is_closed() {
         let mut client = gateway.client();
         client.send(start);
         let mut rest = Vec::new();
-        // On an open connection the read would time out. A reset is a close as well.
+        // If the connection stayed open, the read would time out. A reset also counts as closed.
         let read = std::io::Read::read_to_end(&mut client.stream, &mut rest);
         let closed = read.as_ref().map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
         assert!(closed, "{start:?} is kept open: {read:?}");
     }
 }
 
-/// Return a ClientHello with an invalid server name of the same length, which no library sends.
+/// Return a ClientHello with an invalid server name. TLS libraries do not send one, so replace a valid name of the same
+/// length.
 fn hello_for(name: &str) -> Vec<u8> {
     let valid = "x".repeat(name.len() - 5) + ".test";
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -180,7 +182,7 @@ fn invalid_server_name_is_rejected_and_logged() {
         let gateway = gateway("");
         for attempt in 0..20 {
             let mut client = gateway.client();
-            // In two pieces as well.
+            // Every other attempt sends the ClientHello in two pieces.
             let hello = hello_for(name);
             let (first, rest) = hello.split_at(if attempt % 2 == 0 { hello.len() } else { 50 });
             client.send(first);
@@ -266,7 +268,7 @@ fn handshakes_are_counted_by_result_and_reason() {
         eventually(labels, || count(labels) == 1.0);
         assert_eq!(total(), index as u64 + 1, "{labels}");
     }
-    // A TCP health check.
+    // A connection without data, such as a TCP health check, does not count as a handshake.
     drop(gateway.client());
     assert_eq!(total(), cases.len() as u64);
     let log = gateway.log();

@@ -1,5 +1,6 @@
-//! SIGTERM: 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in docs/testing.md), new
-//! connections do not delay the end, connections in the listen backlog are served, and `accept_grace` comes before.
+//! After SIGTERM, 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in
+//! docs/testing.md). New connections do not delay the end of the process, and connections in the listen backlog are
+//! served. If `accept_grace` is set, the gateway accepts connections for this time first.
 #![allow(clippy::disallowed_methods)] // a test measures a time
 
 use std::io::Write;
@@ -52,7 +53,7 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
     for stream in &mut streams {
         stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
-        // The response has started. The rest follows after the signal.
+        // The response headers have arrived. The rest of the response follows after the signal.
         replies.push(stream.head().unwrap());
     }
     let second = std::thread::spawn(move || {
@@ -109,7 +110,7 @@ fn new_connections_do_not_delay_the_end_after_sigterm() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !over.load(Ordering::SeqCst) {
-                    // Non-blocking: a full backlog would block a blocking connect.
+                    // Use non-blocking sockets, because a full listen backlog would block a blocking connect.
                     let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
                     let _ = socket.connect(&address);
                     tries.fetch_add(1, Ordering::SeqCst);
@@ -134,7 +135,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
             &format!("[server]\nworkers = 1\n{}[[listener]]\naddress = \"127.0.0.1:0\"\n{certificates}", says("x")),
             &[("a.pem", &*pair.cert), ("a.key", &*pair.key)],
         );
-        // While the process is stopped, the kernel completes the connections and queues them.
+        // While the process is stopped, the kernel accepts connections into the listen backlog.
         signal(&gateway.child, "STOP");
         let mut queued: Vec<_> = (0..QUEUED).map(|_| gateway.client()).collect();
         if !secure {
@@ -157,7 +158,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
     }
 }
 
-/// Wait until a signal to stop has been noticed.
+/// Wait until the gateway has handled SIGTERM and `/readyz` returns 503.
 fn await_stopping(gateway: &Gateway) {
     eventually("/readyz is 503", || {
         let ready = ask(gateway, "GET", "/readyz");
@@ -198,7 +199,7 @@ fn accept_grace_serves_as_before_until_another_signal() {
         reply.header("connection") == Some("close")
     });
     eventually("no new connection is accepted", || TcpStream::connect(gateway.address).is_err());
-    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for the request");
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the gateway waits for the request in flight");
     server.set(Behaviour::Respond(200));
     assert_eq!(in_flight.reply().unwrap().status, 200);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
@@ -233,7 +234,7 @@ fn signal_during_the_drain_ends_the_process_at_once() {
     eventually("a request is in flight", || server.running() == 1);
     gateway.terminate();
     eventually("it drains", || gateway.log().contains("stopping after the requests in flight"));
-    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for the request");
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the gateway waits for the request in flight");
     gateway.terminate();
     assert_eq!(gateway.wait().code(), Some(1), "{}", gateway.log());
 }

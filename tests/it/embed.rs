@@ -1,6 +1,7 @@
-//! `examples/embed.rs` as a process: the limiter in an HTTP service without the gateway.
+//! Runs `examples/embed.rs` as a process. This example uses the limiter in an HTTP service without the gateway.
 //!
-//! `cargo test` builds the example, but `cargo test --test it` does not: run `cargo build --example embed` before.
+//! `cargo test` builds the example, but `cargo test --test it` does not. In this case, run `cargo build --example
+//! embed` first.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -124,7 +125,7 @@ fn requests_get_503_while_redis_is_down() {
     let redis = Redis::start_on(port).expect("the port is free");
     eventually("the process connects to Redis", || embed.get_from([127, 0, 0, 2]).status == 200);
     drop(redis);
-    // A client that was not denied before: the denial cache has no entry for it.
+    // This client was not denied earlier, so the denial cache has no entry for it.
     assert_eq!(embed.get_from([127, 0, 0, 3]).status, 503);
 }
 

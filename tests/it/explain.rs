@@ -1,4 +1,4 @@
-//! `sluicegate explain`: its answer is what the gateway does, and wrong arguments are explained.
+//! `sluicegate explain`: its output matches the behaviour of the gateway, and errors explain invalid arguments.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -23,7 +23,7 @@ use sluicegate::tools::explain::limits::RedisCounters;
 struct Random(u64);
 
 impl Random {
-    /// SplitMix64 (Steele, Lea and Flood, 2014).
+    /// Return a number below `end`, computed by SplitMix64 (Steele, Lea and Flood, 2014).
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -45,7 +45,7 @@ const HOSTS: [&str; 4] = ["", "api.test", "*.test", "*.b.test"];
 const PATHS: [&str; 7] =
     ["/v1/items", "/v1/items/{id}", "/v1/items/{id}/parts/{part}", "/v1/{*rest}", "/{*rest}", "/v1/items/me", "/{id}"];
 
-/// Routes that share a path and differ in methods and the header `x-version`, without ties.
+/// Methods and values of the header `x-version` for routes that share a path. The routes are not ambiguous.
 const CHOICES: [&[(&str, &str)]; 4] = [
     &[("", "")],
     &[("\"GET\"", ""), ("\"POST\", \"PUT\"", "")],
@@ -53,7 +53,7 @@ const CHOICES: [&[(&str, &str)]; 4] = [
     &[("\"GET\"", ""), ("\"GET\"", "1"), ("\"POST\"", "2")],
 ];
 
-/// Quotas of a day: nothing refills while the test runs.
+/// The quotas are per day, so that no token refills while the test runs.
 const LIMITS: [(&str, &str); 9] = [
     ("ip", "by = \"ip\"\nquota = \"16/day\"\n"),
     ("key", "by = \"api-key\"\nquota = \"6/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
@@ -66,7 +66,7 @@ const LIMITS: [(&str, &str); 9] = [
     ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"40/day\"\nunit = \"tokens\"\n"),
 ];
 
-/// Access rules of a route. The clients of requests are loopback addresses, and those that proxies report.
+/// Access rules for a route. Clients have loopback addresses, or the addresses that a trusted proxy reports.
 const ACCESS: [&str; 5] = [
     "",
     "",
@@ -75,7 +75,7 @@ const ACCESS: [&str; 5] = [
     "allow = [\"127.0.0.0/30\", \"192.0.2.0/24\"]\ndeny = [\"192.0.2.7\"]\n",
 ];
 
-/// CORS policies of a route.
+/// CORS policies for a route.
 const CORS: [&str; 4] = [
     "",
     "",
@@ -100,11 +100,11 @@ fn consumers() -> String {
     )
 }
 
-/// A random configuration.
+/// Return a random configuration.
 fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     let unknown = random.of(&["reject", "anonymous", "accept"]);
     let mut text = format!(
-        // A cached denial would not know the other limits.
+        // Disable the denial cache, because a cached denial does not contain the state of the other limits.
         "{store}denial_cache = 0\n[server]\nworkers = 1\n[log]\nformat = \"json\"\naccess = \"access.log\"\n\
          [client_ip]\ntrusted_proxies = [\"127.0.0.2/32\", \"10.0.0.0/8\"]\n\
          [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"{unknown}\"\n\
@@ -154,7 +154,7 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     text
 }
 
-/// A random request: its address, and its parts.
+/// A random request, and the client address that it comes from.
 #[derive(Debug)]
 struct Asked {
     from: Ipv4Addr,
@@ -221,7 +221,7 @@ fn explained(config: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> 
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 
-/// Return the parts of an explanation that the access log has, in its form.
+/// Return the parts of an explanation that the access log contains, in the same form as [`logged`].
 fn as_logged(facts: &Value) -> Value {
     let limits = facts["limits"].as_array().unwrap().iter().filter(|limit| limit["usage"].is_object()).map(|limit| {
         let standing = &limit["usage"];
@@ -241,7 +241,7 @@ fn as_logged(facts: &Value) -> Value {
     ])
 }
 
-/// Return the same parts of an access log record. It has no identities if no route matched.
+/// Return the same parts of an access log record. If no route matched, take the client's address from the explanation.
 fn logged(line: &Value, facts: &Value) -> Value {
     let limits = line["limits"].as_array().into_iter().flatten();
     let limits = limits
@@ -250,7 +250,7 @@ fn logged(line: &Value, facts: &Value) -> Value {
     json!([line["method"], client, line["route"], line["status"], line["outcome"], limits.collect::<Vec<_>>()])
 }
 
-/// Return the header section that the upstream receives according to the explanation.
+/// Return the headers that the upstream must receive according to the explanation.
 fn upstream_headers(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let list = |name: &str| facts["upstream"][name].as_array().unwrap().clone();
@@ -261,10 +261,10 @@ fn upstream_headers(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let changed = list("set_headers").into_iter().map(|field| {
         let name = text(&field["name"]);
         let value = match name.as_str() {
-            // The generated value is unknown in advance.
+            // The explanation cannot know the generated request ID.
             "x-request-id" => "made".to_owned(),
             "x-set" => {
-                assert!(field["value"].is_null(), "what is configured may be a secret");
+                assert!(field["value"].is_null(), "a configured value may be a secret");
                 "hidden".to_owned()
             }
             _ => text(&field["value"]),
@@ -283,7 +283,7 @@ fn headers_of(head: &str) -> BTreeSet<String> {
     lines.collect()
 }
 
-/// Response headers that an explanation has if and only if the response has them.
+/// Response headers that must be in the explanation if and only if they are in the response.
 const HEADERS: [&str; 14] = [
     "ratelimit",
     "ratelimit-policy",
@@ -338,7 +338,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
             for field in facts["response"]["headers"].as_array().unwrap() {
                 let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
                 match (name, value) {
-                    // Values of the configuration are not shown, and times differ.
+                    // The explanation hides configured values, and times in `RateLimit` may differ.
                     (_, None) | ("ratelimit", _) => {
                         assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}")
                     }
@@ -366,7 +366,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
             routes.insert(format!("{seed} {}", line["route"]));
             denied += usize::from(line["status"] == 429);
         }
-        // The command gives the same, request by request with the final counters.
+        // For a single request and the final counters, the command prints the same explanation.
         for (asked, _) in said.iter().rev().filter(|(asked, _)| !asked.headers[0].1.contains('@')).take(3) {
             let facts = explained(&compiled, &remote, asked);
             let mut command = binary();
@@ -390,7 +390,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
     }
 }
 
-/// Explaining a request leaves no state behind.
+/// `sluicegate explain` changes no counter.
 #[test]
 fn explain_charges_nothing() {
     let redis = Redis::start();
@@ -411,7 +411,7 @@ fn explain_charges_nothing() {
     }
 }
 
-/// Costs that are known only with the response.
+/// Explain costs that are known only when the response arrives.
 #[test]
 fn deferred_costs_and_costs_that_never_fit_are_explained() {
     let redis = Redis::start();
@@ -456,7 +456,7 @@ fn samples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/explain")
 }
 
-/// The output for each request. `BLESS=1` rewrites the expected files.
+/// The output for each request must equal its file. `BLESS=1` rewrites the files.
 #[test]
 fn output_of_each_request_matches_its_file() {
     for (name, arguments) in [
@@ -496,8 +496,11 @@ fn output_of_each_request_matches_its_file() {
 fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
         (&["GET", "/v1/users"][..], "has no host: give the whole URL, such as http://localhost/v1/users"),
-        (&["GET", "api.example.com/v1"], "has no scheme: http://api.example.com/v1 or https://api.example.com/v1"),
-        (&["get", "http://a/"], "methods are in upper case: GET"),
+        (
+            &["GET", "api.example.com/v1"],
+            "has no scheme: write http://api.example.com/v1 or https://api.example.com/v1",
+        ),
+        (&["get", "http://a/"], "write the method in upper case: GET"),
         (&["http://a/", "GET"], "write the method before the URL"),
         (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: write -H 'name: value'"),
         (&["GET", "http://2001:db8::1/"], "an IPv6 address needs brackets in a URL"),
@@ -514,7 +517,7 @@ fn invalid_arguments_are_reported() {
     }
 }
 
-/// A gateway without Redis has its own counters.
+/// A gateway without Redis has its counters in memory. `explain` reads them from the admin listener.
 #[test]
 fn memory_store_counters_are_read_from_the_running_gateway() {
     let rest = "[limit.once]\nby = \"ip\"\nquota = \"3/day\"\n[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"once\"]\n\
@@ -525,7 +528,7 @@ fn memory_store_counters_are_read_from_the_running_gateway() {
         let output = binary().args(["explain", "GET", "http://a/", "--json", "--config"]).arg(file).output().unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    // The admin address in the file is `127.0.0.1:0`, so the port is not in the file.
+    // The admin address in the file is `127.0.0.1:0`, so `explain` does not know the port.
     let facts = explain(&file);
     assert!(
         facts["counters_unavailable"].as_str().unwrap().contains("in the memory of the running gateway"),
@@ -533,7 +536,7 @@ fn memory_store_counters_are_read_from_the_running_gateway() {
     );
     assert_eq!((&facts["decision"], &facts["limits"][0]["effective_quota"]["quota"]), (&Value::Null, &json!("3/day")));
     let text = std::fs::read_to_string(&file).unwrap();
-    // Another file than the one that the gateway watches.
+    // Write the port to another file, because the gateway watches the first one.
     let file = gateway.directory().join("asked.toml");
     std::fs::write(&file, text.replacen("127.0.0.1:0", &gateway.admin().to_string(), 1)).unwrap();
     let explain = || explain(&file);
@@ -548,7 +551,8 @@ fn memory_store_counters_are_read_from_the_running_gateway() {
     assert!(names.contains(&&json!(HeaderName::from_static("retry-after").as_str())), "{names:?}");
 }
 
-/// Invalid credentials are charged to limits by address: 401 while these admit, then 429.
+/// Requests with invalid credentials are charged to limits by address. They get 401 while these limits admit them, then
+/// 429.
 #[test]
 fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
     let keys = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\

@@ -1,5 +1,5 @@
-//! Forward authentication over the wire: what the server is told, what upstream and client get, failures, the cache, and
-//! the limits around it.
+//! End-to-end tests of forward authentication: the requests to the authentication server, the headers for the upstream
+//! and the client, failures, the cache, and the limits that apply before and after authentication.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -17,12 +17,13 @@ use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 use serde_json::{Value, json};
 
-/// A response without a body.
+/// Return a response without a body.
 fn response(status: &str, headers: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status}\r\n{headers}Content-Length: 0\r\n\r\n").into_bytes()
 }
 
-/// A server that admits cookies `s=USER` as `x-user: USER` and denies all other requests with 401.
+/// Start an authentication server. It admits requests with a cookie `s=USER` and responds with `X-User: USER`. It
+/// denies all other requests with 401.
 fn session_server() -> Upstream {
     Upstream::responding(|seen| match seen.headers("cookie")[..] {
         [cookie] if cookie.starts_with("s=") => response("200 OK", &format!("X-User: {}\r\n", &cookie[2..])),
@@ -30,7 +31,8 @@ fn session_server() -> Upstream {
     })
 }
 
-/// `[auth.sso]` with a server and further keys, and a route for all paths that requires it.
+/// Return a configuration with a provider `[auth.sso]` and a route for all paths that requires it. `auth` is the URL of
+/// the authentication server, and `keys` are further keys of the provider.
 fn config(auth: &str, keys: &str, upstream: &Upstream) -> String {
     format!(
         "[auth.sso]\nkind = \"forward\"\nurl = \"{auth}\"\nresponse_headers = [\"x-user\", \"x-plan\"]\n{keys}\n\
@@ -83,7 +85,7 @@ fn server_is_told_about_the_request_and_its_headers_reach_the_upstream() {
         &id,
     ];
     expected[1..].sort_unstable();
-    assert_eq!(lines, expected, "the canonical path that the upstream gets, and nothing that was not chosen");
+    assert_eq!(lines, expected, "the canonical path that the upstream receives, and only configured headers");
     assert!(told.body.is_empty());
     let seen = upstream.last();
     assert_eq!(seen.target(), "/b%20c/d?q=1&r");
@@ -116,7 +118,7 @@ fn trusted_proxy_tells_host_scheme_and_address_of_the_client() {
     assert_eq!(told.headers("x-forwarded-host"), ["shop.example"]);
     assert_eq!(told.headers("x-forwarded-proto"), ["https"]);
     let seen = upstream.last();
-    assert_eq!((seen.headers("x-user"), seen.headers("x-plan")), (vec!["alice"], vec![]), "not even from the proxy");
+    assert_eq!((seen.headers("x-user"), seen.headers("x-plan")), (vec!["alice"], vec![]), "`x-plan` is removed");
     assert!(seen.headers("cookie").is_empty() && seen.headers("authorization").is_empty(), "forward_credential");
 }
 
@@ -189,7 +191,7 @@ fn long_body_of_a_denial_is_not_sent_and_admissions_with_any_body_reuse_or_close
     }
 }
 
-/// Send the lines as they are, and return the status.
+/// Send the header lines without changes, and return the response.
 fn send_raw(gateway: &Gateway, path: &str, lines: &[&str]) -> Reply {
     let mut client = gateway.client();
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a\r\n{}\r\n\r\n", lines.join("\r\n")).as_bytes());
@@ -226,7 +228,7 @@ fn identity_headers_of_clients_never_reach_the_upstream() {
             }
         }
     }
-    // A client cannot keep its credential from the server either.
+    // A client cannot use `Connection` to hide its cookie from the authentication server.
     let reply = send_raw(&gateway, "/a", &["Connection: cookie", "Cookie: s=named"]);
     assert_eq!((reply.status, server.last().headers("cookie")), (200, vec!["s=named"]));
     assert_eq!(upstream.last().headers("cookie"), ["s=named"], "a protected header");
@@ -257,14 +259,14 @@ fn repeated_headers_with_a_single_value_are_rejected_before_the_server() {
         }
     }
     assert_eq!((server.count(), upstream.count()), (0, 0));
-    // Lists may have several lines, and several cookies are one header.
+    // A header whose value is a list may occur more than once. Several `Cookie` headers are joined.
     let lines = ["Accept-Language: de", "Accept-Language: en", "Cookie: a=1", "Cookie: b=2", "Authorization: Bearer a"];
     assert_eq!(send_raw(&gateway, "/a", &lines).status, 200);
     let told = server.last();
     assert_eq!((told.headers("accept-language"), told.headers("cookie")), (vec!["de", "en"], vec!["a=1; b=2"]));
-    // Headers that the server does not get are not its concern.
+    // Headers that are not sent to the authentication server may occur more than once.
     assert_eq!(send_raw(&gateway, "/a", &["X-Other: a", "X-Other: b"]).status, 200);
-    // HTTP/2 requests with two header fields.
+    // An HTTP/2 request with two `authorization` headers is rejected, too.
     let request = http::Request::get("http://a.test/a").header("authorization", "Bearer a");
     let request = request.header("authorization", "Bearer b").body(&b""[..]).unwrap();
     assert_eq!(http2::ask(gateway.addresses()[0], [request])[0].status(), Some(400));
@@ -276,7 +278,7 @@ fn server_that_does_not_respond_denies_or_admits_as_configured() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let hanging = serve(|mut stream| {
         let _ = read_request(&mut stream);
-        // Until the gateway gives up and closes the connection.
+        // Do not respond until the gateway times out and closes the connection.
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
     let resetting = serve(|mut stream| drop(read_request(&mut stream)));
@@ -297,7 +299,7 @@ fn server_that_does_not_respond_denies_or_admits_as_configured() {
         ("connection refused", closed, true),
         ("no response", hanging, true),
         ("reset", resetting, true),
-        // A client may be able to cause such responses.
+        // A client may be able to cause invalid responses, so these never fail open.
         ("garbage", garbage, false),
         ("another protocol", switching, false),
         ("two lengths", smuggling, false),
@@ -358,12 +360,16 @@ fn denial_tries_the_next_alternative_and_identify_admits_without_the_server() {
     assert_eq!(ask("/both", &[api_key]).status, 401);
     let before = server.count();
     assert_eq!(ask("/both", &[session]).status, 401);
-    assert_eq!(server.count(), before, "the key is missing: the server is not asked");
+    assert_eq!(server.count(), before, "the key is missing, so the server gets no request");
     assert_eq!(ask("/both", &[session, api_key]).status, 200);
     let known = ask("/some", &[session]);
     assert_eq!((known.status, known.remaining("user")), (200, 4));
     let unknown = ask("/some", &[]);
-    assert_eq!((unknown.status, unknown.header("ratelimit")), (200, None), "denied, but not required");
+    assert_eq!(
+        (unknown.status, unknown.header("ratelimit")),
+        (200, None),
+        "the server denies, but the route does not require authentication"
+    );
     assert!(upstream.last().headers("x-user").is_empty());
 }
 
@@ -392,7 +398,7 @@ fn server_at_https_is_verified_with_the_given_ca() {
     let other = start(&Authority::new("other").pem());
     assert_eq!(other.get("/").status, 503);
     assert!(other.log().contains("certificate"), "{}", other.log());
-    // The file is reloaded when it changes.
+    // The gateway reloads the CA file when it changes.
     other.put_file("ca.pem", &authority.pem());
     eventually("the new CA is used", || other.get("/").status == 200);
 }
@@ -415,7 +421,7 @@ fn cached_admission_is_used_for_the_same_request_only() {
     };
     calls(&["GET", "/a?b", "h", "s=alice"], 1, "the first");
     calls(&["GET", "/a?b", "h", "s=alice"], 0, "the same");
-    // The server is told all of these, and may decide by them.
+    // The server receives all of these and may base its decision on them.
     calls(&["GET", "/a?b", "h", "s=bob"], 1, "another cookie");
     calls(&["POST", "/a?b", "h", "s=alice"], 1, "another method");
     calls(&["GET", "/a", "h", "s=alice"], 1, "another query");
@@ -447,10 +453,10 @@ fn server_is_not_told_what_the_key_of_the_cache_lacks() {
         assert_eq!(told.headers(name), Vec::<&str>::new(), "{name}");
     }
     assert_eq!(told.headers("x-forwarded-method"), ["GET"]);
-    // An admission by one header is none for requests without it.
+    // A cached admission does not apply to a request without the cookie.
     assert_eq!(client.get("/a").status, 401);
     assert_eq!(client.get_with("/a", &[("Authorization", "Bearer x"), ("Cookie", "s=alice")]).status, 200);
-    assert_eq!(server.count(), 3, "another Authorization is asked for");
+    assert_eq!(server.count(), 3, "another Authorization needs another request to the server");
 }
 
 #[test]
@@ -480,7 +486,8 @@ fn denials_and_admissions_that_must_not_be_stored_are_not_cached() {
     });
 }
 
-/// A server whose responses wait until the test opens it. It counts the requests.
+/// Start a server whose responses wait until the test calls the returned function. Return the server, the number of its
+/// requests, and this function.
 fn gated(answer: impl Fn(&Seen, usize) -> Vec<u8> + Send + Sync + 'static) -> (Upstream, Arc<AtomicUsize>, impl Fn()) {
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let (begun, inner) = (Arc::<AtomicUsize>::default(), gate.clone());
@@ -497,7 +504,7 @@ fn gated(answer: impl Fn(&Seen, usize) -> Vec<u8> + Send + Sync + 'static) -> (U
     (server, begun, open)
 }
 
-/// Send the same request on several connections, and call `then` when all were sent.
+/// Send the same request on several connections. Call `then` after all were sent, and return the responses.
 fn concurrently(gateway: &Gateway, clients: usize, then: impl FnOnce()) -> Vec<Reply> {
     let mut connections: Vec<_> = (0..clients).map(|_| gateway.client()).collect();
     for client in &mut connections {
@@ -513,13 +520,13 @@ fn concurrent_identical_requests_make_one_call() {
     let upstream = Upstream::start();
     let keys = format!("{CACHE}\ntimeout = \"20s\"");
     let gateway = Gateway::start(&config(&verify_url(&server), &keys, &upstream));
-    // A client that gives up does not fail the others.
+    // A client that disconnects must not cause failures of the other requests.
     let mut first = gateway.client();
     first.send(b"GET /same HTTP/1.1\r\nHost: a\r\nCookie: s=alice\r\n\r\n");
-    eventually("the first asks", || begun.load(Ordering::SeqCst) == 1);
+    eventually("the server has the first request", || begun.load(Ordering::SeqCst) == 1);
     let replies = concurrently(&gateway, 8, || {
         drop(first);
-        eventually("one of the others asks", || begun.load(Ordering::SeqCst) == 2);
+        eventually("the server has a request of another client", || begun.load(Ordering::SeqCst) == 2);
         open();
     });
     assert!(replies.iter().all(|reply| reply.status == 200), "{replies:?}");
@@ -535,18 +542,19 @@ fn each_of_concurrent_denied_requests_gets_its_own_response() {
     let keys = format!("{CACHE}\ntimeout = \"20s\"");
     let gateway = Gateway::start(&config(&verify_url(&server), &keys, &upstream));
     let replies = concurrently(&gateway, 5, || {
-        eventually("the first asks", || begun.load(Ordering::SeqCst) >= 1);
+        eventually("the server has the first request", || begun.load(Ordering::SeqCst) >= 1);
         open();
     });
     let mut sessions: Vec<_> = replies.iter().map(|reply| reply.header("set-cookie").unwrap().to_owned()).collect();
     sessions.sort_unstable();
     sessions.dedup();
-    assert_eq!(sessions.len(), 5, "no session is given to two clients");
+    assert_eq!(sessions.len(), 5, "two clients got the same session");
 }
 
 // === Limits ===
 
-/// Limits before and after the server, and the routes that use them. `x-plan` selects the tier.
+/// Return a configuration with limits that apply before and after authentication, and the routes that use them. The
+/// response header `x-plan` of the authentication server selects the tier.
 fn limited(server: &Upstream, upstream: &Upstream, redis: &Redis) -> String {
     let window = "algorithm = \"fixed-window\"\nstart = \"first-request\"";
     format!(
@@ -560,7 +568,7 @@ fn limited(server: &Upstream, upstream: &Upstream, redis: &Redis) -> String {
     )
 }
 
-/// Return the counts of all states in Redis, sorted.
+/// Return the counters of all limits in Redis, sorted.
 fn counts(redis: &Redis) -> Vec<u64> {
     let mut counts: Vec<_> = redis.keys().iter().map(|key| redis.state(key)[1]).collect();
     counts.sort_unstable();
@@ -586,14 +594,14 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
         let denied = get("s=alice");
         denied.assert_problem(429, "the limit of the user");
         assert_eq!(denied.json()["violated-policies"], json!(["user"]));
-        assert_eq!((denied.remaining("user"), counts(&redis)), (0, vec![2, 2, 2]), "the address was refunded");
+        assert_eq!((denied.remaining("user"), counts(&redis)), (0, vec![2, 2, 2]), "the address is refunded");
     }
     assert_eq!(upstream.count(), 2);
-    // The tier of the server, or the default for an unknown one.
+    // The server's response selects the tier. For an unknown tier, the default quota applies.
     assert_eq!(remaining(&get("s=gold")), [3, 97, 3]);
     assert_eq!(remaining(&get("s=odd")), [2, 96, 1]);
     assert_eq!(counts(&redis), [1, 1, 2, 4, 4]);
-    // What the server denies stays charged to the address, and to no limit that others share.
+    // A request that the server denies stays charged to the limit of the address, but not to limits that clients share.
     let calls = server.count();
     for _ in 0..2 {
         assert_eq!(client.get("/").status, 401);
@@ -602,7 +610,7 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
     let limited = client.get("/");
     limited.assert_problem(429, "the limit of the address");
     assert_eq!(limited.json()["violated-policies"], json!(["ip"]));
-    assert_eq!((counts(&redis), server.count()), (vec![1, 1, 2, 4, 6], calls + 2), "the server is not asked");
+    assert_eq!((counts(&redis), server.count()), (vec![1, 1, 2, 4, 6], calls + 2), "the server gets no request");
 }
 
 #[test]
@@ -634,7 +642,7 @@ fn cached_admission_is_checked_in_one_call() {
     assert_eq!(counts(&redis), [4, 4, 4], "no limit is charged, so that nothing is refunded");
     assert_eq!(get(0.0, "the denial cache").status, 429);
     assert_eq!(server.count(), 1);
-    // Other clients of the same address are asked for first.
+    // For other clients of the same address, the gateway calls the server.
     assert_eq!(gateway.get("/").status, 401);
     assert_eq!(counts(&redis), [4, 4, 5]);
 }
@@ -677,16 +685,16 @@ fn permits_of_both_calls_are_held_until_the_response_ends_and_released_if_denied
     let mut first = gateway.client();
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\nCookie: s=alice\r\n\r\n");
     eventually("the first is forwarded", || begun.load(Ordering::SeqCst) == 1);
-    // A permit that is not released would make the limit of the address deny for good.
+    // If a permit were not released, the limit of the address would deny all further requests.
     for _ in 0..3 {
         eventually("the permit of the address is released", || {
             let denied = gateway.client().get_with("/", &[("Cookie", "s=alice")]);
             denied.json()["violated-policies"] == json!(["user"])
         });
-        eventually("it is also released if the server denies", || gateway.get("/").status == 401);
+        eventually("the permit is also released if the server denies", || gateway.get("/").status == 401);
     }
     std::thread::scope(|scope| {
-        // The released permits are counted until the release has reached Redis.
+        // Repeat the request, because released permits count until the release has reached Redis.
         let second = scope.spawn(|| {
             let mut statuses = std::iter::repeat_with(|| gateway.client().get_with("/", &[("Cookie", "s=bob")]).status);
             statuses.find(|status| *status != 429)
@@ -726,7 +734,7 @@ fn costs_of_responses_and_refunds_are_settled_for_both_calls() {
     assert_eq!(get("/"), [99, 93, 99, 93]);
     assert_eq!(get("/fail"), [99, 86, 99, 86], "refunded, and charged for the response");
     assert_eq!(get("/"), [98, 79, 98, 79]);
-    // A request that the server denies costs the address at least 1 where the response would tell the cost.
+    // If the cost is in a response header, a request that the server denies costs at least 1.
     assert_eq!(gateway.get("/").status, 401);
     eventually("the denied request is charged", || counts(&redis) == [2, 3, 21, 22]);
 }
@@ -759,7 +767,7 @@ fn explain_says_that_the_server_decides() {
     };
     let text = explain(&[]);
     assert!(text.contains("sso  forward: pending: the provider's server decides; explain does not call it"), "{text}");
-    assert!(text.contains("Response: sent by the authentication server, unless it admits the request"), "{text}");
+    assert!(text.contains("Response: from the authentication server, unless it admits the request"), "{text}");
     let report: Value = serde_json::from_str(&explain(&["--json"])).unwrap();
     assert_eq!(report["authentication"][0]["result"], "pending");
     assert_eq!(

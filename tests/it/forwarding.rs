@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 
 const PROXY: &str = "127.0.0.9";
 
-/// Forward everything to one upstream. `rest` is appended to its table.
+/// Return a configuration that forwards all paths to one upstream. `rest` is appended to the table of the upstream.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     format!(
         "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n[upstream.api]\n\
@@ -31,7 +31,7 @@ fn gateway(upstream: SocketAddr) -> Gateway {
     Gateway::start(&config(upstream, ""))
 }
 
-/// One worker, so that all clients share one pool of upstream connections.
+/// Start a gateway with one worker, so that all clients share one pool of upstream connections.
 fn one_worker(upstream: SocketAddr) -> Gateway {
     Gateway::start(&format!("[server]\nworkers = 1\n{}", config(upstream, "")))
 }
@@ -40,7 +40,7 @@ fn ok() -> Vec<u8> {
     b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec()
 }
 
-/// A chunked response with chunks of varying sizes.
+/// Return a response with chunked transfer coding.
 fn chunked(body: &[u8]) -> Vec<u8> {
     let mut answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
     answer.extend_from_slice(&chunks(body));
@@ -58,7 +58,7 @@ fn chunks(body: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Return bytes without a period, so that lost or repeated pieces are detected.
+/// Return bytes without a repeating pattern, so that the test detects lost or repeated pieces.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut out = Vec::with_capacity(length + 8);
@@ -80,7 +80,7 @@ fn next_event<T>(what: &str, events: &Receiver<T>) -> T {
     events.recv_timeout(MAX_WAIT).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
 }
 
-/// Wait until the other side closes, and discard what it sends.
+/// Discard the bytes from the other side until it closes the connection. Return false if the read fails otherwise.
 fn wait_for_close(stream: &mut TcpStream) -> bool {
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
@@ -135,7 +135,7 @@ fn hop_by_hop_headers_are_not_forwarded() {
         ("content-length", &[]),
         ("x-nominated", &[]),
         ("x-also-nominated", &[]),
-        // `trailers` is the only value that concerns the message and not the connection.
+        // `trailers` is the only value of `TE` that is not specific to the connection.
         ("te", &["trailers"]),
         ("host", &["Shop.Example:8080"]),
         ("accept", &["*/*"]),
@@ -143,7 +143,7 @@ fn hop_by_hop_headers_are_not_forwarded() {
         ("cookie", &["a=1; b=2"]),
         ("authorization", &["Bearer abc"]),
         ("x-api-key", &["key"]),
-        // The headers of the gateway are set whatever `Connection` names.
+        // The gateway sets its own headers even if `Connection` names them.
         ("x-forwarded-for", &["127.0.0.1"]),
     ] {
         assert_eq!(seen.headers(name), values, "{name} in {}", seen.head);
@@ -235,7 +235,7 @@ fn forwarded_headers_of_a_trusted_proxy_are_extended() {
         ("x-forwarded-host", &["shop.example"]),
         ("forwarded", &[]),
     ] {
-        assert_eq!(seen.headers(name), values, "what the proxy did not say: {name}");
+        assert_eq!(seen.headers(name), values, "a header that the proxy did not send: {name}");
     }
 }
 
@@ -324,7 +324,7 @@ fn method_and_body_are_forwarded_unchanged() {
         assert_eq!(seen.headers("transfer-encoding"), [""; 0], "{what}");
         assert_eq!(seen.headers("content-type"), ["text/x-test"], "{what}");
     }
-    // A body that is empty on purpose.
+    // An empty body with `Content-Length: 0` keeps this header.
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
     assert_eq!(upstream.last().headers("content-length"), ["0"]);
@@ -415,7 +415,7 @@ fn status_and_headers_of_the_response_are_kept() {
         }
         let limits = all("ratelimit");
         assert_eq!(limits.len(), 2, "{status}: {limits:?}");
-        assert_eq!(limits[0], "\"theirs\";r=4;t=1", "{status}: the upstream's own stays first");
+        assert_eq!(limits[0], "\"theirs\";r=4;t=1", "{status}: the upstream's header stays first");
         assert!(limits[1].starts_with(&format!("\"hourly\";r={};t=", 99 - index)), "{status}: {limits:?}");
     }
 }
@@ -427,7 +427,7 @@ fn responses_without_a_body_have_none() {
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/304" => b"HTTP/1.1 304 Not Modified\r\nETag: \"e\"\r\n\r\n".to_vec(),
-        // Content-Length of a 304 is that of the response to an unconditional GET.
+        // The Content-Length of a 304 is the one of the response to an unconditional GET.
         "/304-length" => b"HTTP/1.1 304 Not Modified\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty" => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty-chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n0\r\n\r\n".to_vec(),
@@ -435,7 +435,7 @@ fn responses_without_a_body_have_none() {
     });
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
-    // One connection for all: a surplus byte would break the next response.
+    // All requests use one connection, so a surplus byte would corrupt the next response.
     for (method, path, status, length) in [
         ("HEAD", "/length", 200, Some("12345")),
         ("HEAD", "/chunked", 200, None),
@@ -460,7 +460,7 @@ fn responses_without_a_body_have_none() {
         assert_eq!((reply.status, reply.header("transfer-encoding")), (304, None), "{method}");
         assert!(matches!(reply.header("content-length"), None | Some("12345")), "{method}: {:?}", reply.headers);
     }
-    assert_eq!(client.get("/empty").status, 200, "nothing remains");
+    assert_eq!(client.get("/empty").status, 200, "the connection has a surplus byte");
 }
 
 #[test]
@@ -491,12 +491,12 @@ fn chunked_bodies_are_forwarded_both_ways() {
         let seen = upstream.last();
         assert_eq!((seen.body.as_slice(), seen.headers("content-length").len()), (expected.as_bytes(), 0), "{body}");
     }
-    // HTTP/1.0 has no chunks: the end of the connection is the end of the body.
+    // HTTP/1.0 has no chunked coding, so the end of the connection is the end of the body.
     let mut old = gateway.client();
     old.send(&request("1.0", "Content-Length: 5\r\n", "hello"));
     let reply = old.reply().unwrap();
     assert_eq!((reply.text(), reply.header("transfer-encoding")), ("hello", None));
-    // Chunks are forwarded when they arrive, not when the body is complete.
+    // The gateway forwards chunks when they arrive, not when the body is complete.
     let (go_on, wait) = channel();
     let wait = Mutex::new(wait);
     let slow = serve(move |mut stream| {
@@ -606,11 +606,11 @@ fn large_bodies_arrive_unchanged() {
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 1024;
-/// Maximum memory growth while the gateway forwards `BLOCK * BLOCKS` bytes to a side that does not read.
+/// Maximum memory growth in bytes while the gateway forwards `BLOCK * BLOCKS` bytes to a side that does not read.
 const GROWTH: u64 = 16 << 20;
 
-/// Write all blocks. When the other side has read nothing for 1 s, report how much it took and wait for permission to
-/// continue.
+/// Write all blocks. When the other side has read nothing for 1 s, call `stalled` with the number of written bytes, and
+/// wait for a message on `go_on`.
 fn write_blocks(stream: &mut TcpStream, block: &[u8], stalled: impl Fn(usize), go_on: &Receiver<()>) {
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
     let mut written = 0;
@@ -637,7 +637,7 @@ fn read_blocks(stream: &mut impl Read, block: &[u8], count: usize) {
     }
 }
 
-/// Respond to warm-up requests. Return true at the head of the real request.
+/// Respond to warm-up requests. Return true when the headers of the real request have arrived.
 fn warmed_up(stream: &mut TcpStream) -> bool {
     while let Some(head) = read_head(stream) {
         if !head.starts_with("GET /warm") {
@@ -741,7 +741,7 @@ fn disconnected_client_cancels_the_upstream_request() {
         let upstream = serve(move |mut stream| {
             let head = read_head(&mut stream).unwrap();
             if head.starts_with("POST") {
-                // Read the available part of the body, in either framing.
+                // Read the available part of the body, with or without chunked coding.
                 let mut part = Vec::new();
                 while !part.ends_with(b"hi") {
                     let mut byte = [0];
@@ -764,7 +764,7 @@ fn disconnected_client_cancels_the_upstream_request() {
         } else {
             drop(stream);
         }
-        assert_eq!(next_event("the upstream hears that the client is gone", &events), "closed", "{what}");
+        assert_eq!(next_event("the upstream connection is closed", &events), "closed", "{what}");
     }
 }
 
@@ -789,11 +789,11 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     drop(client);
-    let error = next_event("the upstream hears that the client is gone", &events);
+    let error = next_event("the upstream connection is closed", &events);
     assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
 }
 
-/// Assert that an error response says nothing about the upstream.
+/// Assert that an error response does not reveal the address of the upstream.
 fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
     let all = format!("{:?} {}", reply.headers, reply.text());
     for secret in [address.ip().to_string(), address.port().to_string(), "localhost".to_owned()] {
@@ -803,7 +803,7 @@ fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
 
 #[test]
 fn refused_upstream_connection_is_502() {
-    // Bound but not listening: the port stays reserved, and connections are refused.
+    // The socket is bound but does not listen: its port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
@@ -813,7 +813,7 @@ fn refused_upstream_connection_is_502() {
         reply.assert_problem(502, method);
         assert_silent_about(&reply, address, method);
     }
-    crate::support::eventually("the log says why", || {
+    crate::support::eventually("the log contains the reason", || {
         gateway.log().contains(&address.to_string()) || gateway.log().contains("refused")
     });
 }
@@ -831,7 +831,7 @@ fn silent_upstream_is_504() {
         let reply = client.request(method, "/", &[], body);
         reply.assert_problem(504, method);
         assert_silent_about(&reply, upstream, method);
-        assert!(next_event("the request is given up", &events), "{method}: the upstream's connection is closed");
+        assert!(next_event("the upstream request is cancelled", &events), "{method}: the connection is closed");
     }
 }
 
@@ -854,7 +854,7 @@ fn client_that_stops_sending_is_408() {
     let mut client = gateway.client();
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 4\r\n\r\nhi");
     client.reply().unwrap().assert_problem(408, "half a body");
-    assert_eq!(upstream.count(), 0, "half a request is no request");
+    assert_eq!(upstream.count(), 0, "an incomplete request is not forwarded");
 }
 
 #[test]
@@ -863,7 +863,7 @@ fn upstream_that_stops_reading_is_504() {
     let given_up = Mutex::new(given_up);
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
-        // Read nothing of the body.
+        // The upstream does not read the body.
         let _ = given_up.lock().unwrap().recv_timeout(MAX_WAIT);
     });
     let gateway = Gateway::start(&config(upstream, "response_timeout = \"300ms\""));
@@ -872,7 +872,7 @@ fn upstream_that_stops_reading_is_504() {
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
     let upload = std::thread::spawn(move || {
         let chunk = chunks(&noise(BLOCK));
-        // The client never stops.
+        // The client sends until the connection is closed.
         while stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]).is_ok() {}
     });
     let reply = client.head().expect("a response while the upload is blocked");
@@ -909,7 +909,7 @@ fn invalid_response_is_502() {
         let upstream = serve(move |mut stream| {
             read_head(&mut stream).unwrap();
             count.fetch_add(1, Ordering::Relaxed);
-            // The client may close when it has read enough.
+            // The gateway may close the connection when it has read enough.
             let _ = stream.write_all(answer.as_bytes());
             let _ = stream.shutdown(std::net::Shutdown::Write);
             wait_for_close(&mut stream);
@@ -918,7 +918,7 @@ fn invalid_response_is_502() {
         let reply = gateway.get("/");
         reply.assert_problem(502, what);
         assert_silent_about(&reply, upstream, what);
-        assert_eq!(asked.load(Ordering::Relaxed), 1, "{what}: a fresh connection is not tried again");
+        assert_eq!(asked.load(Ordering::Relaxed), 1, "{what}: a request on a new connection is not retried");
     }
 }
 
@@ -985,7 +985,7 @@ fn truncated_response_never_looks_complete() {
                     assert!(!text.ends_with("0\r\n\r\n"), "{what}: the last chunk was never sent: {text:?}");
                 }
             }
-            // The connection is closed, and the gateway continues.
+            // The gateway still serves other connections.
             assert_eq!(gateway.client().get("http://user@a.test/").status, 400, "{what}");
         }
     }
@@ -1035,7 +1035,7 @@ fn connection_close_of_an_upstream_is_obeyed() {
         count.fetch_add(1, Ordering::Relaxed);
         read_request(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok").unwrap();
-        // A second request on this connection would get no response.
+        // The upstream would not respond to a second request on this connection.
         wait_for_close(&mut stream);
     });
     let gateway = gateway(upstream);
@@ -1055,7 +1055,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
         count.fetch_add(1, Ordering::Relaxed);
         while read_request(&mut stream).is_some() && stream.write_all(&ok()).is_ok() {}
     });
-    // Every pause is longer than this timeout.
+    // Pauses between requests are longer than this timeout, so idle connections are closed.
     let gateway = Gateway::start(&config(upstream, "pool_idle_timeout = \"1ms\""));
     let mut client = gateway.client();
     assert_eq!(client.get("/").text(), "ok");
@@ -1065,7 +1065,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
     });
 }
 
-/// Respond to one request per connection and close it.
+/// Start an upstream that responds to one request per connection and then closes the connection.
 fn closes_after_each_answer(seen: Arc<Mutex<Vec<Seen>>>) -> SocketAddr {
     serve(move |mut stream| {
         if let Some(request) = read_request(&mut stream) {
@@ -1096,15 +1096,15 @@ fn upstream_that_closes_idle_connections_receives_no_post_twice() {
         let reply = gateway.client().request("POST", "/", &[], format!("order {index}").as_bytes());
         match reply.status {
             200 => answered += 1,
-            // The request was in flight when the connection closed.
+            // The upstream closed the connection while this request was in flight.
             _ => reply.assert_problem(502, &format!("POST {index}")),
         }
     }
     let mut bodies: Vec<_> = seen.lock().unwrap().iter().map(|seen| seen.body.clone()).collect();
-    assert_eq!(bodies.len(), answered, "each request with a response was seen");
+    assert_eq!(bodies.len(), answered, "the upstream received each request that has a response");
     bodies.sort();
     bodies.dedup();
-    assert_eq!(bodies.len(), answered, "nothing was seen twice");
+    assert_eq!(bodies.len(), answered, "the upstream received no request twice");
 }
 
 #[test]
@@ -1114,7 +1114,7 @@ fn post_uses_another_connection_if_the_pooled_one_is_closed() {
         read_request(&mut stream).unwrap();
         stream.write_all(&ok()).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        // The gateway closes its side when it notices.
+        // The gateway closes its side when it detects the end of the stream.
         tell.send(wait_for_close(&mut stream)).unwrap();
     });
     let gateway = gateway(upstream);
@@ -1130,7 +1130,8 @@ fn post_uses_another_connection_if_the_pooled_one_is_closed() {
 fn only_safe_requests_are_sent_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let record = seen.clone();
-    // Each connection closes at its second request without a response.
+    // The upstream responds to the first request of each connection. On the second request, it closes the connection
+    // without a response.
     let upstream = serve(move |mut stream| {
         for answer in [Some(ok()), None] {
             let Some(request) = read_request(&mut stream) else { return };
@@ -1153,26 +1154,26 @@ fn only_safe_requests_are_sent_twice() {
         ("DELETE", "", false),
         ("PATCH", "order", false),
         ("PURGE", "", false),
-        // The body is consumed by the first attempt.
+        // The first attempt consumes the body, so the gateway cannot retry.
         ("GET", "query", false),
     ]
     .into_iter()
     .enumerate()
     {
-        // After this, the pool has one connection that was used once.
+        // After this request, the pool contains one connection that was used once.
         let what = format!("{method} {body:?}");
         assert_eq!(client.get(&format!("/warm-{index}")).status, 200, "before {what}");
         let target = format!("/{index}");
         let reply = client.request(method, &target, &[], body.as_bytes());
         if safe {
-            assert_eq!((reply.status, times(&target)), (200, 2), "{what} moves to a fresh connection");
+            assert_eq!((reply.status, times(&target)), (200, 2), "{what} is retried on a new connection");
         } else {
             reply.assert_problem(502, &what);
-            assert_eq!(times(&target), 1, "{what} may have been acted upon");
+            assert_eq!(times(&target), 1, "{what} may have been processed");
         }
     }
     assert_eq!(client.get("/last").status, 200);
-    assert_eq!(times("/0"), 1, "not even later");
+    assert_eq!(times("/0"), 1, "the request is not sent again later");
 }
 
 // ---- Expect --------------------------------------------------------------------------------------
@@ -1203,7 +1204,7 @@ fn expect_100_continue_is_answered_when_the_body_is_read() {
         assert_eq!((reply.status, reply.text()), (200, "ok"), "{target}");
         let seen = upstream.last();
         assert_eq!((&*seen.body, seen.headers("expect").len()), (&b"hello"[..], 0), "{target}: {}", seen.head);
-        // The connection continues.
+        // The connection stays open.
         assert_eq!(client.get("/").text(), "ok", "{target}");
     }
     let before = upstream.count();
@@ -1217,7 +1218,7 @@ fn expect_100_continue_is_answered_when_the_body_is_read() {
         reply.assert_problem(status, target);
         client.assert_closed(target);
     }
-    assert_eq!(upstream.count(), before, "what is refused is not forwarded");
+    assert_eq!(upstream.count(), before, "rejected requests are not forwarded");
 }
 
 #[test]
@@ -1232,7 +1233,7 @@ fn request_with_an_invalid_response_is_not_retried() {
         upstream.url()
     ));
     let mut client = gateway.client();
-    assert_eq!(client.get("/good").status, 200, "the connection is now a reused one");
+    assert_eq!(client.get("/good").status, 200, "the next request reuses the connection");
     assert_eq!(client.get("/bad").status, 502);
     let bad = upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() == "/bad").count();
     assert_eq!(bad, 1, "the upstream responded");

@@ -1,4 +1,4 @@
-//! `init`, completions, man pages and the examples of the help: their output works.
+//! Generated files and texts: the configurations of `init`, shell completions, man pages, and the examples in the help.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -72,7 +72,7 @@ fn completions_and_man_pages_have_all_commands() {
     assert!(page.contains(".TH sluicegate 1") && page.contains("sluicegate\\-check(1)"), "{page}");
 }
 
-/// A reader that closes standard output early causes no error message.
+/// If the reader closes the pipe early, the commands print no error message.
 #[test]
 fn closed_standard_output_is_no_error() {
     for command in ["schema", "man", "completions zsh"] {
@@ -104,7 +104,7 @@ fn man_pages_have_all_sections() {
     let pages = man_pages();
     assert!(pages.len() > 20, "{} pages", pages.len());
     for (command, page) in pages {
-        // Text without a section is the title and the preamble of roff.
+        // The text before the first section is the title and the roff preamble.
         let sections: Vec<_> = page.split("\n.SH ").skip(1).map(|section| section.split_once('\n').unwrap()).collect();
         let mut headings: Vec<_> = sections.iter().map(|(heading, _)| heading.trim_matches('"')).collect();
         headings.retain(|heading| *heading != "COMMANDS");
@@ -138,7 +138,7 @@ fn examples(command: &[String]) -> Vec<String> {
     examples.lines().map(|line| line.trim().to_owned()).collect()
 }
 
-/// Return a shell that finds the binary under test.
+/// Return a shell command that runs `script` in the directory and finds the binary under test.
 fn shell(directory: &Path, script: &str) -> Command {
     let binaries = PathBuf::from(binary().get_program()).parent().unwrap().to_owned();
     let others = std::env::var_os("PATH").unwrap();
@@ -149,7 +149,7 @@ fn shell(directory: &Path, script: &str) -> Command {
     command
 }
 
-/// The examples name the limits, the consumer and the files of this test.
+/// The examples in the help use the names of the limits, the consumer and the files of this test.
 #[test]
 fn examples_of_the_help_work() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -161,7 +161,7 @@ fn examples_of_the_help_work() {
          [acme]\naccept_terms = true\ndirectory = \"https://127.0.0.1:1/\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
          [[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = [\"localhost\"] }}\n"
     );
-    // One key is left after `key revoke`: the admin API knows consumers with keys only.
+    // The consumer has two keys, so that one is left after `key revoke`. The admin API knows only consumers with keys.
     let consumers =
         format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:2f9c41d07ab3{:052}\", \"sha256:{:064}\"]\n", 0, 1);
     let files = [
@@ -175,7 +175,7 @@ fn examples_of_the_help_work() {
     for (command, _) in man_pages() {
         let examples = examples(&command);
         assert!((2..=4).contains(&examples.len()), "{command:?}: {examples:?}");
-        // These write a first configuration.
+        // These examples write a new configuration, so they run in an empty directory.
         let empty = tempfile::tempdir().unwrap();
         let writes_first = command.is_empty() || command == ["init"];
         let directory = if writes_first { empty.path() } else { gateway.directory() };
@@ -192,9 +192,9 @@ fn examples_of_the_help_work() {
                 continue;
             }
             let script = example.replace("127.0.0.1:9180", &admin).replace("/run/sluicegate/", "./");
-            // The totals of `usage` are in memory here, which is a warning.
+            // `check` warns that the totals of `usage` are only in memory, so run it without `--strict`.
             let script = script.replace("api.example.com", "localhost").replace("check --strict", "check");
-            // This gateway is not ready: no CA is there.
+            // This gateway never becomes ready, because its ACME CA does not exist. So probe only whether it is live.
             let is_ready_check = script.starts_with("sluicegate probe") && !script.contains("--live");
             let script = script + if is_ready_check { " --live" } else { "" };
             let script = format!("timeout 60 sh -c '{}'", script.replace('\'', r"'\''"));

@@ -18,7 +18,8 @@ fn hash(key: &str) -> String {
     })
 }
 
-/// A gateway with two consumers and one route, limited by API key with anonymous clients.
+/// Start a gateway with two consumers and one route. The route has a limit by API key, which also admits anonymous
+/// clients.
 fn gateway(upstream: &Upstream, route: &str) -> Gateway {
     let consumers = format!(
         "[[consumer]]\nname = \"acme\"\nkeys = [\"{}\"]\n[[consumer]]\nname = \" J\u{f6}rg\\r\\nx-evil: 1%\"\nkeys = [\"{}\"]\n",
@@ -82,7 +83,8 @@ fn variable_without_content_removes_the_header_and_its_aliases() {
     for (key, user, account) in [
         (None, None, None),
         (Some("key-of-acme"), Some("acme"), Some("user=acme")),
-        // No byte of a name can end the header or hide in it.
+        // Control characters, `%` and non-ASCII characters of a name are percent-encoded, so that a name cannot end the
+        // header.
         (Some("key-of-joerg"), Some("%20J%C3%B6rg%0D%0Ax-evil: 1%25"), Some("user=%20J%C3%B6rg%0D%0Ax-evil: 1%25")),
     ] {
         let headers: Vec<_> = forged.into_iter().chain(key.map(|key| ("X-Api-Key", key))).collect();
@@ -108,7 +110,8 @@ fn upstream_headers_of_the_same_name_are_replaced_or_removed() {
     assert_eq!((reply.header("x-user"), reply.header("x-route")), (None, Some("items.v1")));
 }
 
-/// A route for each way in which the gateway rejects a request. `rules` are those of each route.
+/// Return a configuration with a route for each reason for which the gateway rejects requests. Each route has the
+/// header rules `rules`.
 fn rejecting(rules: &str) -> String {
     let mut text = format!(
         "[limit.one]\nby = \"ip\"\nquota = \"1/24h\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/24h\"\n\
@@ -146,7 +149,7 @@ fn on_errors_sets_headers_on_rejections() {
         {
             let mut client = gateway.client();
             let reply = client.request("POST", path, &[], if path == "/large" { b"xx" } else { b"" });
-            // The content type and `Cache-Control: no-store` of the rejection stay.
+            // The rejection keeps its content type and `Cache-Control: no-store`.
             reply.assert_problem(status, path);
             let route = path.strip_prefix('/').filter(|_| is_set);
             assert_eq!(reply.header("x-route"), route, "{path}");
@@ -163,11 +166,11 @@ fn on_errors_sets_headers_on_rejections() {
                 _ => {}
             }
         }
-        // A response of the configuration is no rejection: the rules act on it in any case.
+        // A response from `respond` is not a rejection, so the rules always apply to it.
         let missing = gateway.get("/missing");
         assert_eq!((missing.status, missing.header("x-route")), (404, Some("missing")));
         assert_eq!(missing.header("cache-control"), Some("public"));
-        // Without a route there are no rules.
+        // If no route matches, no rules apply.
         assert_eq!(gateway.get("/nowhere").header("x-frame-options"), None);
     }
 }
@@ -187,7 +190,7 @@ fn environment_is_literal_in_header_rules() {
     });
     assert_eq!(gateway.get("/").status, 200);
     let seen = upstream.last();
-    assert_eq!(seen.headers("x-a"), ["{\"a\":\"{client_ip}\"}/GET"], "braces of the environment are no variables");
+    assert_eq!(seen.headers("x-a"), ["{\"a\":\"{client_ip}\"}/GET"], "braces in an environment variable are literal");
     assert_eq!(seen.headers("x-b"), ["${A}"], "`$${{` is a literal `${{`");
-    assert_eq!(seen.headers("x-c"), ["r"], "a default is text of the file");
+    assert_eq!(seen.headers("x-c"), ["r"], "variables in a default of the file are replaced");
 }

@@ -34,16 +34,16 @@ fn unhealthy_server_gets_no_requests_until_it_is_healthy() {
     let gateway = gateway(&[ill, well], 2, QUICK, "");
     assert_eq!(share(&gateway, ill, 20), 10, "healthy before the first check");
     ill.set(Behaviour::Respond(500));
-    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+    eventually("the server is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
     assert!(gateway.log().contains("unexpected status 500"), "{}", gateway.log());
     assert_eq!(share(&gateway, ill, 20), 0);
     ill.set(Behaviour::Respond(200));
-    eventually("it is detected as healthy", || gateway.log().contains("server is healthy again"));
+    eventually("the server is detected as healthy", || gateway.log().contains("server is healthy again"));
     assert_eq!(share(&gateway, ill, 20), 10);
     ill.stop();
-    eventually("its loss is detected", || gateway.log().matches("server is unhealthy").count() == 2);
+    eventually("the stopped server is detected", || gateway.log().matches("server is unhealthy").count() == 2);
     assert!(gateway.log().contains("cannot connect"), "{}", gateway.log());
-    assert_eq!(gateway.log().matches("server is").count(), 3, "each change is said once: {}", gateway.log());
+    assert_eq!(gateway.log().matches("server is").count(), 3, "each change is logged once: {}", gateway.log());
 }
 
 #[test]
@@ -65,8 +65,9 @@ fn reload_keeps_the_health_of_servers_and_checks_new_ones() {
     );
     let gateway = Gateway::start(&with_admin(&config("")));
     ill.set(Behaviour::Respond(500));
-    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
-    // The same upstream with a new one beside it, then with other settings: requests do not wait for the next checks.
+    eventually("the server is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+    // Reload with a second upstream, then with other settings. After the reload, the server counts as unhealthy even
+    // before its next check.
     for lines in [other.as_str(), "response_timeout = \"7s\""] {
         reloads(&gateway, &config(lines));
         assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
@@ -90,7 +91,7 @@ fn no_healthy_server_is_503_until_one_is_back() {
     two.start_again();
     let back = Instant::now();
     eventually("one is healthy", || gateway.get("/").status == 200);
-    // The interval and a tenth. The rest is for a busy machine.
+    // Two intervals plus a tenth. The rest is reserve for a busy machine.
     assert!(back.elapsed() < Duration::from_millis(3300 + 1650), "{:?}", back.elapsed());
 }
 
@@ -123,12 +124,12 @@ fn health_checks_run_once_for_all_workers() {
     let server = Server::start();
     let started = Instant::now();
     let gateway = gateway(&[&server], 4, QUICK, "");
-    eventually("some were counted", || server.checks() >= 10);
+    eventually("some health checks are counted", || server.checks() >= 10);
     let (checks, elapsed) = (server.checks(), started.elapsed());
     let most = elapsed.as_millis() as usize / 90 + 2;
     assert!(checks <= most, "{checks} checks in {elapsed:?}, each 100 ms ± 10 %");
     assert_eq!(share(&gateway, &server, 3), 3);
-    assert_eq!(server.count(), 3, "checks are no requests");
+    assert_eq!(server.count(), 3, "health checks do not count as requests");
 }
 
 #[test]
@@ -136,15 +137,16 @@ fn recovered_server_returns_with_slow_start() {
     let [back, other] = &Server::start_many();
     back.set(Behaviour::Respond(500));
     let gateway = gateway(&[back, other], 1, QUICK, "slow_start = \"10m\"");
-    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+    eventually("the server is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
     back.set(Behaviour::Respond(200));
-    eventually("it is detected as healthy", || gateway.log().contains("server is healthy again"));
-    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
+    eventually("the server is detected as healthy", || gateway.log().contains("server is healthy again"));
+    // During slow start, the server has a tenth of the weight of the other one. It gets 20 of 220 requests, and a few
+    // more if the test takes minutes.
     let share = share(&gateway, back, 220);
     assert!((20..40).contains(&share), "{share} of 220");
 }
 
-/// A server that speaks HTTP/2: another gateway.
+/// Start another gateway as an HTTP/2 server.
 fn http2_server(path: &str) -> Gateway {
     Gateway::start(&format!(
         "[[route]]\nname = \"health\"\npath = \"{path}\"\nrespond = {{ status = 200, body = \"well\" }}\n\
@@ -166,7 +168,7 @@ fn http2_upstream_is_health_checked_over_http2() {
     for _ in 0..20 {
         assert_eq!(client.request("POST", "/any", &[], b"").text(), "/healthz");
     }
-    // Its port refuses connections from now on. Nothing was in flight.
+    // After the end of this gateway, its port refuses connections. No request is in flight.
     drop(other);
     for number in 0..20 {
         assert_eq!(client.get("/healthz").status, 200, "GET {number}");
@@ -188,14 +190,14 @@ fn reload_without_health_check_restores_unhealthy_servers() {
     for servers in [&[ill, well][..], &[well, ill, new]] {
         ill.set(Behaviour::Respond(500));
         let gateway = Gateway::start(&with_admin(&config(&[ill, well], &health)));
-        eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+        eventually("the server is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
         assert_eq!(share(&gateway, ill, 20), 0);
         reloads(&gateway, &config(servers, ""));
-        // It still responds 500, so no check can have restored it.
+        // The server still responds with 500, so no health check can have restored it.
         let before = ill.count();
         let mut client = gateway.client();
         let failed = (0..30).filter(|_| client.get("/").status == 500).count();
-        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "it is used again");
+        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "it gets requests again");
         assert!(!gateway.log().contains("healthy again"), "{}", gateway.log());
     }
 }

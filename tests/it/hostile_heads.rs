@@ -1,4 +1,4 @@
-//! Malformed and huge request heads, and conflicting hosts: faults 3 and 4 in docs/testing.md.
+//! Malformed and huge request lines and headers, and conflicting hosts: faults 3 and 4 in docs/testing.md.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,7 +16,8 @@ fn gateway(upstream: &Upstream) -> Gateway {
     ))
 }
 
-/// Return the first status, or `None` if the connection is reset first, as it may be while the client still sends.
+/// Send the bytes and return the status of the first response. Return `None` if the connection is reset first, which
+/// can happen while the client still sends.
 fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
@@ -26,7 +27,7 @@ fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     std::str::from_utf8(&first[9..]).unwrap().parse().ok()
 }
 
-/// Invalid heads up to the empty line, with the status that rejects them.
+/// Cases: name, RFC section, an invalid request up to the empty line, and the status of the rejection.
 const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("no version", "9112 3", b"GET /", 400),
     ("no target", "9112 3", b"GET HTTP/1.1", 400),
@@ -106,10 +107,11 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         for (name, head, expected) in &huge {
             let found = status(&gateway, &[&head[..], b"\r\n\r\n"].concat());
-            // Only a client that sends far more than the limit may miss the response.
+            // The client may miss the response only if it sends far more than the limit.
             let reset = found.is_none() && head.len() > 64 << 10;
             assert!(reset || found.is_some_and(|status| expected.contains(&status)), "{name}: {found:?}");
-            // The same without an end: a head larger than the buffer is rejected while it arrives.
+            // Send the same bytes without the end of the headers. The gateway rejects headers that exceed the buffer
+            // while they arrive.
             if head.len() >= 40 << 10 {
                 let found = status(&gateway, &[&head[..], b"a"].concat());
                 assert!(
@@ -121,7 +123,7 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         refused
     };
-    // The first rounds allocate buffers that stay allocated.
+    // In the first rounds, the gateway allocates buffers that stay allocated.
     for _ in 0..3 {
         round();
     }
@@ -175,11 +177,12 @@ fn content_that_looks_like_a_response_of_the_parser_stays() {
     }
 }
 
-/// A request up to the empty line; Host and target at the upstream, or the status of the rejection.
+/// A request up to the empty line, the section of RFC 9110, and the result: the `Host` and the target that the upstream
+/// receives, or the status of the rejection.
 type Case = (&'static str, &'static str, Result<(&'static str, &'static str), u16>);
 
 const HOSTS: &[Case] = &[
-    // ---- the upstream receives the host that was routed on (RFC 9112 §3.2.2)
+    // ---- the upstream receives the host that selected the route (RFC 9112 §3.2.2)
     ("GET / HTTP/1.1\r\nHost: a.test", "7.2", Ok(("a.test", "/"))),
     ("GET / HTTP/1.1\r\nHost: A.Test:8080", "7.2", Ok(("A.Test:8080", "/"))),
     ("GET / HTTP/1.1\r\nHost: [::1]:80", "7.2", Ok(("[::1]:80", "/"))),

@@ -1,4 +1,5 @@
-//! Malformed HTTP/2, frame by frame, and HTTP/2 requests forwarded as HTTP/1.1: fault 5 in docs/testing.md.
+//! Malformed HTTP/2 frames and requests, and HTTP/2 requests that are forwarded as HTTP/1.1: fault 5 in
+//! docs/testing.md.
 
 use std::convert::Infallible;
 use std::io::{Read, Write};
@@ -72,7 +73,7 @@ enum End {
 }
 use End::{Gone, Reset, Status};
 
-/// h2 uses this code for nearly all errors, where the RFC has specific ones.
+/// h2 uses this code for nearly all errors, even if the RFC specifies another one.
 const PROTOCOL_ERROR: u32 = 1;
 const FLOW_CONTROL_ERROR: u32 = 3;
 const STREAM_CLOSED: u32 = 5;
@@ -120,10 +121,10 @@ impl Http2 {
     }
 }
 
-/// Return the status of a header block: the first field, indexed or with Huffman-coded digits (RFC 7541 §6, Appendix
+/// Return the status in a header block. It is the first field: an index, or Huffman-coded digits (RFC 7541 §6, Appendix
 /// B).
 fn status(block: &[u8]) -> u16 {
-    // A table size update may come first.
+    // A dynamic table size update may precede the field.
     let block = if block[0] >> 5 == 1 { &block[1..] } else { block };
     match block[0] {
         index @ 0x88..=0x8e => [200, 204, 206, 304, 400, 404, 500][usize::from(index - 0x88)],
@@ -155,7 +156,7 @@ fn gateway(upstream: &Upstream) -> Gateway {
 const GOOD: &[Field<'_>] =
     &[(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/spoiled")];
 
-/// Name, section, fields that replace or follow those of a valid request, and the end of the stream.
+/// Cases: name, RFC section, fields that follow those of a valid request, and the expected end of the stream.
 const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a name in capitals", "9113 8.2.1", &[(b"X-Upper", b"1")], Gone(PROTOCOL_ERROR)),
     ("a name with a colon", "9113 8.2.1", &[(b"x:y", b"1")], Gone(PROTOCOL_ERROR)),
@@ -211,7 +212,7 @@ const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a Host that is none", "9110 7.2", &[(b"host", b"a.test\t/x")], Status(400)),
 ];
 
-/// Name, section, all pseudo-fields of a request, and the end of the stream.
+/// Cases: name, RFC section, all pseudo-header fields of a request, and the expected end of the stream.
 const PSEUDO: &[(&str, &str, &[Field<'_>], End)] = &[
     (
         "no method",
@@ -373,7 +374,7 @@ fn malformed_http2_requests_reset_their_streams_and_are_not_forwarded() {
         if found != expected {
             failures.push_str(&format!("{name} (RFC {section}): expected {expected:?}, found {found:?}\n"));
         }
-        // The next stream of this connection and the next request on the upstream connection are correct.
+        // The next request on this connection and the next request to the upstream must succeed.
         let before = upstream.count();
         if !matches!(found, Gone(_)) {
             let next = [GOOD[0], GOOD[1], GOOD[2], (b":path", b"/next")];
@@ -500,12 +501,12 @@ fn http2_protocol_violations_end_the_stream_or_connection() {
     assert!(failures.is_empty(), "{failures}");
     let whole =
         upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() != "/probe").map(|seen| seen.body.len()).max();
-    assert!(whole.is_none_or(|length| length == 0), "no body of a broken stream is completed");
+    assert!(whole.is_none_or(|length| length == 0), "the upstream received a complete body of an invalid stream");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
     println!("fault 5: {} protocol violations, 0 panics", cases.len());
 }
 
-/// Method, fields after the pseudo-fields, body, and the header fields that the upstream must receive.
+/// Method, fields after the pseudo-header fields, body, and the headers that the upstream must receive.
 type Downgrade =
     (&'static str, &'static [Field<'static>], &'static [u8], &'static [(&'static str, &'static [&'static str])]);
 
@@ -556,7 +557,7 @@ fn http2_request_is_forwarded_as_one_valid_http1_request() {
         let flags = if body.is_empty() { END_HEADERS | END_STREAM } else { END_HEADERS };
         connection.send(&frame(HEADERS, flags, stream, &block(&[&pseudo, *fields].concat())));
         if !body.is_empty() {
-            // In two DATA frames, the last one empty.
+            // Send the body in two DATA frames, of which the last one is empty.
             connection.send(&[frame(DATA, 0, stream, body), frame(DATA, END_STREAM, stream, b"")].concat());
         }
         let what = format!("{method} {path} with {} fields", fields.len());
@@ -572,7 +573,7 @@ fn http2_request_is_forwarded_as_one_valid_http1_request() {
             assert_eq!(seen.headers(name), [""; 0], "{what}: {name} in {}", seen.head);
         }
     }
-    // Trailers are dropped. h2 accepts pseudo-fields in trailers, against RFC 9113 §8.1.
+    // The gateway drops trailers. h2 accepts pseudo-header fields in trailers, although RFC 9113 §8.1 forbids them.
     let stream = 2 * DOWNGRADES.len() as u32 + 1;
     let trailers = block(&[(b":path", b"/other"), (b"x-trailer", b"1"), (b"host", b"b.test")]);
     connection.send(&[frame(HEADERS, END_HEADERS, stream, &block(GOOD)), frame(DATA, 0, stream, b"hello")].concat());
@@ -588,7 +589,7 @@ fn http2_request_is_forwarded_as_one_valid_http1_request() {
 const EDGES: [(&str, &str); 8] =
     [("", " "), (" ", ""), (" ", " "), ("", "\t"), ("\t", ""), ("\t ", " \t"), ("   ", ""), ("", "   ")];
 
-/// Headers that the gateway interprets, with a value.
+/// Headers that the gateway interprets, each with a value.
 const USES: [(&str, &str); 9] = [
     ("x-api-key", "k1"),
     ("x-tenant", "t1"),
@@ -642,9 +643,10 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
             let count = upstream.count();
             let answers = http2::ask(gateway.address, [request(true), request(false)]);
             assert_eq!((answers[0].status(), answers[1].status()), (None, Some(200)), "{what}");
-            assert_eq!(upstream.count(), count + 1, "{what}: nothing is forwarded of a malformed request");
+            assert_eq!(upstream.count(), count + 1, "{what}: a malformed request is not forwarded");
             refused += 1;
-            // In HTTP/1.1 it is the same request: same limits, same route, same bytes.
+            // In HTTP/1.1, spaces around values do not change the request: it has the same limits and route, and the
+            // upstream receives the same bytes.
             let lines: Vec<_> = USES
                 .iter()
                 .map(|(other, value)| match *other == name {
@@ -665,7 +667,7 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
         }
     }
     assert_eq!(refused, USES.len() * EDGES.len());
-    // The same applies to trailers.
+    // Trailers with spaces around values are rejected as well.
     let mut connection = Http2::connect(&gateway);
     connection.send(&[frame(HEADERS, END_HEADERS, 1, &block(GOOD)), frame(DATA, 0, 1, b"hello")].concat());
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(&[(b"x-trailer", b"1 ")])));
@@ -690,7 +692,7 @@ fn max_headers_applies_to_both_http_versions() {
             let request = (0..cookies).fold(request, |request, index| request.header("cookie", format!("c{index}=1")));
             let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
             assert_eq!(answers[0].status(), Some(expected), "{what} over HTTP/2");
-            // Host counts as a header, `:authority` does not.
+            // In HTTP/1.1, `Host` counts as a header. In HTTP/2, `:authority` does not count.
             let lines = "x: y\r\n".repeat(count - 1);
             let cookies = if cookies > 0 { "Cookie: c=1\r\n" } else { "" };
             let mut client = gateway.client();
@@ -709,7 +711,7 @@ const ENHANCE_YOUR_CALM: u32 = 11;
 #[test]
 fn floods_of_small_frames_end_the_connection_with_goaway() {
     let upstream = Upstream::start();
-    // The open request must not time out.
+    // Disable `min_body_rate`, so that the open request does not time out.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\nmin_body_rate = \"0B\"\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
          [upstream.api]\nservers = [\"{}\"]\n",
@@ -755,13 +757,13 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let fields: &[Field<'_>] =
         &[(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/large")];
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(fields)));
-    // As curl and browsers do, but for every 2 KiB: 32,000 frames.
+    // Send WINDOW_UPDATE frames like curl and browsers, but for every 2 KiB: about 32,000 frames in total.
     let mut received = 0;
     while received < 32 << 20 {
         let mut head = [0; 9];
-        connection.stream.read_exact(&mut head).expect("the connection continues");
+        connection.stream.read_exact(&mut head).expect("the connection stays open");
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-        connection.stream.read_exact(&mut payload).expect("the connection continues");
+        connection.stream.read_exact(&mut payload).expect("the connection stays open");
         assert_ne!(head[3], GOAWAY);
         if head[3] == DATA {
             received += payload.len();
@@ -773,8 +775,8 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     }
 }
 
-/// Send POST requests with DATA frames of these sizes over one connection, one after the other. Return how many got a
-/// response.
+/// Send POST requests over one connection, one after the other. Each body has DATA frames of these sizes. Return the
+/// number of requests that got a response.
 fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -795,8 +797,8 @@ fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     })
 }
 
-/// h2 closes connections that have more short frames buffered than allowed. Here they are buffered one request after
-/// the other.
+/// h2 closes a connection if more short DATA frames are buffered than allowed. In this test, the frames of one request
+/// after the other are buffered.
 #[test]
 fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
     let upstream = Upstream::start();
@@ -811,11 +813,11 @@ fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
         assert_eq!(uploads(&gateway, &sizes, 40), 40, "{what}");
         assert_eq!(upstream.last().body.len(), sizes.iter().sum::<usize>(), "{what}");
     }
-    assert_eq!(uploads(&gateway, &[1; 900], 1), 1, "as many as a connection may send at once");
+    assert_eq!(uploads(&gateway, &[1; 900], 1), 1, "a connection may send 900 short frames at once");
 }
 
-/// The cost of a flood is bounded: each connection ends after a number of frames, and other requests are served
-/// meanwhile.
+/// The cost of a flood is bounded: the gateway closes each connection after a number of frames, and serves other
+/// requests meanwhile.
 #[test]
 #[allow(clippy::disallowed_methods)] // the budget grows with time
 fn client_is_served_during_ping_floods() {
@@ -832,7 +834,7 @@ fn client_is_served_during_ping_floods() {
                     let begun = Instant::now();
                     let (answered, end) = flood_of_pings(gateway);
                     assert_eq!(end, Gone(ENHANCE_YOUR_CALM), "after {answered} answers");
-                    // 1,000 at once, 200 per second, and some for what was in flight.
+                    // The gateway answers 1,000 PINGs at once and 200 per second. A few more may be in flight.
                     let most = 1_200 + 200 * (1 + begun.elapsed().as_secs());
                     assert!(answered <= most, "{answered} answers of {most}");
                     let _ = tell.send(());
@@ -876,7 +878,7 @@ fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
 fn warnings_of_h2_do_not_flood_the_log() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
-    // h2 logs a warning for each.
+    // h2 logs a warning for each unexpected acknowledgement.
     for _ in 0..5 {
         let mut connection = Http2::connect(&gateway);
         connection.send(&frame(PING, 1, 0, &[7; 8]).repeat(500));

@@ -1,4 +1,4 @@
-//! Forged and ambiguous identities: one bucket per client, whatever the request says. Faults 6 and 9 to 13 in
+//! Forged and ambiguous identities: each client has one bucket, whatever its requests contain. Faults 6 and 9 to 13 in
 //! docs/testing.md.
 
 use std::collections::HashSet;
@@ -14,10 +14,11 @@ use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 
-/// The trusted proxy. Never trust all of 127.0.0.0/8 here: every client of these tests would be trusted.
+/// The address of the trusted proxy. Do not trust all of 127.0.0.0/8, because this network contains all clients of
+/// these tests.
 const PROXY: &str = "127.0.0.9";
 
-/// A limit whose counts do not depend on the time of day.
+/// Return a limit whose window starts with the first request, so that it cannot end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
@@ -38,7 +39,7 @@ fn from(address: &str, gateway: &Gateway) -> Client {
     Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address)
 }
 
-/// Send requests in batches. Return how many got 200.
+/// Send the requests in batches. Return the number of responses with 200.
 fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     let mut admitted = 0;
     for batch in requests.chunks(50) {
@@ -86,7 +87,7 @@ fn all_spellings_of_a_path_share_one_bucket() {
         .collect();
     let first = admitted(&mut client, &requests[..40]);
     assert_eq!(first, 40);
-    // The rest over HTTP/2, where the same targets are equivalent.
+    // Send the targets over HTTP/2, where they are equivalent as well.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
         let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
@@ -110,7 +111,7 @@ fn all_spellings_of_a_path_share_one_bucket() {
     assert_eq!(total, QUOTA);
 }
 
-/// Delimiters that are equivalent to their encoded form in a path (RFC 3986 §3.3).
+/// Delimiters that the gateway treats like their percent-encoded form in a path (RFC 3986 §3.3).
 const DELIMITERS: &str = "!$&'()*+,;=:@";
 
 #[test]
@@ -170,7 +171,7 @@ fn all_spellings_of_a_resource_share_one_route_and_bucket() {
             }
         }
     }
-    // Methods are in upper case, as in routes and limits.
+    // The gateway rejects methods that are not in upper case, because routes and limits contain methods in upper case.
     let count = upstream.count();
     for method in
         ["post", "Post", "pOST", "POSt", "get", "Get", "delete", "put", "patch", "head", "options", "propfind"]
@@ -188,26 +189,27 @@ fn all_spellings_of_a_resource_share_one_route_and_bucket() {
         client.request("POST", "/d/!x", &[("Host", host)], b"").assert_problem(400, host);
         spellings += 1;
     }
-    assert_eq!(upstream.count(), count, "nothing of them is forwarded");
+    assert_eq!(upstream.count(), count, "rejected requests are not forwarded");
     println!("fault 9: {spellings} spellings of resources");
 }
 
-/// Cookie lines, and the status; a number is how many requests the bucket of `victim` has counted.
+/// The `Cookie` headers of a request, and the result: the number of requests that the bucket of `victim` has counted,
+/// or the status of the rejection.
 const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=victim"], Ok(1)),
     (&["a=1;sid=victim"], Ok(2)),
     (&["a=1;  sid=victim ;b=2"], Ok(3)),
     (&["xsid=other; sid=victim; sidx=other; SID=other"], Ok(4)),
-    // Python, Go and PHP read these values alike.
+    // Python, Go and PHP read these values in the same way.
     (&["sid=\"victim\""], Ok(5)),
     (&["sid=%76ict%69m"], Ok(6)),
     (&["sid= victim"], Ok(7)),
-    // With spaces around its name it is this cookie for some servers and another one for others.
+    // If a space follows the name, some servers read the cookie `sid` and others read another cookie.
     (&["sid=x; sid =victim"], Err(400)),
     (&["sid =victim; sid=x"], Err(400)),
     (&["sid\t=victim"], Err(400)),
     (&["a=1; sid \t =victim"], Err(400)),
-    // Servers take the first or the last one.
+    // If a cookie occurs twice, some servers take the first one and others the last one.
     (&["sid=x; sid=victim"], Err(400)),
     (&["sid=victim; sid=victim"], Err(400)),
     (&["sid=; sid=victim"], Err(400)),
@@ -216,7 +218,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=x", "a=1; sid =victim"], Err(400)),
     (&["sid="], Err(400)),
     (&["sid"], Err(400)),
-    // Python decodes `\164` in quotes. Go rejects all of these.
+    // Python decodes `\164` in quotes. Go rejects all the following values.
     (&["sid=\"vic\\164im\""], Err(400)),
     (&["sid=\"vic\\\"tim\""], Err(400)),
     (&["sid=victim\\"], Err(400)),
@@ -252,7 +254,7 @@ fn all_spellings_of_a_session_cookie_share_one_bucket() {
         for exempt in ["sid=of%20a%20friend", "sid=\"of a friend\""] {
             assert_eq!(client.get_with("/session", &[("Cookie", exempt)]).header("ratelimit"), None, "{exempt}");
         }
-        // Routes without such a limit accept them unchanged.
+        // A route without a limit by cookie accepts these headers.
         assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
     }
 }
@@ -267,7 +269,8 @@ fn cookie_lines_are_forwarded_as_one() {
         upstream.url(),
     ));
     let mut client = gateway.client();
-    // gunicorn joins lines with commas: Django would see no cookie of that name, or the value `victim,`.
+    // The gateway joins `Cookie` headers, because gunicorn would join them with commas. Django would then see no cookie
+    // `sid`, or one with the value `victim,`.
     for (lines, expected) in [
         (&["a=1", "sid=victim"][..], "a=1; sid=victim"),
         (&["sid=victim", "a=1", "b=2"], "sid=victim; a=1; b=2"),
@@ -292,13 +295,13 @@ fn two_lines_of_a_limit_header_are_rejected() {
         upstream.url(),
     ));
     let mut client = gateway.client();
-    // Servers take the first line, the last one, or both joined with a comma.
+    // If a header occurs twice, servers take the first value, the last one, or both joined with a comma.
     for lines in [["victim", "x"], ["x", "victim"], ["victim", "victim"], ["", "victim"], ["victim", ""]] {
         let headers = lines.map(|value| ("X-Tenant", value));
         for path in ["/tenant", "/skipped"] {
             client.get_with(path, &headers).assert_problem(400, &format!("{path} {lines:?}"));
         }
-        // Routes without such a limit accept them unchanged.
+        // A route without a limit by header accepts these headers.
         assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
     }
     assert_eq!(client.get_with("/tenant", &[("X-Tenant", "victim")]).remaining("per-tenant"), 99);
@@ -343,7 +346,7 @@ fn forged_x_forwarded_for_gives_no_second_bucket() {
     assert_eq!(
         from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"),
         QUOTA as u64 - 1,
-        "a bucket of its own"
+        "another client has its own bucket"
     );
 }
 
@@ -359,7 +362,7 @@ fn addresses_of_one_ipv6_network_share_one_bucket() {
     let mut client = from(PROXY, &gateway);
     let mut ask = |network: &str, count: usize| {
         let request = |n: usize| {
-            // Three notations of IPv6 addresses with ports, brackets and letter case.
+            // Three notations of IPv6 addresses: plain, in brackets with a port, and in upper case.
             let address = match n % 3 {
                 0 => format!("{network}:{:x}:{n:x}::{:x}", n * 7, n + 1),
                 1 => format!("[{network}:{n:x}:0:0:1]:443"),
@@ -374,7 +377,7 @@ fn addresses_of_one_ipv6_network_share_one_bucket() {
     assert_eq!((one, both), (QUOTA, QUOTA));
 }
 
-/// Keys that have a meaning in other contexts: Redis keys, header lists, escapes, shells, SQL, Lua.
+/// API keys with characters that have a meaning in other contexts: Redis keys, header lists, escapes, shells, SQL, Lua.
 const KEYS: &[&[u8]] = &[
     b"a",
     b"A",
@@ -412,7 +415,7 @@ const KEYS: &[&[u8]] = &[
 #[test]
 fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let redis = Redis::start();
-    // sha256 of "alice-key"
+    // The hash is the SHA-256 hash of `alice-key`.
     let consumers = "[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:72ee9d4355ccb9d3a4c9dbf37382e38e75c1b1a225b5bd1f729ee91bbda30c20\"]\n";
     let gateway = Gateway::start_with(
         &format!(
@@ -461,7 +464,7 @@ fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     client.reply().unwrap().assert_problem(401, "a key in the query");
     let names = redis.keys();
     let lengths: HashSet<_> = names.iter().map(String::len).collect();
-    assert_eq!((names.len(), lengths.len()), (keys.len(), 1), "one key of Redis for each, all as long: {names:?}");
+    assert_eq!((names.len(), lengths.len()), (keys.len(), 1), "one Redis key per API key, all as long: {names:?}");
     for name in &names {
         assert!(name.starts_with("rl:{") && name.contains("}:per-key:"), "{name}");
         assert!(name.bytes().all(|byte| byte.is_ascii_graphic()), "{name}");
@@ -521,7 +524,7 @@ fn forged_user_header_spends_no_quota_of_the_user() {
     let reply = from(PROXY, &gateway).get_with("/named", &alice);
     println!("fault 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
     assert_eq!(reply.remaining("per-user"), 98);
-    // The upstream receives the name from the proxy only.
+    // The upstream receives the user name only in requests of the trusted proxy.
     for lines in spoofed {
         let mut untrusted = from("127.0.0.30", &gateway);
         untrusted.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
@@ -530,7 +533,7 @@ fn forged_user_header_spends_no_quota_of_the_user() {
     }
 }
 
-/// A header, how the gateway uses it, and the value at the upstream if a client sends it.
+/// A header, how the gateway uses it, and the value that the upstream receives if a client sends it.
 const GUARDED: [(&str, &str, Option<&str>); 8] = [
     ("x-api-key", "identifies the client", None),
     ("x-tenant", "is what a limit is by", Some("theirs")),
@@ -542,8 +545,8 @@ const GUARDED: [(&str, &str, Option<&str>); 8] = [
     ("x-gone_too", "is removed by the route", None),
 ];
 
-/// Characters of header names besides letters and digits (RFC 9110 §5.6.2). CGI, WSGI, PHP and lighttpd fold some or
-/// all of them.
+/// Characters of header names besides letters and digits (RFC 9110 §5.6.2). CGI, WSGI, PHP and lighttpd treat some or
+/// all of them as equal.
 const SEPARATORS: &str = "-_.!#$%&'*+^`|~";
 
 #[test]
@@ -571,7 +574,7 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
                 let what = format!("{alias}, an alias of {name}, which {why}; nominated: {nominated}");
                 let title = alias.to_uppercase();
                 let mut lines = real.clone();
-                // Before and after the real header: servers take the first or the last one.
+                // Send the alias before and after the real header, because servers take the first or the last one.
                 lines.insert(0, (&alias, "alias"));
                 lines.push((&title, "alias"));
                 let nomination = format!("{name}, {alias}");
@@ -601,7 +604,7 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
             }
         }
     }
-    // Names that are no aliases are forwarded.
+    // Headers whose names are not aliases are forwarded.
     client.get_with(
         "/x",
         &[
@@ -621,8 +624,8 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     println!("fault 6: {aliases} requests with aliases, 0 forwarded");
 }
 
-/// Headers that the gateway sets or trusts stay, even if `Connection` names them (RFC 9110 §7.6.1): a proxy in front
-/// may forward Connection.
+/// Headers that the gateway sets or trusts are forwarded even if `Connection` names them (RFC 9110 §7.6.1), because a
+/// proxy in front may forward `Connection`.
 #[test]
 fn connection_header_and_aliases_do_not_alter_gateway_headers() {
     let upstream = Upstream::start();
@@ -698,7 +701,7 @@ fn connection_header_and_aliases_do_not_alter_gateway_headers() {
         let folded = |line: &&str| line.split(':').next().unwrap().contains(['_', '.']);
         assert_eq!(seen.head.lines().skip(1).filter(folded).count(), 0, "{lines}: {}", seen.head);
         assert_eq!(seen.body, b"hello", "{lines}");
-        // From an untrusted client none of them is forwarded, and those of the gateway are set.
+        // If the client is untrusted, the gateway forwards none of these headers, and sets its own ones.
         let mut untrusted = from("127.0.0.3", &gateway);
         untrusted.send(request.as_bytes());
         assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");

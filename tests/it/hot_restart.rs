@@ -1,4 +1,4 @@
-//! Hot restart, and starting and notifying under a service manager.
+//! Hot restart, and the socket activation and notifications of service managers (systemd).
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use crate::support::reload::{ADMIN, ask, says, with_admin};
 use crate::support::server::{Behaviour, Server};
 use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
-/// A process that the test did not start itself. It is killed at the end of the test.
+/// The process that a hot restart has started. It is killed at the end of the test.
 pub(crate) struct Successor(String);
 
 impl Successor {
-    /// Return the process that has replaced a gateway.
+    /// Return the process that replaces a gateway, once it serves.
     fn of(gateway: &Gateway) -> Successor {
         let id = || new_process_id(&gateway.log());
         eventually("another process serves", || id().is_some());
@@ -28,7 +28,7 @@ impl Successor {
     }
 }
 
-/// The process id in the last log message of a hot restart.
+/// Return the process ID in the last log message of a hot restart.
 fn new_process_id(log: &str) -> Option<String> {
     let (_, rest) = log.rsplit_once(r#""hot restart: the new process is serving","pid":"#)?;
     rest.split_once('}').map(|(id, _)| id.to_owned())
@@ -67,7 +67,7 @@ fn hot_restart_under_load_fails_no_request() {
                     let (mut client, mut statuses) = (Client::connect(address), Vec::new());
                     while !over.load(Ordering::SeqCst) {
                         let reply = client.get(path);
-                        // The last two clients open a connection per request.
+                        // The clients with index 4 and 5 open a connection per request.
                         if index > 3 || reply.header("connection") == Some("close") {
                             client = Client::connect(address);
                         }
@@ -120,7 +120,7 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
         assert_eq!((reply.status, reply.text()), (200, "old"));
         reply.header("connection") == Some("close")
     });
-    idle.assert_closed("it was the last");
+    idle.assert_closed("the response with Connection: close was the last one");
     for _ in 0..50 {
         assert_eq!(gateway.get("/says").status, 200);
         assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the old process gets no request");
@@ -128,7 +128,7 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
     eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/says").text() == "new"));
     let config = ask(&gateway, "GET", "/api/config").json();
     assert_eq!(config["configuration"]["route"][1]["respond"]["body"], "new", "{config}");
-    assert!(gateway.child.try_wait().unwrap().is_none(), "the old one waits");
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the old process waits for the request in flight");
     server.set(Behaviour::Respond(200));
     assert_eq!(held.reply().unwrap().status, 200);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
@@ -180,7 +180,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
         let first = hot_restart(&mut gateway);
-        // Enough connections to reach every socket.
+        // 40 connections are enough to reach each listening socket.
         let all = |what: &str| {
             for _ in 0..40 {
                 assert_eq!(gateway.get("/says").status, 200, "{layout}, {before} to {after}: {what}");
@@ -213,7 +213,7 @@ fn activated(config: &str, socket: TcpListener) -> Gateway {
 fn systemd_socket_is_served_with_its_queued_connections() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address: SocketAddr = socket.local_addr().unwrap();
-    // Connect before the process exists.
+    // The client connects before the gateway's process exists.
     let mut early = Client::connect(address);
     early.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     let config = format!("[server]\nworkers = 3\n[[listener]]\naddress = \"{address}\"\n{}", says("x"));
@@ -271,5 +271,5 @@ fn service_manager_is_notified_of_state_changes() {
     assert_eq!(both, [format!("MAINPID={}", successor.0), "READY=1".to_owned()]);
     assert_eq!(gateway.wait().code(), Some(0));
     successor.signal("TERM");
-    assert_eq!(told(), "STOPPING=1", "of the one that is left, not of the one before");
+    assert_eq!(told(), "STOPPING=1", "the new process sends it, not the old one");
 }

@@ -32,7 +32,7 @@ struct Server {
 }
 
 impl Server {
-    /// Requests are numbered from 0.
+    /// Start a server. `then` and `answer` get the number of the request, from 0.
     fn start<Fut: Future<Output = ()> + 'static>(
         then: impl Fn(usize) -> Then + Send + Clone + 'static,
         answer: impl Fn(usize, Request<RecvStream>, SendResponse<Bytes>) -> Fut + Send + Clone + 'static,
@@ -77,7 +77,7 @@ impl Server {
         Server { address, seen }
     }
 
-    /// A server that echoes requests.
+    /// Start a server that responds with the body of the request.
     fn echo(then: impl Fn(usize) -> Then + Send + Clone + 'static) -> Server {
         Server::start(then, |_, request, respond| async move {
             let (body, _) = read(&mut request.into_body()).await;
@@ -85,7 +85,7 @@ impl Server {
         })
     }
 
-    /// Return the connections of the requests so far.
+    /// Return the number of the connection of each request so far.
     fn connections(&self) -> Vec<usize> {
         self.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect()
     }
@@ -106,7 +106,7 @@ fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
     stream.send_data(body.into(), true).unwrap();
 }
 
-/// One worker, so that there is one upstream connection.
+/// Start a gateway with one worker, so that there is one upstream connection.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
     Gateway::start(&format!(
@@ -148,7 +148,7 @@ fn one_http2_connection_carries_all_requests() {
     let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
     assert_eq!(last.uri, "http://shop.example:81/");
     assert_eq!(last.headers["content-length"], body.len().to_string());
-    // An HTTP/1.0 client sends no Host.
+    // An HTTP/1.0 client need not send `Host`. Then `:authority` is the address of the upstream.
     let mut client = gateway.client();
     client.send(b"GET /old HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
@@ -156,7 +156,7 @@ fn one_http2_connection_carries_all_requests() {
     assert_eq!(last.uri.to_string(), format!("http://{}/old", server.address));
 }
 
-/// Encode a gRPC message: not compressed, length, bytes.
+/// Encode a gRPC message: a flag for no compression, the length, and the bytes.
 fn message(bytes: &[u8]) -> Bytes {
     [&[0][..], &(bytes.len() as u32).to_be_bytes(), bytes].concat().into()
 }
@@ -173,7 +173,7 @@ fn map(name: &'static str, value: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
 }
 
-/// Echo each message when it arrives. `Fail` returns an error without messages.
+/// Echo each message when it arrives. The method `Fail` returns an error without messages.
 async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     let head = Response::builder().header("content-type", "application/grpc+proto");
     if request.uri().path().ends_with("/Fail") {
@@ -192,7 +192,8 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
     stream.send_trailers(trailers).unwrap();
 }
 
-/// A gRPC server may respond after the last message only, and its client may pause for longer than other uploads.
+/// A gRPC server may respond only after the last message. A gRPC client may pause longer than the client of another
+/// upload.
 #[test]
 fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
@@ -205,7 +206,7 @@ fn grpc_streams_may_pause_and_other_uploads_may_not() {
                 let (response, mut body) = client.send_request(request, false).unwrap();
                 body.send_data(message(b"first"), false).unwrap();
                 tokio::time::sleep(Duration::from_secs(7)).await;
-                // The stream may be closed.
+                // The gateway may have closed the stream.
                 let _ = body.send_data(message(b"second"), true);
                 response.await.unwrap().status().as_u16()
             }
@@ -237,7 +238,7 @@ fn response_with_spaces_around_a_value_is_502_for_its_stream_alone() {
         assert_eq!(client.get("/good").status, 200, "after {path}");
     }
     let connections: Vec<_> = server.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect();
-    assert_eq!(connections, [0; 8], "the fault of one stream leaves the connection to others");
+    assert_eq!(connections, [0; 8], "an error of one stream does not close the connection");
 }
 
 #[test]
@@ -247,14 +248,14 @@ fn grpc_trailers_are_forwarded() {
     let gateway = gateway(server.address, log);
     block_on(async {
         let mut client = client(&gateway).await;
-        // One message each way.
+        // A unary call: one message in each direction.
         let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
         stream.send_data(message(b"hello"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!(response.headers()["content-type"], "application/grpc+proto");
         let (body, trailers) = read(&mut response.into_body()).await;
         assert_eq!((body, trailers.unwrap()), (message(b"hello").to_vec(), map("grpc-status", "0")));
-        // Each message is answered before the next one is sent.
+        // A streaming call: the server responds to each message before the client sends the next one.
         let (response, mut stream) = client.send_request(call("Stream"), false).unwrap();
         let mut body = response.await.unwrap().into_body();
         for text in ["one", "two", "three"] {
@@ -358,7 +359,7 @@ fn lost_connection_fails_only_requests_that_may_have_been_processed() {
         assert_eq!(gateway.get("/").status, 200, "{method}");
         assert_eq!(server.connections(), seen, "{method}");
     }
-    // On a new connection the request is not retried.
+    // A request that fails on a new connection is not retried.
     let server = Server::echo(|_| Then::Drop);
     let gateway = gateway(server.address, "");
     gateway.get("/").assert_problem(502, "dropped at once");
@@ -384,7 +385,7 @@ fn unprocessed_request_is_retried_once() {
     }
 }
 
-/// A server that does not respond, except to `/ok`, and reports how each stream ended.
+/// Start a server that responds only to `/ok`, and reports how each other stream ended.
 fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
     let (sender, ended) = channel();
     let server = Server::start(
@@ -426,7 +427,7 @@ fn route_timeout_cancels_the_request_and_others_use_another_connection() {
     client.get("/v2/slow").assert_problem(504, "no answer");
     assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(client.get("/v2/ok").status, 200);
-    assert_eq!(server.connections(), [0, 1], "a dead connection would never be found out otherwise");
+    assert_eq!(server.connections(), [0, 1], "otherwise the gateway would never detect a dead connection");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Identities over the wire: addresses, proxies, user headers, API keys, cookies, tuples.
+//! End-to-end tests of identities: addresses, proxies, user headers, API keys, cookies, and identities of several
+//! parts.
 
 use std::net::IpAddr;
 
@@ -12,21 +13,21 @@ use serde_json::json;
 
 const PROXY: &str = "127.0.0.9";
 
-/// A limit whose counts do not depend on the time of day.
+/// Return a limit whose window starts with the first request, so that it cannot end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
     )
 }
 
-/// A route `/NAME` with a direct response.
+/// Return a route `/NAME` with a direct response.
 fn route(name: &str, limits: &str) -> String {
     format!(
         "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nrespond = {{ status = 200, body = \"{name}\" }}\n"
     )
 }
 
-/// A route `/NAME` with a direct response, whose requests these providers verify.
+/// Return a route `/NAME` with a direct response and these providers in `identify`.
 fn identified(name: &str, providers: &str, limits: &str) -> String {
     route(name, limits) + &format!("identify = [{providers}]\n")
 }
@@ -39,7 +40,7 @@ fn from(address: &str, gateway: &Gateway) -> Client {
     Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address)
 }
 
-/// A consumers file, which contains hashes of the keys only.
+/// Return a consumers file, which contains the hashes of the keys.
 fn consumers(consumers: &[(&str, &[&str])]) -> String {
     let hash = |key: &&str| {
         let digits: String =
@@ -116,7 +117,8 @@ fn peers_have_separate_buckets_by_address() {
     }
 }
 
-/// Requests with their header lines, and the remaining of 100 after each.
+/// A name and a list of requests. Each request has the values of the tested header, and the remaining quota (of 100)
+/// after the request.
 type Group = (&'static str, &'static [(&'static [&'static str], u64)]);
 
 fn assert_groups(gateway: &Gateway, header: &str, groups: &[Group]) {
@@ -228,7 +230,7 @@ fn client_address_is_read_from_the_configured_header() {
             route("limited", "\"hourly\"")
         ));
         assert_groups(&gateway, header, groups);
-        // Other headers are ignored now.
+        // With this `header`, the gateway ignores `X-Forwarded-For`.
         let other = [("X-Forwarded-For", "203.0.113.1")];
         let left = from(PROXY, &gateway).get_with("/limited", &other).remaining("hourly");
         assert_eq!(from(PROXY, &gateway).get("/limited").remaining("hourly"), left - 1, "{header}");
@@ -271,8 +273,8 @@ fn user_headers_are_read_from_trusted_proxies_only() {
     }
 
     let mut untrusted = gateway.client();
-    untrusted.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "an untrusted client names a user");
-    untrusted.get("/strict").assert_problem(400, "an untrusted client names no user");
+    untrusted.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "a forged user header");
+    untrusted.get("/strict").assert_problem(400, "no user header");
     let spoofed = [
         ("X-User-Id", "alice"),
         ("x-user-id", "bob"),
@@ -293,7 +295,7 @@ fn user_headers_are_read_from_trusted_proxies_only() {
             assert_eq!(seen.headers(name), ["kept"], "{path}: {name} is forwarded");
         }
     }
-    // From the proxy the user header is kept, and its aliases are removed all the same.
+    // The gateway keeps the user header of the proxy, but removes its aliases.
     assert_eq!(proxy.get_with("/free", &spoofed[1..]).status, 200);
     let seen = upstream.last();
     assert_eq!(seen.headers("x-user-id"), ["bob"]);
@@ -339,7 +341,7 @@ fn consumer_has_one_bucket_for_all_its_keys() {
     // The seven requests rejected with 401 are charged to the address.
     let reply = client.get_with("/keyed", &[("X-Api-Key", "alice-1")]);
     assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 988));
-    // Without a provider on the route, keys are not read.
+    // On a route without a provider, the gateway does not read keys.
     for lines in [&[][..], &[("X-Api-Key", "mallory")], &two] {
         assert_eq!(client.get_with("/open", lines).status, 200, "{lines:?}");
     }
@@ -352,7 +354,7 @@ fn missing_and_unknown_keys_follow_the_configuration() {
     let eve: &[(&str, &str)] = &[("X-Api-Key", "eve")];
     let mallory: &[(&str, &str)] = &[("X-Api-Key", "mallory")];
     let none: &[(&str, &str)] = &[];
-    // Peer, header lines, and the remaining of 100, or the status of the rejection.
+    // The peer, the headers, and the result: the remaining quota (of 100), or the status of the rejection.
     for (settings, requests) in [
         (
             "on_missing = \"anonymous\"",
@@ -425,7 +427,7 @@ fn api_key_is_read_from_the_configured_header() {
     for value in ["Bearer a", "Token", "Tokena", "Token ", "a"] {
         client.get_with("/keyed", &[("Authorization", value)]).assert_problem(401, value);
     }
-    client.get_with("/keyed", &[("X-Api-Key", "a")]).assert_problem(401, "the usual field");
+    client.get_with("/keyed", &[("X-Api-Key", "a")]).assert_problem(401, "the default header is not read");
 }
 
 #[test]
@@ -446,16 +448,17 @@ fn tuple_of_parts_is_one_identity() {
         ("127.0.0.2", "/pair", &[("X-Tenant", "b")], Some(99)),
         ("127.0.0.3", "/pair", &[("X-Tenant", "a")], Some(99)),
         ("127.0.0.3", "/pair", &[], None),
-        // The boundary between two parts matters.
+        // The boundary between two parts matters: `ab` and `c` is another identity than `a` and `bc`.
         ("127.0.0.2", "/names", &[("X-A", "ab"), ("X-B", "c")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "a"), ("X-B", "bc")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "c"), ("X-B", "ab")], Some(99)),
         ("127.0.0.3", "/names", &[("X-B", "c"), ("X-A", "ab")], Some(98)),
         ("127.0.0.2", "/names", &[("X-A", "ab")], None),
-        // A list in one line is one value. Servers read two lines in different ways.
+        // A header that contains a list is one value. If the header occurs twice, the request is rejected, because
+        // servers interpret this differently.
         ("127.0.0.2", "/names", &[("X-A", "1"), ("X-A", "2"), ("X-B", "c")], None),
         ("127.0.0.2", "/names", &[("X-A", "1, 2"), ("X-B", "c")], Some(99)),
-        // Two limits apply here. The first has one bucket per route.
+        // Two limits apply to these routes. The first one has a bucket per route.
         ("127.0.0.2", "/one", &[], Some(99)),
         ("127.0.0.3", "/one", &[], Some(98)),
         ("127.0.0.2", "/other", &[], Some(99)),
@@ -541,7 +544,7 @@ fn hostile_identities_have_their_own_buckets() {
             assert_eq!(reply.remaining("query"), remaining, "{value}");
         }
     }
-    // Other spellings of the same values.
+    // Other percent-encodings of the same values use the same buckets.
     for (value, remaining) in [("%61", 97), ("%7b%7D:", 97), ("%FF", 97), ("a%20b", 97)] {
         let reply = ask(&[b"GET /query?id=", value.as_bytes(), b" HTTP/1.1"]);
         assert_eq!(reply.remaining("query"), remaining, "{value}");
@@ -550,13 +553,13 @@ fn hostile_identities_have_their_own_buckets() {
     let of = |name: &str| keys.iter().filter(|key| key.contains(name)).map(String::len).collect::<Vec<_>>();
     for (name, count) in [("}:header:", headers.len()), ("}:query:", queries.len())] {
         let length = of(name)[0];
-        assert_eq!(of(name), vec![length; count], "{name}: one key for each, and all as long");
+        assert_eq!(of(name), vec![length; count], "{name}: one key per value, all of the same length");
     }
     redis.assert_every_key_expires();
 
     let mut client = gateway.client();
     client.send(&[b"GET /header HTTP/1.1\r\nHost: a\r\nX-Id: ", &[b'x'; 64 << 10][..], b"\r\n\r\n"].concat());
-    assert_eq!(client.reply().unwrap().status, 431, "a head that is too long");
+    assert_eq!(client.reply().unwrap().status, 431, "the headers are too long");
     assert_eq!(gateway.client().get_with("/header", &[("X-Id", "a")]).remaining("header"), 97);
 }
 
@@ -570,7 +573,7 @@ fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
     let named = [("X-Tenant", "a")];
 
     let gateway = start("");
-    gateway.get("/limited").assert_problem(400, "refused, the default");
+    gateway.get("/limited").assert_problem(400, "rejected by default");
     assert_eq!(gateway.client().get_with("/limited", &named).remaining("tenant"), 1);
 
     let gateway = start("on_missing = \"skip\"");
@@ -606,7 +609,7 @@ fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
 
 #[test]
 fn on_missing_of_api_keys_and_user_headers_is_followed() {
-    // `on_missing` of the limit applies where the key has no rule of its own.
+    // The provider `keys` has no `on_missing`, so `on_missing` of the limit applies.
     let config = format!(
         "{}[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}{}",
         trusting(""),
@@ -620,7 +623,7 @@ fn on_missing_of_api_keys_and_user_headers_is_followed() {
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "without a key the limit is skipped");
     let mut client = gateway.client();
     assert_eq!(client.get_with("/keyed", &[("X-Api-Key", "a")]).remaining("key"), 99);
-    // The header of an untrusted client is ignored: its address is charged.
+    // The gateway ignores the user header of an untrusted client and charges its address.
     for (name, remaining) in [("alice", 99), ("bob", 98), ("carol", 97)] {
         assert_eq!(client.get_with("/named", &[("X-User-Id", name)]).remaining("user"), remaining, "{name}");
     }
@@ -645,7 +648,7 @@ fn cookie_is_read_from_any_cookie_line() {
         assert_eq!(ask(lines).remaining("l"), left, "{lines:?}");
     }
     for lines in [&["sid=a; sid=b"][..], &["sid=a", "sid=b"], &["sid=a", "x=1", "sid=a"]] {
-        ask(lines).assert_problem(400, "which of two is meant is not known");
+        ask(lines).assert_problem(400, "two cookies with the same name are ambiguous");
     }
 }
 
@@ -662,7 +665,7 @@ fn exempt_network_includes_clients_without_a_key() {
     for (address, key, expected) in [
         ("127.0.0.2", None, [200, 200]),
         ("127.0.0.3", None, [200, 429]),
-        // A consumer is identified by name, from any address.
+        // The identity of a consumer is its name, whatever the client's address is.
         ("127.0.0.2", Some("alice-1"), [200, 429]),
     ] {
         let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
@@ -735,7 +738,7 @@ fn tiers_inherit_quota_and_burst_unless_set() {
     let mut file = String::new();
     for (name, size, _) in sizes {
         tiers.push(format!("{name} = {{ {size} }}"));
-        // The same quota as a tier and as the consumer's own.
+        // Configure the same quota once as a tier and once as the consumer's own quota.
         for (kind, line) in [("tier", format!("tier = \"{name}\"")), ("own", format!("limit.l = {{ {size} }}"))] {
             let (consumer, key) = (format!("{kind}-{name}"), format!("{kind}-{name}-key"));
             file.push_str(&consumers(&[(&consumer, &[&key])]));
@@ -822,8 +825,8 @@ fn invalid_credentials_are_charged_to_limits_without_credentials() {
         assert_eq!(statuses, [401, 401, 401, 429, 429], "{what}");
         assert_denied(&client.get_with("/r", &headers), "per-ip", what);
         assert_eq!(from("127.0.0.2", &gateway).get_with("/r", &headers).status, 401, "{what}: another address");
-        // A valid credential is not admitted by a limit that guesses have exhausted. Elsewhere it is charged to all
-        // limits.
+        // From this address, failed attempts have exhausted the limit `per-ip`, which then denies valid credentials,
+        // too. From another address, a request with a valid credential is charged to all limits.
         let right = if by == "api-key" { ("x-api-key", "alice-1") } else { ("authorization", &*valid) };
         assert_denied(&client.get_with("/r", &[right]), "per-ip", what);
         let reply = from("127.0.0.3", &gateway).get_with("/r", &[right]);

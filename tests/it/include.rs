@@ -18,7 +18,7 @@ fn route(name: &str) -> String {
     format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200, body = \"{name}\" }}\n")
 }
 
-/// Write the files of a configuration, with their directories.
+/// Write the files of a configuration, and create their directories.
 fn put(directory: &Path, files: &[(&str, &str)]) {
     for (name, text) in files {
         let path = directory.join(name);
@@ -67,10 +67,10 @@ fn tables_of_all_files_are_one_configuration() {
         ("gateway.toml", main.as_str()),
         ("routes/10-one.toml", &one),
         ("routes/20-two.toml", two),
-        // Paths are relative to the file that they are written in.
+        // Paths are relative to the file that contains them.
         ("routes/upstreams.toml", upstreams),
         ("routes/ca.pem", &ca),
-        // Not matched by the pattern.
+        // These files do not match the pattern.
         ("routes/.hidden.toml", "no toml"),
         ("routes/two.toml~", "no toml"),
         ("routes/deeper/three.toml", "no toml"),
@@ -83,7 +83,7 @@ fn tables_of_all_files_are_one_configuration() {
     let (code, out) = run(directory.path(), &["explain", "GET", "http://a.test/given", "--offline"]);
     assert_eq!(code, Some(0), "{out}");
     assert!(out.contains("Route given: /given") && out.contains("shared"), "{out}");
-    // Several patterns, a path without wildcard, and an absolute one.
+    // Include a pattern, a path without a wildcard, and an absolute path.
     let absolute = directory.path().join("routes/upstreams.toml");
     let patterns =
         format!("include = [\"${{GIVEN:-x}}/?.toml\", \"routes/20-two.toml\", \"{}\"]\n", absolute.display());
@@ -113,7 +113,7 @@ fn errors_name_the_included_file_with_its_line() {
     let bad = "\n# a comment\n[[route]]\nname = \"main\"\npath = \"a\"\nrespnd = {}\n[limit.l]\nby = \"ip\"\n";
     for (files, expected) in [
         (
-            // Errors of both files, each with its line.
+            // Errors in both files, each with its file and line.
             vec![("gateway.toml", main.replace("by = \"ip\"", "by = \"adress\"")), ("routes/a.toml", bad.to_owned())],
             vec![
                 "gateway.toml:9:6",
@@ -154,7 +154,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "[route]\nname = \"x\"\n".to_owned())],
-            vec!["`route` is not written in the form", "routes/a.toml:1:2"],
+            vec!["`route` has the wrong form", "routes/a.toml:1:2"],
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "[[consumer]]\nname = \"acme\"\n".to_owned())],
@@ -165,7 +165,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec!["an included file cannot include other files", "routes/a.toml:1:1", "`include` of gateway.toml"],
         ),
         (
-            // Syntax and type errors of several files.
+            // Syntax errors in several files.
             vec![
                 ("gateway.toml", main.clone()),
                 ("routes/a.toml", "\n[limit.x\n".to_owned()),
@@ -248,7 +248,7 @@ fn errors_name_the_included_file_with_its_line() {
         assert_eq!(code, Some(2), "{files:#?}\n{out}");
         let mut rest = out.as_str();
         for part in expected {
-            let Some(at) = rest.find(part) else { panic!("the report lacks, after what came before: {part}\n\n{out}") };
+            let Some(at) = rest.find(part) else { panic!("the report does not contain next: {part}\n\n{out}") };
             rest = &rest[at + part.len()..];
         }
         let (code, json) = run(directory.path(), &["check", "--json"]);
@@ -298,7 +298,7 @@ fn changed_new_and_removed_files_are_reloaded() {
     let reloads = || metric(&gateway, "config_reloads_total{result=\"ok\"}");
     let before = reloads();
     put(directory.path(), &[("routes/c.toml~", "no toml")]);
-    // The watcher compares all files at once, so that a later change shows that it has seen both.
+    // The file watcher compares all files at once. So when it has seen this later change, it has seen both.
     put(directory.path(), &[("routes/c.toml", &route("c"))]);
     eventually("a file beside it", || status("/c") == 200);
     assert_eq!(reloads() - before, 1.0);
@@ -319,7 +319,7 @@ fn invalid_included_file_changes_nothing_until_it_is_corrected() {
     let (directory, gateway) = start(&[("gateway.toml", &main), ("routes/a.toml", &route("a"))]);
     let status = |path: &str| gateway.get(path).status;
     put(directory.path(), &[("routes/b.toml", "[[route]]\nname = \"b\"\npath = \"b\"\n")]);
-    eventually("it is in the log", || gateway.log().contains("routes/b.toml:3:8"));
+    eventually("the error is logged", || gateway.log().contains("routes/b.toml:3:8"));
     let shown = ask(&gateway, "GET", "/api/config").json();
     assert!(shown["last_error"]["error"].as_str().unwrap().contains("a path starts with `/`"), "{shown:#}");
     assert_eq!((status("/a"), status("/b")), (200, 404));
@@ -329,21 +329,22 @@ fn invalid_included_file_changes_nothing_until_it_is_corrected() {
     eventually("the corrected file", || status("/b") == 200);
 }
 
-/// The first file that names an included one is invalid with it: the file watcher must watch the new directory.
+/// The new `include` makes the configuration invalid, because the included file is invalid. The file watcher must watch
+/// the new directory nevertheless.
 #[test]
 fn new_include_is_watched_although_its_first_file_is_invalid() {
     let (directory, gateway) = start(&[("gateway.toml", &with_listener(&route("main")))]);
     put(directory.path(), &[("more/a.toml", "[[route]]\nname = \"a\"\n")]);
     let main = with_listener(&route("main")).replacen("[admin]", "include = [\"more/*.toml\"]\n[admin]", 1);
     put(directory.path(), &[("gateway.toml", &main)]);
-    eventually("it is in the log", || gateway.log().contains("more/a.toml:1:1"));
+    eventually("the error is logged", || gateway.log().contains("more/a.toml:1:1"));
     assert_eq!(gateway.get("/main").status, 200);
     put(directory.path(), &[("more/a.toml", &route("a"))]);
     eventually("the corrected file", || gateway.get("/a").status == 200);
-    // A directory that is missing, too.
+    // The file watcher also notices when a missing directory is created.
     let main = main.replace("more/*.toml", "other/*.toml");
     put(directory.path(), &[("gateway.toml", &main)]);
-    eventually("it is in the log", || gateway.log().contains("other cannot be read"));
+    eventually("the error is logged", || gateway.log().contains("other cannot be read"));
     assert_eq!(gateway.get("/a").status, 200);
     fs::create_dir(directory.path().join("other")).unwrap();
     eventually("the directory without files", || gateway.get("/a").status == 404);

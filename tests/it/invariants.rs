@@ -2,26 +2,27 @@
 //!
 //! A failed assertion names its invariant:
 //!
-//!  1. Script and model give the same reply, field by field.
-//!  2. A denied request and a peek change no state and extend no TTL. The first denial at a lower rate records when
-//!     the rate applies.
-//!  3. One µs before the returned retry delay the charge is denied; at the retry delay it is admitted.
-//!  4. A charge of what remains fits, one more token does not.
-//!  5. A request is charged to all limits or none; a shadow limit changes nothing for the others.
+//!  1. The scripts and the model give the same reply, field by field.
+//!  2. A denied request and a peek change no state and extend no TTL. Exception: if the rate was lowered, the first
+//!     denial records when the lower rate applies.
+//!  3. A request that arrives one µs before the end of the returned retry delay is denied. At the end of the delay, it
+//!     is admitted.
+//!  4. A request whose cost is the remaining quota is admitted. A cost of one more token is denied.
+//!  5. A request is charged to all limits or to none. A shadow limit does not affect the other limits.
 //!  6. The admitted cost stays within the formula of the algorithm.
-//!  7. A client that waits for the retry delay is admitted if it is alone.
-//!  8. A clock that is set back locks out no longer than a full state takes to reset.
-//!  9. Every key has a TTL: until its reset, and a second.
-//! 10. Taking k tokens equals k requests of one token, including the state.
-//! 11. A refund creates no key and gains no quota: a bucket never owes less than without the charge. Where refunds
-//!     overlap, the cost admitted in a time span and not refunded exceeds the formula by at most the refunds of earlier
-//!     charges.
-//! 12. Concurrent clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
-//! 13. Every number stays exact.
-//! 14. Denials take no memory, and the database is empty in the end.
-//! 15. A new rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2 parts. A
-//!     lower rate restores at most half a second of what the earlier rate has repaid.
-//! 16. The usage totals of the scripts are those of the model: by day, what was charged less refunds.
+//!  7. A client that waits for the retry delay is admitted, unless another client sends requests meanwhile.
+//!  8. If the clock is set back, clients are locked out for at most the time in which a full state resets.
+//!  9. Every key has a TTL: the time until its state resets, plus one second.
+//! 10. Taking k tokens at once equals k requests of one token, including the state.
+//! 11. A refund creates no key and gains no quota: the debt of a bucket is never less than without the charge. If
+//!     refunds overlap, the admitted cost in a time span, without refunded cost, exceeds the formula by at most the
+//!     refunds of earlier charges.
+//! 12. Concurrent clients are admitted exactly up to the limit (`parallel_clients_are_admitted_exactly` in `store.rs`).
+//! 13. Every number in the scripts is an exact integer.
+//! 14. Denials take no memory, and the database is empty after all TTLs.
+//! 15. A change of the rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2
+//!     parts. A lower rate restores at most the debt that the earlier rate repaid in half a second.
+//! 16. The usage totals of the scripts equal those of the model: the charges of each day less refunds.
 //!
 //! `permits.rs` has more random cases for concurrency permits.
 //! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
@@ -53,7 +54,7 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
-/// Cases that run concurrently: a round trip takes longer than everything else, and they share it.
+/// Number of cases that run concurrently. Round trips to Redis take most of the time, and concurrent cases share them.
 const AT_ONCE: usize = 24;
 
 /// Run cases concurrently. A panic of a case fails the test.
@@ -91,13 +92,13 @@ struct Trial {
     play: Play,
     stores: Stores,
     keys: Keys,
-    /// Each limit in a store of its own: the result without the other limits of the request.
+    /// A store that checks each limit alone: the result without the other limits of the request.
     alone: MemoryStore,
     prefix: String,
     time: Time,
 }
 
-/// A peek at both stores and its expected result.
+/// A peek at both stores, and the check of its result.
 struct Peek<'a> {
     at: u64,
     charges: Vec<Charge<'a>>,
@@ -141,7 +142,7 @@ impl Trial {
                         assert_eq!(
                             ends,
                             now + promised * 1000,
-                            "invariant 9, a state knows when its key ends: {}",
+                            "invariant 9, a state contains the expiry of its key: {}",
                             what()
                         );
                     }
@@ -155,10 +156,10 @@ impl Trial {
                     let kept = seen.after.is_none() || seen.before == seen.after;
                     let (before, after) = (ends(charge.rule, &seen.before), ends(charge.rule, &seen.after));
                     let slack = after.map(|ends| ends.saturating_sub(now + outcome.reset_us));
-                    // A key that ends within the slack is written in place.
+                    // If the key outlives the new state by half a second to a second, the script keeps its TTL.
                     let written = before == after && slack.is_some_and(|slack| (500_000..1_001_000).contains(&slack));
                     assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
-                    // The same bytes may be written again and last longer at another rate.
+                    // At another rate, the script may write the same bytes. Then the state lasts longer.
                     let denied = verdict.granted == 0 || denies(*outcome);
                     let later = operation == Operation::Check && charge.mode.is_deferred();
                     let rewritten = written && !denied && !later && operation != Operation::Peek;
@@ -187,7 +188,7 @@ impl Trial {
         case.steps.len()
     }
 
-    /// The totals of the scripts are those of the model.
+    /// Assert that the usage totals of the scripts equal those of the model.
     fn totals_are_equal(&self) {
         let in_redis = usage_in_redis(&self.server, &self.prefix);
         let in_memory = usage_in_memory(&self.stores.memory, &self.play.limits);
@@ -203,7 +204,8 @@ impl Trial {
         lowered: bool,
         what: &dyn Fn() -> String,
     ) {
-        // A denial moves a state in the future to the present, and one at a higher rate to the lower one.
+        // A denial moves a state from the future to the present, and converts a state of a higher rate to the lower
+        // rate.
         let moved = (self.play.behind || lowered) && denies(outcome);
         let denied = verdict.granted == 0 || denies(outcome);
         if operation == Operation::Peek || denied && !moved {
@@ -215,8 +217,8 @@ impl Trial {
         }
     }
 
-    /// Ask each limit alone for its charges of the request. A denied request is given only to the limits that denied
-    /// it: the results stay equal only if requests are charged to all limits or none.
+    /// Check each charge of the request alone, in `alone`. If the request is denied, only the limits that denied it are
+    /// checked; the others get a peek. The results stay equal only if requests are charged to all limits or to none.
     fn all_or_nothing(&self, operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) {
         if operation == Operation::Check {
             let mut binding = charges.iter().zip(&verdict.outcomes).filter(|(charge, _)| !charge.mode.is_shadow());
@@ -224,7 +226,7 @@ impl Trial {
             assert_eq!(
                 verdict.granted,
                 u64::from(admitted),
-                "invariant 5, all but shadow limits decide: {charges:#?} {verdict:?}"
+                "invariant 5, all limits except shadow limits decide: {charges:#?} {verdict:?}"
             );
         }
         let wanted = charges[0].cost;
@@ -267,24 +269,25 @@ impl Trial {
                 }
             })
         };
-        // A debt of an unconditional charge or of a smaller limit leaves no room even for a cost of 0.
+        // After an unconditional charge, or if the limit was lowered, the debt may exceed the limit. Then even a cost
+        // of 0 is denied.
         let even_nothing = |_: &Charge<'_>, left: Outcome| !denies(left);
-        // A request takes one permit, whatever its cost.
+        // A request needs one permit, whatever its cost is.
         let a_lease =
             |charge: &Charge<'_>, left: Outcome| matches!(charge.rule, Rule::Concurrency(_)) && left.remaining > 0;
         let remaining = costing(&mut left.iter().map(|left| left.remaining));
         let more = costing(&mut left.iter().map(|left| left.remaining + 1));
         let at = self.play.now;
         vec![
-            Peek { at, charges: remaining, holds: holds("what remains fits", even_nothing) },
-            Peek { at, charges: more, holds: holds("more than remains does not fit", a_lease) },
+            Peek { at, charges: remaining, holds: holds("a cost of the remaining quota is admitted", even_nothing) },
+            Peek { at, charges: more, holds: holds("a cost of more than the remaining quota is denied", a_lease) },
         ]
     }
 
     fn retries_are_exact<'a>(&self, keys: &[Vec<u8>], charges: &[Charge<'a>], verdict: &Verdict) -> Vec<Peek<'a>> {
         let now = self.play.now;
-        // The expiry of a key follows the rate at which it was written. After a lower rate there may be a wait beyond
-        // it.
+        // A key expires by the rate at which its state was written. If the rate was lowered later, a retry delay may
+        // end after the key expires.
         let reckoned = |charge: &Charge<'_>, key: &Vec<u8>, wait: u64| {
             let changed = self.time == Time::GoesOn && matches!(charge.rule, Rule::TokenBucket(_));
             self.keys.ends.get(key).filter(|_| changed).is_none_or(|ends| now + wait < *ends)
@@ -310,9 +313,9 @@ impl Trial {
         let wait = binding().map(|((_, outcome), _)| outcome.retry_us).max().unwrap_or(0);
         let ever = binding()
             .all(|((charge, outcome), key)| outcome.status != Status::CostTooLarge && reckoned(charge, key, wait));
-        // A denied request moves states in the future to the present only if they deny it.
+        // A denied request moves a state from the future to the present only if this state denies it.
         if verdict.granted == 0 && ever && !self.play.behind {
-            let what = format!("invariant 7, who waits is admitted: {charges:#?} {verdict:?}");
+            let what = format!("invariant 7, a client that waits is admitted: {charges:#?} {verdict:?}");
             let again = binding().map(|((charge, _), _)| Charge {
                 cost: needed(charge),
                 mode: ChargeMode::Enforced,
@@ -329,29 +332,29 @@ fn denies(outcome: Outcome) -> bool {
     outcome.status != Status::Ok
 }
 
-/// Return the remaining that a request needs to pass.
+/// Return the remaining quota that a request needs to be admitted.
 fn needed(charge: &Charge<'_>) -> u64 {
     if charge.mode.is_deferred() { 1 } else { charge.cost }
 }
 
-/// Return whether a state is three numbers after the expiry of its key.
+/// Return whether a state consists of the expiry of its key and three numbers.
 fn is_numbers(rule: &Rule) -> bool {
     !matches!(rule, Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_))
 }
 
-/// Return the expiry in a state, from its type, its length and its DUMP.
+/// Return the expiry of the key, which its state contains. A DUMP starts with the type and the length of the value.
 fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
     let state = dump.as_deref().filter(|_| is_numbers(rule))?;
-    assert_eq!(state[..2], [0, 32], "a string of 32 bytes, as it is");
+    assert_eq!(state[..2], [0, 32], "an uncompressed string of 32 bytes");
     Some(u64::from_le_bytes(state[2..10].try_into().unwrap()))
 }
 
-/// The states in Redis. The server has another clock than the test: a key gets a TTL of years after each look, so
-/// that it stays until the test deletes it and a TTL set by a call is visible.
+/// The states in Redis. The clock of Redis is not the virtual clock of the test. So after each call, `look` sets a TTL
+/// of years: the key stays until the test deletes it, and a TTL that a call sets is visible.
 struct Keys {
     connection: redis::aio::MultiplexedConnection,
     known: HashMap<Vec<u8>, Vec<u8>>,
-    /// The instant from which each key has no effect, by the clock of the test, µs.
+    /// The instant from which each key has no effect, in µs on the virtual clock.
     ends: HashMap<Vec<u8>, u64>,
     /// The rule with which each key was written.
     rules: HashMap<Vec<u8>, Rule>,
@@ -359,7 +362,7 @@ struct Keys {
 
 const YEARS_MS: u64 = 1_000_000_000_000;
 
-/// The TTL of a state that ends a microsecond later.
+/// The shortest TTL of a key: its state resets at once, and the key expires a second later.
 const SHORTEST_TTL: Duration = Duration::from_secs(1);
 
 /// The effect of a call on a key.
@@ -388,8 +391,8 @@ impl Keys {
         }
     }
 
-    /// Return the effects of the calls since an instant. `None` if the machine paused for so long that a key may have
-    /// expired by the clock of the server: the case proves nothing then.
+    /// Return the effects of the calls since an instant. Return `None` if the machine paused for so long that a key may
+    /// have expired in Redis. Then the case proves nothing.
     async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
@@ -411,7 +414,7 @@ impl Keys {
         (since.elapsed() < SHORTEST_TTL).then_some(seen)
     }
 
-    /// Delete the keys without effect.
+    /// Delete the keys whose effect has ended at `now`.
     async fn expire(&mut self, now: u64) {
         let ended: Vec<_> = self.ends.extract_if(|_, end| *end <= now).map(|(key, _)| key).collect();
         if !ended.is_empty() {
@@ -428,7 +431,7 @@ struct Admitted {
     at: u64,
     lease: u64,
     costs: Vec<u64>,
-    /// The debt before the charge per limit, which a refund needs.
+    /// The debt before the charge in µs, per limit. A refund needs it.
     debts_before_us: Vec<u64>,
 }
 
@@ -512,7 +515,8 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     operations
 }
 
-/// Compare the admitted costs up to the last entry, with instants in µs, with the formula of the algorithm.
+/// Assert that the admitted costs are within the formula of the algorithm at the last entry. An entry of `history` is
+/// an instant in µs and a cost.
 fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
     let refunded = !refunds.is_empty();
     let now = history.last().unwrap().0;
@@ -524,7 +528,7 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
             for &(from, _) in history {
                 let used = u128::from(since(from)) * u128::from(bucket.parts);
                 let refilled = u128::from(bucket.refill) * u128::from(now - from);
-                // Earlier charges that were refunded since may be used again.
+                // Quota of charges before `from` that was refunded after `from` may be used again.
                 let earlier = refunds.iter().filter(|refund| refund.at >= from && refund.charged_at < from);
                 let again: u64 = earlier.map(|refund| refund.cost).sum();
                 let most = u128::from(bucket.burst + again) * u128::from(bucket.parts) + refilled;
@@ -572,25 +576,25 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
 #[derive(Debug, Clone)]
 struct Refunding {
     rule: Rule,
-    /// Charges before the charge, between charge and refund, and after the refund: thousandths of the refill time,
-    /// and a cost.
+    /// Other charges: before the refunded charge, between this charge and its refund, and after the refund. Each one
+    /// has a pause before it, in thousandths of the time in which a full bucket refills, and a cost.
     around: [Vec<(u64, u64)>; 3],
     cost: u64,
     how: How,
 }
 
-/// The refunded charge.
+/// Which part of a charge is refunded, and when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum How {
-    /// The cost, at once.
+    /// The cost, before any other charge.
     AtOnce,
-    /// The cost, later.
+    /// The cost, after other charges.
     Late,
-    /// One of several tokens taken together, with this many after it.
+    /// One of several tokens that were taken together. This many tokens were taken after it.
     One(u64),
-    /// All tokens taken together, one by one.
+    /// All tokens that were taken together, with one refund per token.
     Each,
-    /// The last tokens of those taken together.
+    /// The last tokens of those that were taken together: this many.
     Last(u64),
 }
 
@@ -626,8 +630,8 @@ fn refund_leaves_no_less_debt_than_without_the_charge() {
     });
 }
 
-/// Run a case with two identities: one is charged everything, the other all but the refunded charges. Return `None`
-/// if the machine paused.
+/// Run a case with two identities. The first one is charged everything, the second one everything except the refunded
+/// charges. Return `None` if the machine paused.
 async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usize> {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
@@ -643,7 +647,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
         operations += 1;
         keys.look(&names, asked).await.map(|_| verdict)
     };
-    // The debt of an identity in the replies, rounded to µs.
+    // The debt of an identity according to a reply, rounded to µs.
     let owed_us = |verdict: &Verdict| verdict.outcomes[0].reset_us;
 
     for (parts, cost) in &case.around[0] {
@@ -657,7 +661,8 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let operation = if matches!(case.how, How::AtOnce | How::Late) { Operation::Check } else { Operation::TakeUpTo };
     let charged = call(now, operation, limit.charge(0, case.cost)).await?;
     let granted = if operation == Operation::Check { case.cost * charged.granted } else { charged.granted };
-    // The refunded charges, with the tokens of the call charged after each, and the others.
+    // `refunds` contains the cost of each refund, and the number of tokens that the same call took after it. `kept` is
+    // the cost that is not refunded.
     let (refunds, kept) = match case.how {
         How::AtOnce | How::Late => (vec![(granted, 0)], 0),
         How::One(after) => (vec![(granted.min(1), after.min(granted.saturating_sub(1)))], granted.saturating_sub(1)),
@@ -681,10 +686,11 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let with = owed_us(&call(now, Operation::Peek, with).await?);
     let without = owed_us(&call(now, Operation::Peek, without).await?);
     assert!(with >= without, "invariant 11, a refund gains nothing: {case:?}: {with} and {without} µs");
-    // For tokens taken together, a refund of an earlier one ignores that the later ones keep the bucket from filling.
+    // If tokens were taken together and an earlier one is refunded, the refund ignores that the later ones keep the
+    // bucket from filling. Then the refund is incomplete.
     let last = !matches!(case.how, How::One(1..));
     if last && between.iter().all(|(_, cost)| *cost == 0) {
-        // Rounded to whole µs, against the client.
+        // Refunds are rounded to whole µs, to the disadvantage of the client.
         let most = without + 2 * refunds.len() as u64;
         assert!(with <= most, "invariant 11, the refund is complete: {case:?}: {with} and {without} µs");
     }
@@ -720,7 +726,7 @@ fn calendar_start(windows: &str, now: u64) -> u64 {
 #[test]
 fn clock_set_back_locks_out_no_longer_than_a_full_state() {
     let server = Rc::new(Redis::start());
-    // By microseconds to years.
+    // The clock is set back by microseconds to years.
     let back = (0..6usize, 1..100u64).prop_map(|(unit, count)| {
         count * [1, 1000, SECOND, 3600 * SECOND, 86_400 * SECOND, 31 * 86_400 * SECOND][unit]
     });
@@ -776,7 +782,7 @@ fn taking_k_tokens_equals_k_checks_of_one() {
 }
 
 async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -> usize {
-    // Permits cannot be taken in numbers.
+    // A call cannot take several permits at once.
     case.rules.retain(|rule| !matches!(rule, Rule::Concurrency(_)));
     if case.rules.is_empty() {
         return 0;
@@ -803,8 +809,8 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
             singles.push(single);
         }
         let granted: u64 = singles.iter().map(|single| single.granted).sum();
-        assert_eq!(taken.granted, granted, "invariant 10, as many units: {:#?}", charges(0, wanted));
-        // The result is that of the last admitted request, or of the first if none was admitted.
+        assert_eq!(taken.granted, granted, "invariant 10, as many tokens: {:#?}", charges(0, wanted));
+        // The reply equals the reply to the last admitted request, or to the first request if none was admitted.
         if let Some(told) = singles.get((granted as usize).saturating_sub(1)) {
             assert_eq!(taken.outcomes, told.outcomes, "invariant 10, the same reply");
         }
@@ -843,7 +849,7 @@ impl Keys {
 
 // ---- 13: the largest numbers ---------------------------------------------------------------------
 
-/// The year 2200.
+/// An instant in the year 2200, in µs since the Unix epoch.
 const LATE: u64 = 7_258_118_400_000_003;
 
 /// Return the largest numbers that the scripts compute while no state exceeds twice its limit.
@@ -910,7 +916,7 @@ fn largest_limits_are_counted_exactly() {
             call(now + retry + longest_reset(&limit.rule) / 2, Operation::Check, capacity / 2);
             call(now + retry + 400 * 86_400 * SECOND, Operation::Check, capacity);
             if !matches!(limit.rule, Rule::SlidingLog(_)) {
-                // A deferred cost: any number that a response may state.
+                // A response may state any number as a deferred cost.
                 let later = now + retry + 400 * 86_400 * SECOND;
                 call(later, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
                 call(later + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
@@ -941,7 +947,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     let Resizing { old, new, cost, .. } = *case;
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
-    // The same state: the key of a bucket does not contain its rate.
+    // Both limits have the same state, because the key of a bucket does not contain its rate.
     let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
     let name = before.key(prefix, 0);
     let call = async |keys: &mut Keys, now: u64, operation: Operation, charge: Charge<'_>| {
@@ -967,7 +973,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     let (converted, refill) = (to_new(owed), u128::from(new.refill));
     let at_old_rate = to_new(owed.saturating_sub(repaid(&old)));
     let at_new_rate = converted.saturating_sub(repaid(&new));
-    // The old rate may have applied until the key ends, less half a second.
+    // The old rate may have applied until half a second before the expiry of the key.
     let span = u128::from(ends - SECOND / 2 - charged_at);
     let lowered = converted.div_ceil(refill) > span;
     let denied = verdict.outcomes[0];
@@ -985,16 +991,16 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
 
     let what = format!("{case:?}: {debt} parts, {at_old_rate} with the old rate, {at_new_rate} with the new one");
     let least = if lowered { at_old_rate } else { at_new_rate };
-    // If two parts decide about the bound, either result is correct.
+    // If a difference of two parts decides whether the rate counts as lowered, both results are correct.
     let certain = lowered || (converted + 2).div_ceil(refill) <= span;
     assert!(debt >= least || !certain, "invariant 15, no debt is forgiven: {what}");
     assert!(debt <= (converted + 2).saturating_sub(repaid(&new)), "invariant 15, at most 2 parts more: {what}");
     if new == old {
-        assert_eq!(debt, at_new_rate, "invariant 15, nothing to convert: {what}");
+        assert_eq!(debt, at_new_rate, "invariant 15, the same rate needs no conversion: {what}");
     }
     if lowered {
         let half_a_second = to_new(u128::from(old.refill) * u128::from(SECOND / 2 + 1000));
-        assert!(debt <= at_old_rate + half_a_second + 4, "invariant 15, no more is revived: {what}");
+        assert!(debt <= at_old_rate + half_a_second + 4, "invariant 15, no more debt is restored: {what}");
     }
     Some(4)
 }
@@ -1012,7 +1018,7 @@ fn denials_take_no_memory() {
     for limit in &limits {
         assert_eq!(ask(&[limit.charge(0, 5)]).granted, 1);
     }
-    // Each request has a new identity with its full quota.
+    // In each request, the limit `own` has a new identity with its full quota, and another limit denies.
     let denials = operations().max(100_000);
     let flood = |from: usize, count: usize| {
         for chunk in (from..from + count).collect::<Vec<_>>().chunks(128) {
@@ -1026,13 +1032,13 @@ fn denials_take_no_memory() {
             }
         }
     };
-    // The first requests grow the buffers of connections.
+    // The first requests let the buffers of connections grow.
     flood(0, 5000);
     let before = (memory(&server), server.keys().len(), stores.memory.len());
     flood(5000, denials);
     let after = (memory(&server), server.keys().len(), stores.memory.len());
     assert_eq!((before.1, before.2), (after.1, after.2), "invariant 14, {denials} denials and no new state");
-    // Buffers vary. The smallest key takes 50 bytes, for each denial.
+    // The size of buffers varies. A key per denial would take at least 50 bytes per denial.
     assert!(after.0 < before.0 + 200_000, "invariant 14, {denials} denials: {} and then {} bytes", before.0, after.0);
 
     let opened = stores.clock.now_us();
@@ -1064,5 +1070,5 @@ fn database_is_empty_after_all_ttls() {
     let mut connection = server.connection();
     let mut size = || redis::cmd("DBSIZE").query::<u64>(&mut connection).unwrap();
     assert_eq!(size(), limits.len() as u64);
-    eventually("invariant 14, in the end the database is empty", || size() == 0);
+    eventually("invariant 14, the database is empty after all TTLs", || size() == 0);
 }

@@ -1,4 +1,5 @@
-//! Identities and routes by values of JSON bodies over the wire: chunks, HTTP/2, `Expect`, bounds, hostile bodies.
+//! Limits and routes by values of JSON bodies, tested over the wire: chunked bodies, HTTP/2, `Expect`, size limits and
+//! malicious bodies.
 
 use std::io::BufRead;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use crate::support::gateway::{Gateway, binary};
 use crate::support::http2;
 use crate::support::upstream::Upstream;
 
-/// Two routes of one path: one for a model, one for all other requests.
+/// Two routes with the same path: one for models with the prefix `gpt-`, one for all other requests.
 fn routed(upstream: &Upstream, server: &str, more: &str) -> String {
     format!(
         "[server]\n{server}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -24,7 +25,7 @@ fn routed(upstream: &Upstream, server: &str, more: &str) -> String {
     )
 }
 
-/// A limit of 3 requests by a value of the body.
+/// A limit of 3 requests per hour, whose limit key is a value of the body.
 fn limited(by: &str, limit: &str) -> String {
     format!(
         "[limit.l]\nby = {by}\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n{limit}\n\
@@ -62,7 +63,7 @@ fn value_of_the_body_selects_the_route() {
         assert_eq!(upstream.last().body, body.as_bytes(), "the upstream gets the body unchanged");
     }
     assert_eq!(gateway.get("/chat").status, 200);
-    assert_eq!(route_of(&upstream), "other", "a request without a body");
+    assert_eq!(route_of(&upstream), "other", "a request without a body takes the other route");
 }
 
 #[test]
@@ -165,7 +166,7 @@ fn chunked_bodies_and_expect_are_read_up_to_the_bound() {
     client.send(br#"{"model":"gpt-5"}"#);
     assert_eq!(client.reply().unwrap().status, 200);
     assert_eq!((&*route_of(&upstream), upstream.last().headers("expect").len()), ("gpt", 0));
-    // A longer body is not requested.
+    // The announced body is longer than `inspect_body`: the gateway rejects it and sends no `100 Continue`.
     let mut client = gateway.client();
     client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 65\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 413);
@@ -204,13 +205,13 @@ fn streams_of_one_connection_occupy_a_quarter_of_the_memory_for_bodies() {
     let upstream = Upstream::start();
     let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"";
     let gateway = Gateway::start(&routed(&upstream, server, ""));
-    // Of three bodies whose end does not come, two fit into the share of their connection.
+    // One connection may use a quarter of `max_buffered`, 64 KiB. Two of the three incomplete bodies fit.
     let status = http2::first_status_of_unfinished(gateway.addresses()[0], "http://a.test/chat", &[b' '; 30_000], 3);
     assert_eq!(status, 503);
     assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200, "another connection has room");
 }
 
-/// Open a connection from an address, with 30,000 bytes of a body whose end does not come.
+/// Open a connection from an address and send 30,000 bytes of a body that never ends.
 fn unfinished(gateway: &Gateway, from: &str) -> Client {
     let mut client = Client::connect_from(from.parse().unwrap(), gateway.address);
     client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nContent-Length: 32768\r\n\r\n");
@@ -231,24 +232,29 @@ fn connections_of_one_network_occupy_a_quarter_of_the_memory_for_bodies() {
     let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"\nmax_connections_per_ip = 1000";
     let proxies = "[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&routed(&upstream, server, proxies));
-    // Two bodies of 30,000 bytes leave no room for 10,000 bytes in a quarter of 256 KiB.
+    // One client network may use a quarter of 256 KiB. Two bodies of 30,000 bytes leave no room for 10,000 bytes.
     let mut waiting = [(); 2].map(|()| unfinished(&gateway, "127.0.0.2"));
     eventually("the share is used up", || {
         let is_full = post_from(&gateway, "127.0.0.2", &[]) == 503;
         let rejected: Vec<_> =
             waiting.iter_mut().filter_map(|client| client.stream.fill_buf().is_ok().then_some(client)).collect();
         let are_waiting = rejected.is_empty();
-        // A body of the loop took the room before the gateway had read the other bodies.
+        // If a request of this loop took the memory first, the gateway rejected one of the other bodies: send that one
+        // again.
         rejected.into_iter().for_each(|client| *client = unfinished(&gateway, "127.0.0.2"));
         is_full && are_waiting
     });
-    assert_eq!(post_from(&gateway, "127.0.0.3", &[]), 503, "the same network");
+    assert_eq!(post_from(&gateway, "127.0.0.3", &[]), 503, "127.0.0.2 and 127.0.0.3 are one network");
     assert_eq!(post_from(&gateway, "127.0.0.4", &[]), 200, "another network has room");
-    // A trusted proxy forwards the requests of many clients.
+    // 127.0.0.9 is a trusted proxy: memory is counted per client address in `X-Forwarded-For`.
     assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "127.0.0.2")]), 503);
     assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "192.0.2.1")]), 200);
     let proxied = [(); 4].map(|()| unfinished(&gateway, "127.0.0.9"));
-    assert_eq!(post_from(&gateway, "127.0.0.9", &[]), 200, "clients without an address share the memory of all");
+    assert_eq!(
+        post_from(&gateway, "127.0.0.9", &[]),
+        200,
+        "requests without a client address may use all of the memory"
+    );
     drop((waiting, proxied));
     eventually("the memory is free", || post_from(&gateway, "127.0.0.2", &[]) == 200);
 }
@@ -265,7 +271,7 @@ fn announced_bodies_occupy_no_memory_before_they_arrive() {
         })
         .collect();
     assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200);
-    // What has arrived counts.
+    // Only bytes that have arrived count. The bytes of this body exceed the memory for bodies.
     let mut sender = gateway.client();
     sender.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
     sender.send(format!("10000\r\n{}\r\n", " ".repeat(1 << 16)).repeat(10).as_bytes());
@@ -280,7 +286,7 @@ fn other_routes_do_not_wait_for_the_body() {
     let more = "[[route]]\nname = \"denied\"\npath = \"/denied\"\nrespond = { status = 403 }\n";
     let gateway = Gateway::start(&routed(&upstream, "", more));
     let mut client = gateway.client();
-    // The response arrives although the body does not.
+    // The gateway responds although the client never sends the body.
     client.send(b"POST /denied HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 403);
 }
@@ -317,7 +323,7 @@ fn value_of_the_body_is_the_identity() {
         let statuses: Vec<_> = (0..4).map(|_| status(&format!("{{\"user\":{user}}}"))).collect();
         assert_eq!(statuses, [200, 200, 200, 429], "{user}");
     }
-    assert_eq!(status(r#"{"user":"7"}"#), 429, "the text counts, not the type");
+    assert_eq!(status(r#"{"user":"7"}"#), 429, "a string and a number with the same text are one identity");
     assert_eq!(status(r#"{"us\u0065r":"\u0061"}"#), 429, "escapes are decoded");
     assert!((0..5).all(|_| status(r#"{"user":"root"}"#) == 200), "exempt");
     for (body, expected) in [
@@ -360,7 +366,7 @@ fn value_is_a_part_of_a_list_and_applies_to_its_methods() {
     };
     assert_eq!([status("1", "x"), status("1", "x"), status("1", "x"), status("1", "x")], [200, 200, 200, 429]);
     assert_eq!([status("2", "x"), status("1", "y")], [200, 200]);
-    // The body of another method is not read.
+    // The limit applies to POST only: the gateway does not read this invalid body.
     assert_eq!(gateway.client().request("PUT", "/", &[("x-id", "1")], b"{").status, 200);
 }
 
@@ -393,7 +399,7 @@ fn tokens_and_values_are_read_in_one_pass() {
     let reply =
         post(&gateway, "/v1/chat/completions", br#"{"model":"gpt-5","user":"a","max_tokens":1,"max_tokens":2}"#);
     assert_eq!(reply.status, 400, "{}", reply.text());
-    // The key that is there twice matters only to a route that counts tokens.
+    // The duplicate key `max_tokens` is an error only on routes that count LLM tokens.
     let reply = post(&gateway, "/v1/chat/completions", br#"{"model":"x","max_tokens":1,"max_tokens":2}"#);
     assert_eq!(reply.status, 200, "{}", reply.text());
 }
@@ -431,7 +437,7 @@ fn explain_shows_the_route_and_the_identity_of_a_body() {
     let text = explain(&["-d", "{"]);
     assert!(text.contains("Response: 400") && text.contains("bad-body"), "{text}");
     let text = explain(&["-d", "@missing.json"]);
-    assert!(text.contains("--body: read missing.json"), "{text}");
+    assert!(text.contains("--body: cannot read missing.json"), "{text}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Key sets from a URL over the wire: the first fetch, rotation, unknown keys, and servers that fail.
+//! Fetching JWT key sets (JWKS) from a URL, tested over the wire: the first fetch, key rotation, unknown keys and
+//! failing servers.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,10 +16,10 @@ use crate::support::upstream::{Upstream, read_request};
 use crate::support::{SetOnDrop, eventually};
 use serde_json::{Value, json};
 
-/// A server of a key set that the test replaces.
+/// A server that serves a key set, which the test can replace.
 struct Issuer {
     server: Upstream,
-    /// The raw response. `None`: the server does not respond until there is one.
+    /// The raw response. With `None`, the server waits until the test sets a response.
     response: Arc<(Mutex<Option<Vec<u8>>>, Condvar)>,
 }
 
@@ -56,7 +57,8 @@ impl Issuer {
     }
 }
 
-/// `[auth.tokens]` with a URL, a route `/limited` that requires it, and an open route.
+/// A configuration with `[auth.tokens]`, whose keys come from `url`, a route `/limited` that requires a token, and an
+/// open route.
 fn config(url: &str, keys: &str) -> String {
     format!(
         "[client_ip]\ntrusted_proxies = []\n[auth.tokens]\nkind = \"jwt\"\njwks_url = \"{url}\"\n{keys}\n\
@@ -97,7 +99,7 @@ fn tokens_get_503_until_the_first_key_set_arrives_and_nothing_else_waits() {
 #[test]
 fn issuer_that_starts_late_is_found() {
     let key = Key::ec("a");
-    // Nothing listens here yet.
+    // No server listens on this port yet.
     let address = format!("127.0.0.1:{}", free_port());
     let gateway = Gateway::start(&config(&format!("http://{address}/jwks.json"), ""));
     assert_eq!(ask(&gateway, &key).status, 503);
@@ -137,8 +139,8 @@ fn rotation_under_load_fails_no_request() {
         };
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
         for next in 1..keys.len() {
-            // Tokens are signed with the new key at once: the first of them makes the gateway fetch it. Later rotations
-            // publish the key one refresh ahead, as issuers do.
+            // The first rotation signs tokens with the new key at once: the first such token triggers a fetch. Each
+            // later rotation publishes the new key one refresh before its first use, as issuers do.
             issuer.publish(&[&keys[next - 1], &keys[next]]);
             if next > 1 {
                 let fetches = issuer.fetches();
@@ -152,7 +154,7 @@ fn rotation_under_load_fails_no_request() {
         threads.into_iter().map(|thread| thread.join().unwrap()).sum::<usize>()
     });
     assert!(requests > 100, "{requests}");
-    assert_eq!(ask(&gateway, &keys[0]).status, 401, "the first key was removed");
+    assert_eq!(ask(&gateway, &keys[0]).status, 401, "the key set does not contain the first key");
 }
 
 #[test]
@@ -187,7 +189,7 @@ fn server_that_fails_or_sends_garbage_leaves_the_last_keys_in_force() {
     ] {
         let known = gateway.log().matches(reason).count();
         issuer.set(response);
-        // Tokens with an unknown key, from now on, do no harm either.
+        // Tokens with an unknown key are rejected and do not affect the known keys.
         assert_eq!(get(&mut gateway.client(), &token(&other)).status, 401, "{reason}");
         eventually(reason, || gateway.log().matches(reason).count() > known);
         assert_eq!(ask(&gateway, &key).status, 200, "{reason}");
@@ -197,7 +199,7 @@ fn server_that_fails_or_sends_garbage_leaves_the_last_keys_in_force() {
     let fetched = metric(&gateway, "sluicegate_jwks_refreshes_total{provider=\"tokens\",result=\"ok\"}");
     assert!(failed >= 10.0 && fetched >= 1.0, "{failed} {fetched}");
     assert!(metric(&gateway, "sluicegate_jwks_last_success_timestamp_seconds{provider=\"tokens\"}") > 1e9);
-    // One faulty key does not keep the others from being used.
+    // Keys that cannot be used do not prevent the use of the other keys in the set.
     let mut set: Value = serde_json::from_str(&key_set(&[&other])).unwrap();
     let unusable = [
         json!({ "kty": "RSA", "kid": "small", "n": "AQAB", "e": "AQAB" }),
@@ -208,7 +210,7 @@ fn server_that_fails_or_sends_garbage_leaves_the_last_keys_in_force() {
     set["keys"].as_array_mut().unwrap().extend(unusable);
     issuer.set(Some(ok(&set.to_string())));
     eventually("the usable key is taken", || ask(&gateway, &other).status == 200);
-    assert_eq!(ask(&gateway, &key).status, 401, "the old key is gone");
+    assert_eq!(ask(&gateway, &key).status, 401, "the key set does not contain the old key");
     assert!(gateway.log().contains("a key of the key set was skipped"), "{}", gateway.log());
 }
 
@@ -240,7 +242,7 @@ fn concurrent_tokens_with_a_new_key_wait_for_the_same_fetch() {
     let replies: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| get(&mut gateway.client(), &token))).collect();
         eventually("the keys are asked for", || issuer.server.heads.lock().unwrap().len() == 2);
-        assert_eq!(ask(&gateway, &key).status, 200, "known keys do not wait");
+        assert_eq!(ask(&gateway, &key).status, 200, "tokens with known keys do not wait for the fetch");
         issuer.publish(&[&key, &next]);
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });

@@ -1,4 +1,4 @@
-//! Identities by JWT over the wire: accepted and rejected tokens, and key rotation.
+//! Identities from JWTs, tested over the wire: accepted tokens, rejected tokens and key rotation.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 const ISSUER: &str = "https://issuer.example";
 
-/// A limit by the claim `sub` and a global one on `/limited`.
+/// A configuration with two limits on `/limited`: one by the claim `sub`, one global.
 fn config(jwt: &str, limit: &str) -> String {
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"";
     format!(
@@ -19,16 +19,16 @@ fn config(jwt: &str, limit: &str) -> String {
     )
 }
 
-/// A gateway that trusts these keys, with issuer and audience.
+/// Start a gateway that trusts `keys` and requires the issuer and the audience of the tests.
 fn strict(keys: &[&Key]) -> Gateway {
     let jwt = format!("jwks_file = \"jwks.json\"\nissuer = \"{ISSUER}\"\naudience = \"api\"");
     Gateway::start_with(&config(&jwt, ""), &[("jwks.json", &key_set(keys))])
 }
 
-/// Return the claims of a valid token for `strict`, changed by `other`.
+/// Return the claims of a token that `strict` accepts, with the changes in `other`.
 fn claims(sub: &str, other: Value) -> Value {
     let mut claims = json!({ "sub": sub, "exp": in_seconds(300), "iss": ISSUER, "aud": "api" });
-    let Value::Object(other) = other else { panic!("{other} are no claims") };
+    let Value::Object(other) = other else { panic!("{other} is not an object of claims") };
     for (name, value) in other {
         match value {
             Value::Null => claims.as_object_mut().unwrap().remove(&name),
@@ -42,20 +42,20 @@ fn get(client: &mut Client, token: &str) -> Reply {
     client.get_with("/limited", &[("Authorization", &format!("Bearer {token}"))])
 }
 
-/// Return the remaining of the subject's limit and of the global one.
+/// Return the remaining quota of the limit by subject and of the global limit.
 fn remaining(reply: &Reply) -> (u64, u64) {
     assert_eq!(reply.status, 200, "{}", reply.text());
     (reply.remaining("token"), reply.remaining("all"))
 }
 
-/// Assert a 401 of RFC 6750 §3 that repeats neither the token nor its claims.
+/// Assert that the response is a 401 as in RFC 6750 §3 and repeats neither the token nor its claims.
 fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
     reply.assert_problem(401, what);
     assert_eq!(reply.header("www-authenticate"), Some("Bearer error=\"invalid_token\""), "{what}");
     let text = reply.text();
     assert!(text.contains(detail), "{what}: {text}");
     for part in token.split('.').filter(|part| part.len() > 3) {
-        assert!(!text.contains(part), "{what}: the token is repeated: {text}");
+        assert!(!text.contains(part), "{what}: the response contains a part of the token: {text}");
     }
 }
 
@@ -68,8 +68,18 @@ fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let alice = key.token(&claims("alice", json!({ "jti": index, "aud": ["other", "api"] })));
         let own = key.token(&claims(&key.id, json!({ "nbf": in_seconds(-1) })));
         let index = index as u64;
-        assert_eq!(remaining(&get(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
-        assert_eq!(remaining(&get(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
+        assert_eq!(
+            remaining(&get(&mut client, &alice)),
+            (999 - index, 999 - 2 * index),
+            "{}: tokens of alice share one bucket",
+            key.id
+        );
+        assert_eq!(
+            remaining(&get(&mut client, &own)),
+            (999, 998 - 2 * index),
+            "{}: another subject has another bucket",
+            key.id
+        );
     }
     // The scheme is case-insensitive. A token without `kid` is verified with the only key of its algorithm.
     for (line, head) in [
@@ -81,7 +91,11 @@ fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let reply = client.get_with("/limited", &[("authorization", &format!("{line}{token}"))]);
         assert_eq!(reply.status, 200, "{line}{head}: {}", reply.text());
     }
-    assert_eq!(remaining(&get(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
+    assert_eq!(
+        remaining(&get(&mut client, &keys[0].token(&claims("bob", json!({}))))).0,
+        996,
+        "the three tokens above belong to bob as well"
+    );
 }
 
 #[test]
@@ -229,7 +243,11 @@ fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
                     assert!(reply.text().contains("the claim `sub` of a bearer token is required"), "{}", reply.text());
                 }
                 Some(most) => {
-                    assert_eq!(remaining(reply), (most - index as u64, most - index as u64), "{what}: the address")
+                    assert_eq!(
+                        remaining(reply),
+                        (most - index as u64, most - index as u64),
+                        "{what}: the IP address is the identity"
+                    )
                 }
                 None => {
                     assert_eq!((reply.status, reply.remaining("all")), (200, 999 - index as u64), "{what}");
@@ -237,7 +255,7 @@ fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
                 }
             }
         }
-        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: a subject has its own bucket");
+        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: the subject has its own bucket");
         assert_invalid(
             &get(&mut client, &forged),
             "signature",
@@ -294,7 +312,7 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
         }
         assert_eq!(reply.remaining("tenant"), expected.1, "{claims}");
     }
-    // Without a provider on the route, tokens are not read.
+    // Without a provider on the route, the gateway does not read tokens.
     let reply = client.get_with("/open", &[("X-User", "7"), ("Authorization", "Bearer garbage")]);
     assert_eq!(reply.remaining("header"), 99);
 }
@@ -337,7 +355,7 @@ fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
     }
 }
 
-/// A gateway whose JWKS file is in a directory of the test, beside its access log.
+/// Start a gateway whose JWKS file is in a directory of the test, next to its access log.
 fn following(folder: &Path, file: &str) -> Gateway {
     let jwt = format!("jwks_file = \"{}\"\nissuer = \"{ISSUER}\"\naudience = \"api\"", folder.join(file).display());
     let log = format!("[log]\naccess = \"{}\"\n", folder.join("access.log").display());
@@ -362,7 +380,7 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
 
     put(folder.path(), "jwks.json", &key_set(&[&new]));
     eventually("the new key is used", || is_trusted(&gateway, &new));
-    assert!(!is_trusted(&gateway, &old), "the old one does not");
+    assert!(!is_trusted(&gateway, &old), "the old key is rejected");
 
     for (content, reason) in [
         ("{ \"keys\": [", "not a JSON Web Key Set"),
@@ -376,25 +394,31 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
         let log = gateway.log();
         let line = log.lines().rev().find(|line| line.contains("cannot reload the file")).unwrap();
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
-        assert!(is_trusted(&gateway, &new) && !is_trusted(&gateway, &old), "{reason}: the keys stay");
+        assert!(is_trusted(&gateway, &new) && !is_trusted(&gateway, &old), "{reason}: the keys do not change");
     }
-    // A missing file changes nothing and is logged once, whatever else changes in the directory.
+    // A missing file leaves the keys unchanged. The gateway logs it once, even if other files of the directory change.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
     eventually("the loss is detected", || gateway.log().contains("cannot read the file"));
-    assert!(is_trusted(&gateway, &new), "the keys stay");
+    assert!(is_trusted(&gateway, &new), "the keys do not change");
     put(folder.path(), "other.json", "");
     put(folder.path(), "jwks.json", &key_set(&[&last]));
     eventually("the last key is used", || is_trusted(&gateway, &last));
     assert!(!is_trusted(&gateway, &new));
     assert_eq!(gateway.log().matches("cannot read the file").count(), 1, "{}", gateway.log());
     eventually("the reload is logged", || reloads() >= 2);
-    assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
-    assert_eq!(gateway.log().matches("cannot reload the file").count(), 4, "once for each fault:\n{}", gateway.log());
+    assert_eq!(reloads(), 2, "one reload per change:\n{}", gateway.log());
+    assert_eq!(
+        gateway.log().matches("cannot reload the file").count(),
+        4,
+        "one warning per invalid file:\n{}",
+        gateway.log()
+    );
 }
 
 #[test]
 fn replaced_symlink_of_jwks_takes_effect() {
-    // As Kubernetes does: `jwks.json` → `..data/jwks.json`, `..data` → a directory with a generated name.
+    // Kubernetes mounts files like this: `jwks.json` → `..data/jwks.json`, `..data` → a directory with a generated
+    // name.
     let folder = tempfile::tempdir().unwrap();
     let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();
     let revision = |name: &str, key: &Key| {
@@ -412,7 +436,7 @@ fn replaced_symlink_of_jwks_takes_effect() {
     std::fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();
     std::fs::remove_dir_all(folder.path().join("..2026_01")).unwrap();
     eventually("the new key is used", || is_trusted(&gateway, &new));
-    assert!(!is_trusted(&gateway, &old), "the old one does not");
+    assert!(!is_trusted(&gateway, &old), "the old key is rejected");
     eventually("the reload is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "{}", gateway.log());
 }

@@ -1,4 +1,4 @@
-//! `sluicegate key`: generated keys, edits of the consumers file, and reload by a running gateway.
+//! `sluicegate key`: generating keys, editing the consumers file, and reloading it in a running gateway.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +19,7 @@ struct Said {
 }
 
 impl Said {
-    /// Return the only line of standard output.
+    /// Return standard output, which must be one line.
     fn line(&self) -> &str {
         assert_eq!(self.code, Some(0), "{}", self.err);
         self.out.strip_suffix('\n').unwrap()
@@ -38,7 +38,7 @@ fn key(folder: &Path, arguments: &[&str], input: &str) -> Said {
     Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
 }
 
-/// Create a directory with a configuration, and with consumers if given.
+/// Create a directory with a configuration and, if given, a consumers file.
 fn folder(consumers: Option<&str>) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
@@ -73,7 +73,7 @@ fn running_gateway_reads_new_keys() {
     assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
     eventually("the first one is rejected", || status(&first) == 401);
     assert_eq!(status(&second), 200);
-    // The last key can be removed, by its fingerprint.
+    // `revoke` with a fingerprint also removes the last key.
     let list = key(gateway.directory(), &["list"], "");
     let fingerprint = list.out.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert_eq!(key(gateway.directory(), &["revoke", fingerprint], "").code, Some(0));
@@ -89,7 +89,7 @@ fn generated_keys_have_a_format_and_a_sha256_hash() {
     assert!(body.len() == 36 && body.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{secret}");
     let hashed = key(directory.path(), &["hash"], &format!("{secret}\r\n"));
     assert!(said.err.contains(hashed.line()), "{} and {}", said.err, hashed.out);
-    // printf %s demo-key | sha256sum
+    // The expected hash is the output of `printf %s demo-key | sha256sum`.
     let demo = "sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c";
     assert_eq!(key(directory.path(), &["hash"], "demo-key").line(), demo);
     assert!(key(directory.path(), &["new", "--prefix", "acme_test_"], "").line().starts_with("acme_test_"));
@@ -104,7 +104,11 @@ fn generated_keys_have_a_format_and_a_sha256_hash() {
         assert!(said.code != Some(0) && said.out.is_empty(), "{arguments:?}");
         assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
     }
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "without a consumer nothing is written");
+    assert_eq!(
+        std::fs::read_dir(directory.path()).unwrap().count(),
+        0,
+        "without `--consumer`, the command writes no file"
+    );
 }
 
 #[test]
@@ -129,7 +133,7 @@ fn edits_keep_comments_order_and_file_mode() {
         .replace("]   # only one", &format!(", \"{fourth}\"]   # only one"));
     let expected = format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n");
     assert_eq!(read(&path), expected);
-    // Removing a key removes its comment. Other comments stay.
+    // `revoke` removes the comment of the key. Other comments stay.
     for hash in [&third, &fourth, &hash('1')] {
         let said = key(directory.path(), &["revoke", hash], "");
         assert_eq!(said.code, Some(0), "{}", said.err);
@@ -170,7 +174,7 @@ fn missing_file_is_created_and_inline_tables_are_edited() {
     assert!(list.out.lines().count() == 3 && !list.out.contains("1111111"), "{}{}", list.out, read(&path));
 }
 
-/// Errors are reported, and the file stays unchanged.
+/// After an error, the consumers file is unchanged.
 #[test]
 fn invalid_file_or_name_changes_nothing() {
     let other = format!("sha256:111111{}", "2".repeat(58));
@@ -184,17 +188,17 @@ fn invalid_file_or_name_changes_nothing() {
         (&good, &["revoke", "111111"], 1, "several keys have a hash that begins with 111111"),
         (&good, &["revoke", "222222"], 1, "no key has a hash that begins with 222222"),
         (&good, &["revoke", "1111"], 1, "give at least 6 digits"),
-        (&good, &["revoke", "sg_live_0123"], 1, "all users of this machine see arguments"),
+        (&good, &["revoke", "sg_live_0123"], 1, "all users of this machine can see arguments"),
     ] {
         let (directory, path) = folder(Some(consumers));
         let said = key(directory.path(), arguments, "");
         assert_eq!((said.code, said.out.as_str()), (Some(code), ""), "{arguments:?}: {}", said.err);
         assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
-        assert!(!said.err.contains("sg_live_0123"), "a key is not repeated: {}", said.err);
+        assert!(!said.err.contains("sg_live_0123"), "the message contains the key: {}", said.err);
         assert_eq!(read(&path), consumers, "{arguments:?}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing remains");
     }
-    // Neither does a configuration with another error, or without a consumers file.
+    // The command fails if the configuration has another error or names no consumers file.
     let (directory, path) = folder(None);
     let gateway = directory.path().join("gateway.toml");
     std::fs::write(&gateway, read(&gateway) + "[server]\nworkers = -1\n").unwrap();
@@ -204,7 +208,7 @@ fn invalid_file_or_name_changes_nothing() {
     assert!(key(directory.path(), &["list"], "").err.contains("names no consumers file"));
 }
 
-/// Concurrent edits do not lose keys.
+/// Concurrent edits of the consumers file lose no key.
 #[test]
 fn concurrent_edits_are_serialized() {
     let (directory, _) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
@@ -261,7 +265,7 @@ fn keys_have_a_name_an_expiry_and_routes() {
     );
     assert!(line("222222222222").contains("expired   2020-01-01") && line("ci ").ends_with("  r"), "{}", table.out);
 
-    // Enabled again, it is a table, and its comment stays.
+    // After `enable`, the key is still a table, and its comment is kept.
     assert_eq!(key(directory.path(), &["enable", "111111"], "").code, Some(0));
     assert!(read(&path).contains(&format!("  {{ hash = \"{}\" }},   # laptop", hash('1'))), "{}", read(&path));
     for fingerprint in ["333333", "222222", "111111"] {
@@ -294,16 +298,16 @@ fn several_consumers_files_are_chosen_by_provider() {
     assert_eq!(key(directory.path(), &["new", "--auth", "partners", "--consumer", "b"], "").code, Some(0));
     assert_eq!(key(directory.path(), &["--auth", "keys", "new", "--consumer", "a"], "").code, Some(0));
     assert!(read(&path).contains("sha256:") && read(&directory.path().join("partners.toml")).contains("sha256:"));
-    // One namespace: a consumer of the other file cannot be added.
+    // Consumer names are unique across all files: a name from the other file is rejected.
     let said = key(directory.path(), &["new", "--auth", "keys", "--consumer", "b", "--create"], "");
     assert!(said.err.contains("another file already has a consumer `b`"), "{}", said.err);
     assert!(key(directory.path(), &["list", "--auth", "none"], "").err.contains("[auth.none] names no consumers file"));
-    // Providers with the same file are no choice.
+    // If both providers use the same file, `--auth` is not required.
     std::fs::write(&gateway, read(&gateway).replace("partners.toml", "consumers.toml")).unwrap();
     assert_eq!(key(directory.path(), &["list"], "").code, Some(0));
 }
 
-/// `check` and the log warn of keys that expire within 14 days.
+/// `check` and the log warn about keys that expire within 14 days.
 #[test]
 fn keys_that_expire_soon_are_warned_of() {
     let (directory, path) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
@@ -318,7 +322,11 @@ fn keys_that_expire_soon_are_warned_of() {
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(said.contains("the key soon of `a` expires in 13 days"), "{said}");
     assert!(said.contains("of `a` expires in 2 hours") && !said.contains("later"), "{said}");
-    assert_eq!(said.matches("consumers = \"consumers.toml\"").count(), 2, "with the place: {said}");
+    assert_eq!(
+        said.matches("consumers = \"consumers.toml\"").count(),
+        2,
+        "each warning shows the line of the configuration: {said}"
+    );
     let gateway = Gateway::start_file(&config);
     let warnings =
         |text: &str| gateway.log().lines().filter(|line| line.contains("WARN") && line.contains(text)).count();

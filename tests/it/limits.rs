@@ -1,4 +1,5 @@
-//! Limits over the wire: statuses, headers, and charges to all limits or none.
+//! Limits over the wire: statuses, headers, and the rule that a request is charged either to all of its limits or to
+//! none.
 
 use crate::support::admin_listener::metric;
 use crate::support::client::Reply;
@@ -13,10 +14,11 @@ fn routes(limits: &str, extra: &str) -> String {
     )
 }
 
-/// Return names and parameters of the items of a structured-field list.
+/// Return the names and the parameters of all items of a structured-field list.
 fn items(reply: &Reply, field: &str) -> Vec<(String, Vec<(String, i64)>)> {
     let value = reply.header(field).unwrap_or_else(|| panic!("no {field} in {reply:?}"));
-    let list: List = Parser::new(value).parse().unwrap_or_else(|error| panic!("{field} is no list: {error}: {value}"));
+    let list: List =
+        Parser::new(value).parse().unwrap_or_else(|error| panic!("{field} is not a list: {error}: {value}"));
     list.into_iter()
         .map(|entry| {
             let ListEntry::Item(item) = entry else { panic!("{field} has an inner list: {value}") };
@@ -61,7 +63,7 @@ fn headers_of_success_and_denial_state_remaining_and_reset() {
     assert_eq!(
         items(&denied, "ratelimit"),
         [item("narrow", &[("r", 0), ("t", retry)])],
-        "only what is violated, with its wait"
+        "only the violated limit, with its waiting time"
     );
     let problem = denied.json();
     assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
@@ -80,7 +82,11 @@ fn denied_request_is_charged_to_no_limit() {
     let statuses: Vec<_> = (0..20).map(|_| client.get("/all").status).collect();
     assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 2);
     let standing = items(&client.get("/broad"), "ratelimit");
-    assert_eq!(standing[0].1[0], ("r".to_owned(), 97), "two by both, one by this");
+    assert_eq!(
+        standing[0].1[0],
+        ("r".to_owned(), 97),
+        "two requests were charged to both limits, this one to `broad` only"
+    );
 }
 
 #[test]
@@ -113,7 +119,7 @@ fn older_header_dialects_report_the_binding_limit() {
     }
 }
 
-/// Three limits of different units, one of them hidden.
+/// Four limits; one of them counts tokens, and one is not announced to clients.
 const UNITS: &str = "[limit.narrow]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = \"sliding-log\"\n\
                      [limit.broad]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"sliding-log\"\n\
                      [limit.words]\nby = \"ip\"\nquota = \"1000/6m\"\nalgorithm = \"sliding-log\"\ncost = 100\nunit = \"tokens\"\n\
@@ -232,7 +238,7 @@ fn openai_and_anthropic_headers_report_the_effective_limit_of_each_unit() {
         told.sort();
         told
     };
-    // `narrow` has the smaller remaining share of the two limits that count requests.
+    // Of the limits that count requests, `narrow` has the smallest remaining share of its quota.
     let first = client.get("/all");
     assert_eq!(
         told(&first),
@@ -270,10 +276,13 @@ fn openai_and_anthropic_headers_report_the_effective_limit_of_each_unit() {
     assert_eq!(denied.status, 429);
     let retry: u64 = denied.header("retry-after").unwrap().parse().unwrap();
     let retry_ms: u64 = denied.header("retry-after-ms").unwrap().parse().unwrap();
-    assert!(retry_ms.div_ceil(1000) == retry && (3590..=3600).contains(&retry), "{retry_ms} ms and {retry} s");
+    assert!(
+        retry_ms.div_ceil(1000) == retry && (3590..=3600).contains(&retry),
+        "retry-after-ms is {retry_ms}, retry-after is {retry}"
+    );
     let (minutes, seconds) = (retry / 60 % 60, retry % 60);
     let duration = if retry == 3600 { "1h0m0s".to_owned() } else { format!("{minutes}m{seconds}s") };
-    // The remaining quota of limits that are not violated is unknown in a denial.
+    // A denial does not report the remaining quota of limits that it does not violate.
     assert_eq!(
         told(&denied),
         [
@@ -352,8 +361,12 @@ fn identities_are_read_from_every_part_of_a_request() {
         };
         let second_path = if other.is_empty() { same } else { other };
         let second_method = if by == "method" { "POST" } else { "GET" };
-        assert_eq!((ask(same, "GET", false), ask(same, "GET", false)), (200, 429), "one bucket: {by}");
-        assert_eq!(ask(second_path, second_method, true), 200, "another bucket: {by}");
+        assert_eq!(
+            (ask(same, "GET", false), ask(same, "GET", false)),
+            (200, 429),
+            "both requests share one bucket: {by}"
+        );
+        assert_eq!(ask(second_path, second_method, true), 200, "the request has another bucket: {by}");
     }
 }
 
@@ -386,7 +399,7 @@ fn client_that_waits_for_retry_after_is_admitted() {
                 }
             };
             let seconds = denied.header("retry-after").unwrap().parse().unwrap();
-            // The test needs this wait.
+            // Wait for the time that `Retry-After` states.
             std::thread::sleep(std::time::Duration::from_secs(seconds));
             assert_eq!(client.get("/all").status, 200, "{limit}, round {round}");
         }
@@ -400,7 +413,7 @@ fn decisions_on_one_process_are_exact_under_concurrency() {
     {
         let limit =
             format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
-        // 24 h is an aligned window, a day would be a calendar window.
+        // `24h` is a window aligned to the Unix epoch. A `day` would be a calendar window.
         let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
         let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
         let statuses = crate::support::client::load(&[gateway.address], 32, 3200, "/all", &[]);
@@ -424,7 +437,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     let name = |number: usize| format!("l{number}");
     let limit = |number: usize| {
         let (quota, algorithm) = if number == 11 { (3, "sliding-log") } else { (100, algorithms[number % 6]) };
-        // So long that none begins a window or refills a token while the test runs.
+        // The window is so long that no window begins and no token is refilled while the test runs.
         let algorithm = if algorithm.ends_with('0') { algorithm.to_owned() } else { format!("{algorithm}\"") };
         format!("[limit.l{number}]\nby = \"ip\"\nquota = \"{quota}/3650d\"\nalgorithm = \"{algorithm}\n")
     };
@@ -453,13 +466,17 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
         denied.assert_problem(429, "the narrow one is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["l11"]));
         assert_eq!(items(&denied, "ratelimit")[0].1[0], ("r".to_owned(), 0));
-        assert_eq!(items(&denied, "ratelimit").len(), 1, "only what is violated");
+        assert_eq!(items(&denied, "ratelimit").len(), 1, "only the violated limit is reported");
     }
     let others = client.get("/others");
     for number in (0..16).filter(|number| *number != 11) {
-        assert_eq!(others.remaining(&name(number)), 96, "l{number}: three by all, one by this");
+        assert_eq!(
+            others.remaining(&name(number)),
+            96,
+            "l{number}: three requests to `/all` and this one were charged"
+        );
     }
-    // Scripts are loaded when a connection opens, so that each call is an EVALSHA.
+    // The gateway loads the scripts when it opens a connection. Each call is therefore an EVALSHA.
     assert_eq!(redis.calls("evalsha"), 14, "one call for each request");
     redis.assert_every_key_expires();
 }
@@ -493,7 +510,8 @@ fn policy_header_lists_the_applied_limits_only() {
     }
 }
 
-/// A route `/login` with limit `login` by address, and `/q` with limit `wide` by a value of the client.
+/// Start a gateway with a route `/login`, limited by IP address, and a route `/q`, limited by a query parameter that
+/// the client chooses.
 fn small_memory_store(wide: &str) -> Gateway {
     Gateway::start(&format!(
         "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmax_memory_states = 640\n\
@@ -506,7 +524,7 @@ fn small_memory_store(wide: &str) -> Gateway {
 
 #[test]
 fn memory_of_one_limit_does_not_evict_states_of_another() {
-    // A limit that is hardly used, one that is exhausted, and states that outlive those of `login`.
+    // `wide` is hardly used, or it is exhausted and its states outlive those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
         let gateway = small_memory_store(wide);
         let mut client = gateway.client();
@@ -541,7 +559,7 @@ fn full_memory_store_follows_on_store_error() {
             (admitted, !admitted, 0),
             "{terms}: {statuses:?}"
         );
-        // Counted states are kept: none is admitted again.
+        // The store keeps states with charges: `q=0`, charged above, is not admitted again.
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
         assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");

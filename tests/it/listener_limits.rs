@@ -1,5 +1,5 @@
-//! Limits of size, number and time at the listener, and responses that come before the request was read: faults 8, 28
-//! and 29 in docs/testing.md.
+//! Limits of the listener (sizes, numbers and times), and responses sent before the request is read: faults 8, 28 and
+//! 29 in docs/testing.md.
 
 #![allow(clippy::disallowed_methods)] // the tests measure times
 
@@ -27,10 +27,10 @@ use tokio::net::TcpStream as AsyncStream;
 
 const UPLOAD: usize = 10 << 20;
 
-/// Delay that a busy machine may add to a timeout.
+/// Additional delay of a timeout on a busy machine that the tests accept.
 const LATE: Duration = Duration::from_secs(4);
 
-/// One route to an upstream, and some that never read the body.
+/// One route to an upstream, and several routes that never read the body.
 fn routes(upstream: SocketAddr, all: &str) -> String {
     format!(
         "[limit.once]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1/year\"\n\
@@ -69,7 +69,7 @@ fn tls(address: SocketAddr) -> rustls::StreamOwned<rustls::ClientConnection, Tcp
     rustls::StreamOwned::new(connection, stream)
 }
 
-/// Send a large body regardless of errors, then read the response.
+/// Send a large body and ignore write errors, then read the response.
 fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String {
     let framing = match chunked {
         true => "Transfer-Encoding: chunked".to_owned(),
@@ -85,19 +85,19 @@ fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String
         }
     }
     let mut answer = Vec::new();
-    // The end of the connection does not matter once the response is read.
+    // Read errors after the response do not matter.
     let _ = stream.read_to_end(&mut answer);
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// Return whether this is a complete response with this status.
+/// Return whether `answer` is a complete response with this status.
 fn is_read(answer: &str, status: u16) -> bool {
     let Some((head, body)) = answer.split_once("\r\n\r\n") else { return false };
     let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap().parse::<usize>().unwrap();
     head.starts_with(&format!("HTTP/1.1 {status} ")) && head.contains("connection: close") && body.len() == length
 }
 
-/// Run `job` for 100 clients, ten at a time. Return how many succeeded.
+/// Call `job` for 100 clients, ten of them at a time. Return how many calls returned true.
 fn successes_of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
     std::thread::scope(|scope| {
         let job = &job;
@@ -169,7 +169,7 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool, body: Bytes) -> Opt
 fn uploading_client_reads_every_early_response() {
     let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
-        // An upstream that responds at once and closes.
+        // An upstream that responds without reading the body and then closes its side of the connection.
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 507 Full\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfull").unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
@@ -196,8 +196,11 @@ fn uploading_client_reads_every_early_response() {
         }
     }
     let answer = upload(&mut TcpStream::connect(full.address).unwrap(), "/up/", false);
-    assert!(answer.starts_with("HTTP/1.1 507 ") && answer.ends_with("full"), "the upstream's own: {answer}");
-    // A head that is too long is rejected before it ends.
+    assert!(
+        answer.starts_with("HTTP/1.1 507 ") && answer.ends_with("full"),
+        "the client gets the response of the upstream: {answer}"
+    );
+    // The gateway rejects a header section that is too long without reading all of it.
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     let _ = stream.write_all(format!("GET / HTTP/1.1\r\nx-long: {}", "x".repeat(1 << 20)).as_bytes());
     let mut answer = Vec::new();
@@ -219,7 +222,7 @@ fn denied_request_with_a_small_body_keeps_the_connection() {
             assert_eq!(
                 (reply.status, reply.header("connection")),
                 (429, None),
-                "{size} bytes, sent after the response"
+                "the {size} bytes of the body follow the response"
             );
             client.send(&vec![b'x'; size]);
         }
@@ -259,7 +262,7 @@ fn rejected_request_with_expect_gets_no_100_continue() {
             format!("POST {path} HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n");
         client.send(head.as_bytes());
         let reply = client.reply().unwrap();
-        // The next bytes could be the body or a request.
+        // The gateway cannot tell whether the next bytes are the body or a new request. It must close the connection.
         assert_eq!((reply.status, reply.header("connection")), (status, Some("close")), "{path}");
         client.assert_closed(path);
     }
@@ -278,12 +281,12 @@ fn body_larger_than_max_body_is_413() {
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
     let exact = 32 << 10;
     let mut client = gateway.client();
-    assert_eq!(client.request("POST", "/small", &[], &vec![b'x'; exact]).status, 200, "as much as may be");
+    assert_eq!(client.request("POST", "/small", &[], &vec![b'x'; exact]).status, 200, "the largest allowed body");
     assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), Some(exact));
     client.send(format!("POST /small HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", exact + 1).as_bytes());
     client.reply().unwrap().assert_problem(413, "by Content-Length, before the body");
     for pieces in [exact + 1, 1000, 10] {
-        // Chunked bodies have no length in advance.
+        // A chunked body has no length in advance: the gateway counts bytes as they arrive.
         let mut client = gateway.client();
         client.send(b"POST /small HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
         let body = [format!("{pieces:x}\r\n").as_bytes(), &vec![b'x'; pieces], b"\r\n"].concat();
@@ -297,19 +300,20 @@ fn body_larger_than_max_body_is_413() {
         assert_eq!(reply.header("connection"), Some("close"));
         assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees an aborted request");
     }
-    // HTTP/2 without Content-Length.
+    // An HTTP/2 body without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);
     client.send(&frame(HEADERS, END_HEADERS, 1, &block("POST", "/small", &[]))).unwrap();
     for _ in 0..3 {
         client.send(&frame(DATA, 0, 1, &vec![b'x'; 16 << 10])).unwrap();
     }
     let head = client.until(HEADERS, 1).expect("a response");
-    // The status is the first field, a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
+    // The response's first header is `:status`, encoded as a literal with an indexed name (RFC 7541 §6.2.2, Appendix
+    // A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
     assert_eq!(
         client.until(RST_STREAM, 1).expect("the stream ends").payload,
         [0, 0, 0, 0],
-        "NO_ERROR: the answer counts"
+        "NO_ERROR: the client keeps the response"
     );
     assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None);
 }
@@ -318,7 +322,7 @@ fn body_larger_than_max_body_is_413() {
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/\"\nrespond = { status = 200, body = \"hello\" }\n";
 
-/// Return whether the connection is closed within `within`. Received bytes are an error.
+/// Return whether the peer closes the connection within this time. Panic if it sends bytes.
 fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
     stream.set_read_timeout(Some(within)).unwrap();
     match stream.read(&mut [0; 1024]) {
@@ -343,9 +347,9 @@ fn connections_beyond_max_connections_wait() {
         }
         eventually("the event is logged", || gateway.log().contains("max_connections"));
         let stream = waiting[0].stream.get_mut();
-        assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither a response nor a close");
+        assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: the connection waits, it is not closed");
         stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
-        // One free connection serves all of them, one after the other.
+        // When one connection is closed, the waiting connections are served one after the other.
         open.pop();
         for client in &mut waiting {
             assert_eq!(client.reply().expect("a response").status, 200, "{layout}");
@@ -361,16 +365,16 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
         "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&format!("{config}{HELLO}"));
     let from = |address: &str| Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address);
-    // With `ipv4_prefix = 31`, 127.0.0.2 and 127.0.0.3 are one network.
+    // With `ipv4_prefix = 31`, 127.0.0.2 and 127.0.0.3 are one client network.
     let mut open = vec![from("127.0.0.2"), from("127.0.0.3")];
     for client in &mut open {
         assert_eq!(client.get("/").status, 200);
     }
     from("127.0.0.2").assert_closed("a third connection of the network");
-    assert_eq!(from("127.0.0.4").get("/").status, 200, "another network");
+    assert_eq!(from("127.0.0.4").get("/").status, 200, "another network has its own connections");
     let mut proxied: Vec<_> = (0..5).map(|_| from("127.0.0.9")).collect();
     for client in &mut proxied {
-        assert_eq!(client.get("/").status, 200, "a trusted proxy brings many clients");
+        assert_eq!(client.get("/").status, 200, "connections of a trusted proxy are not limited");
     }
     open.pop();
     eventually("a connection slot is free", || {
@@ -380,7 +384,7 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
     });
 }
 
-/// Open 400 connections to a process with 256 descriptors.
+/// Open 400 connections to a process with at most 256 file descriptors. Assert that it uses little CPU and recovers.
 fn assert_calm_without_descriptors(what: &str, server: &str) {
     let gateway = Gateway::start_by(&format!("{server}{HELLO}"), |path: &Path| {
         let mut command = Command::new("sh");
@@ -394,7 +398,7 @@ fn assert_calm_without_descriptors(what: &str, server: &str) {
     let crowd: Vec<_> = (0..400).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
     let (started, before) = (Instant::now(), gateway.cpu_ms());
     while started.elapsed() < Duration::from_secs(2) {
-        // Accepted connections are served meanwhile.
+        // Meanwhile, the gateway serves connections that it has accepted.
         assert_eq!(early.get("/").status, 200, "{what}");
         std::thread::park_timeout(Duration::from_millis(100));
     }
@@ -426,7 +430,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     while begun.elapsed() < MAX_WAIT {
         match stream.read(&mut [0; 1024]) {
             Ok(0) => return begun.elapsed(),
-            // SETTINGS of HTTP/2, or a TLS handshake message.
+            // A SETTINGS frame of HTTP/2 or a TLS handshake message.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(_) => return begun.elapsed(),
@@ -435,7 +439,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
             let _ = stream.write_all(&[*byte]);
         }
     }
-    panic!("it is kept open");
+    panic!("the connection is kept open");
 }
 
 #[test]
@@ -476,7 +480,7 @@ fn incomplete_head_closes_the_connection_at_header_timeout() {
 const IDLE: Duration = Duration::from_millis(500);
 const IDLE_SERVER: &str = "[server]\nbody_idle_timeout = \"500ms\"\nworkers = 1\n";
 
-/// An upstream that sends a head and a first piece, then the pieces of the test.
+/// An upstream that sends the headers and a first piece of the body, then the pieces that the test provides.
 fn streaming(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
     let pieces = Mutex::new(pieces);
     serve(move |mut stream| {
@@ -500,7 +504,7 @@ fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     assert_eq!(client.head().unwrap().status, 200);
     let mut first = [0; 10];
     client.stream.read_exact(&mut first).unwrap();
-    assert!(!is_closed(client.stream.get_mut(), 4 * IDLE), "events come when they come");
+    assert!(!is_closed(client.stream.get_mut(), 4 * IDLE), "a stream of events may pause longer than the timeout");
     client.stream.get_mut().set_read_timeout(Some(MAX_WAIT)).unwrap();
     send.send(b"6\r\nsecond\r\n0\r\n\r\n".to_vec()).unwrap();
     let mut second = [0; 16];
@@ -517,7 +521,7 @@ fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let mut rest = Vec::new();
     let _ = client.stream.read_to_end(&mut rest);
     let time = begun.elapsed();
-    assert_eq!(rest, b"first", "shorter than Content-Length");
+    assert_eq!(rest, b"first", "the body ends before Content-Length");
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
 }
 
@@ -531,7 +535,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     ] {
         let mut client = gateway.client();
         client.send(start);
-        // Two pauses shorter than the timeout: each piece restarts it.
+        // Two pauses of half the timeout. Each piece restarts the timeout.
         for piece in [&b"a"[..], b"b"].iter().filter(|_| what == "by length") {
             std::thread::park_timeout(IDLE / 2);
             client.send(piece);
@@ -545,7 +549,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     assert_eq!(upstream.count(), 0);
 }
 
-/// An upstream that sends without end. The receiver gets a message when a connection ends.
+/// An upstream that sends an endless body. The receiver gets a message when a connection of the upstream ends.
 fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
@@ -578,7 +582,7 @@ fn client_that_does_not_read_is_reset() {
             Err(error) => break Some(error.kind()),
         }
     };
-    assert_eq!(end, Some(ErrorKind::ConnectionReset), "it does not end like something whole");
+    assert_eq!(end, Some(ErrorKind::ConnectionReset), "the truncated response must not look complete");
 }
 
 #[test]
@@ -605,7 +609,7 @@ fn unread_http2_stream_is_reset_alone() {
         client.get(1, "/up/");
         client.get(3, "/respond");
         ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
-        // Without any window a response of two bytes is blocked as well.
+        // With a window of 0, even the response of two bytes is blocked.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
             let frame = client.next().expect("the streams are reset");
@@ -613,13 +617,13 @@ fn unread_http2_stream_is_reset_alone() {
         }
         let time = begun.elapsed();
         assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
-        // The connection continues.
+        // The connection still serves other streams.
         client.get(5, "/none");
         assert!(client.until(HEADERS, 5).is_some());
     }
 }
 
-/// Small bodies with Content-Length are read before the request takes a request permit of its upstream.
+/// The gateway reads small bodies with Content-Length before the request takes a request permit of its upstream.
 #[test]
 fn slow_uploads_hold_no_request_permit_of_an_upstream() {
     const PERMITS: usize = 3;
@@ -639,7 +643,7 @@ fn slow_uploads_hold_no_request_permit_of_an_upstream() {
         let mut slow: Vec<_> = (0..PERMITS).map(|_| gateway.client()).collect();
         slow.iter_mut().for_each(|client| client.send(post(length).as_bytes()));
         if is_free {
-            // The upstream receives none of them, while other requests pass.
+            // The upstream has received no slow request: its permits are free, and other requests succeed.
             for _ in 0..20 {
                 assert_eq!(gateway.get("/up/").status, 200, "{what}");
             }
@@ -668,7 +672,7 @@ fn body_slower_than_min_body_rate_is_408() {
         "[server]\nrequest_buffer = \"0B\"\nbody_timeout = \"1m\"\n{}",
         routes(upstream.address, "")
     ));
-    // Bytes per 100 ms, 80 times.
+    // Each case sends a number of bytes every 100 ms, 80 times.
     for_each(vec![
         ("a byte at a time", &standard, "Content-Length: 80", 1, 408),
         ("a byte at a time of a large body", &standard, "Content-Length: 1000000", 1, 408),
@@ -683,7 +687,7 @@ fn body_slower_than_min_body_rate_is_408() {
     ]);
 }
 
-/// Upload concurrently, piece by piece.
+/// Run all uploads concurrently. Each sends its body piece by piece.
 fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     std::thread::scope(|scope| {
         for (what, gateway, framing, size, expected) in cases {
@@ -696,7 +700,7 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
                 };
                 for _ in 0..80 {
                     std::thread::park_timeout(Duration::from_millis(100));
-                    // The gateway may have closed the connection.
+                    // The gateway may already have closed the connection.
                     if client.stream.get_mut().write_all(piece.as_bytes()).is_err() {
                         break;
                     }
@@ -710,14 +714,14 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     });
 }
 
-/// 12 connections with 100 unread streams each take at most as much memory as in HAProxy.
+/// 100 unread streams on each of 12 connections take at most as much memory as in HAProxy.
 #[test]
 fn unread_http2_responses_take_little_memory() {
     const CONNECTIONS: usize = 12;
     const STREAMS: usize = 100;
-    /// HAProxy 2.6 takes 47 MiB.
+    /// HAProxy 2.6 takes 47 MiB for the same streams.
     const MOST: u64 = 48 << 20;
-    // The largest window, so that only the socket blocks; and none, so that only the streams do.
+    // With the largest window, only the socket blocks. With a window of 0, only the streams block.
     for window in [(1 << 31) - 1, 0] {
         let growth = memory_of_unread_streams(CONNECTIONS, STREAMS, window);
         println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
@@ -725,7 +729,7 @@ fn unread_http2_responses_take_little_memory() {
     }
 }
 
-/// Return the additional memory for unread streams.
+/// Return by how many bytes the memory of the gateway grows when clients do not read these streams.
 fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> u64 {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
@@ -739,7 +743,7 @@ fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> 
             client
         })
         .collect();
-    // The measurement ends when memory has not grown for a while.
+    // The measurement ends when memory has not grown for 3 s.
     let (mut most, mut since) = (0, Instant::now());
     while since.elapsed() < Duration::from_secs(3) {
         let memory = gateway.memory().saturating_sub(before);
@@ -752,7 +756,7 @@ fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> 
     most
 }
 
-/// Memory of blocked streams does not reduce that of streams that are read.
+/// Blocked streams that exhaust `max_buffered` do not block a stream that the client reads.
 #[test]
 fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     for settings in ["", "max_buffered = \"1B\"\n"] {
@@ -770,7 +774,8 @@ fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     }
 }
 
-/// Request bodies beyond `max_buffered` are streamed, and buffers are returned to the budget.
+/// When `max_buffered` is used up, the gateway streams request bodies instead of buffering them. It releases each
+/// buffer at the end of the request.
 #[test]
 fn request_bodies_beyond_max_buffered_are_streamed() {
     let upstream = Upstream::start();
@@ -809,7 +814,7 @@ fn one_client_network_gets_half_of_the_connections_by_default() {
             held.push(client);
         }
     }
-    // Other networks have free connections, and loopback connections are not counted.
+    // Other networks still get connections, and loopback addresses are not counted.
     for from in ["192.0.2.2", "127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"] {
         let (client, status) = connect(from);
         assert_eq!(status, Some(200), "{from}");

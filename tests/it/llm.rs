@@ -1,5 +1,5 @@
-//! Token budgets of LLM APIs over the wire: a provider in all shapes, streams that are cut anywhere, aborts, hostile
-//! bodies.
+//! Token budgets of LLM APIs, tested over the wire: a provider with all APIs, streams cut into chunks of any length,
+//! aborted requests and malicious bodies.
 
 use std::fs;
 use std::io::Write;
@@ -18,17 +18,17 @@ use crate::support::upstream::{Seen, Upstream, read_request, serve};
 
 // === A provider: the tokens of a response are those that the request body asks for under `mock` ===
 
-/// How the provider responds, from `mock` of the request body.
+/// How the provider responds. The client sets these values under `mock` in the request body.
 #[derive(Clone)]
 struct Order {
     input: u64,
     output: u64,
-    /// Whether the response reports its usage.
+    /// Whether the response reports the usage.
     reports: bool,
-    /// Number of deltas after which the provider waits for [`Provider::release`].
+    /// Number of deltas after which the provider waits until the test calls [`Provider::release`].
     pause_after: Option<u64>,
     is_stream: bool,
-    /// Seed for the lengths of chunks. 0 = byte by byte.
+    /// Seed for the lengths of the chunks. With 0, each chunk has one byte.
     seed: u64,
 }
 
@@ -80,7 +80,7 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
         );
         return stream.write_all((head + text).as_bytes());
     }
-    // As lenient as some servers.
+    // Like some servers, accept an encoded colon, a path parameter and a trailing slash.
     let target = request.target().replace("%3A", ":");
     let path = target.split(';').next().unwrap().trim_end_matches('/');
     let order = Order {
@@ -142,7 +142,7 @@ fn response_parts(path: &str, order: &Order) -> (&'static str, Vec<String>) {
     const JSON: &str = "application/json";
     let last = path.rsplit('/').next().unwrap();
     match (last, is_stream) {
-        // Mistral, whose last choice has the usage.
+        // Mistral sends the usage with the last choice.
         ("completions", true) if path.starts_with("/mistral/") => {
             let chunk = || event("", json!({"choices": [{"index": 0, "delta": {"content": "tök"}, "finish_reason": null}]}));
             let mut parts = deltas(&chunk);
@@ -232,7 +232,7 @@ fn response_parts(path: &str, order: &Order) -> (&'static str, Vec<String>) {
 
 const QUOTA: u64 = 100_000;
 
-/// A limit of `quota` tokens in an hour, on all paths.
+/// A limit of `quota` tokens per hour on all paths.
 fn config(store: &str, provider: SocketAddr, quota: u64, cost: &str, limit: &str) -> String {
     format!(
         "{store}[log]\nformat = \"json\"\naccess = \"access.log\"\n\
@@ -253,12 +253,12 @@ fn post(gateway: &Gateway, path: &str, body: &Value) -> Reply {
     gateway.client().request("POST", path, &[ID, ("content-type", "application/json")], body.to_string().as_bytes())
 }
 
-/// Return the balance. A request without a body costs nothing.
+/// Return the remaining tokens. The request has no body and costs nothing.
 fn remaining(gateway: &Gateway) -> u64 {
     gateway.client().get_with("/v1/models", &[ID]).remaining("tokens")
 }
 
-/// The settlement follows the end of the response.
+/// Assert the remaining tokens. Wait for them, because the gateway settles the cost only after the end of the response.
 fn assert_remaining(gateway: &Gateway, expected: u64, what: &str) {
     let mut last = 0;
     eventually(&format!("{what}: {expected} tokens remain"), || {
@@ -267,7 +267,7 @@ fn assert_remaining(gateway: &Gateway, expected: u64, what: &str) {
     });
 }
 
-/// Return the access log records with a reservation.
+/// Return the access log records of requests that reserved tokens.
 fn records(gateway: &Gateway) -> Vec<Value> {
     let text = fs::read_to_string(gateway.directory().join("access.log")).unwrap_or_default();
     let complete = text.rsplit_once('\n').map_or("", |(complete, _)| complete);
@@ -307,7 +307,10 @@ fn reported_usage_replaces_the_reservation_for_every_provider() {
             }
             let reply = post(&gateway, path, &body);
             assert_eq!(reply.status, 200, "{path} {}", String::from_utf8_lossy(&reply.body));
-            assert!(reply.remaining("tokens") < expected - 500, "{path}: the header has the reservation");
+            assert!(
+                reply.remaining("tokens") < expected - 500,
+                "{path}: the header shows the quota after the reservation"
+            );
             expected -= 28;
             assert_remaining(&gateway, expected, path);
         }
@@ -330,7 +333,7 @@ fn reservations_in_flight_hold_the_limit() {
         format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n{bytes}", bytes.len())
             .as_bytes(),
     );
-    // The beginning of the stream arrives while the provider waits.
+    // The client receives the beginning of the stream while the provider waits.
     let head = client.head().unwrap();
     assert_eq!((head.status, head.remaining("tokens")), (200, 1000 - reserved));
     assert!(client.chunks_until("tök").contains("data:"));
@@ -341,7 +344,11 @@ fn reservations_in_flight_hold_the_limit() {
     assert_eq!((&error["type"], &error["code"]), (&json!("tokens"), &json!("rate_limit_exceeded")));
     assert!(error["message"].as_str().unwrap().contains("`tokens`"), "{error}");
     assert!(denied.header("retry-after").unwrap().parse::<u64>().unwrap() > 3500);
-    assert_eq!((provider.count(), remaining(&gateway)), (seen, 1000 - reserved), "nothing is charged");
+    assert_eq!(
+        (provider.count(), remaining(&gateway)),
+        (seen, 1000 - reserved),
+        "the denied request is not forwarded and not charged"
+    );
     provider.release();
     assert!(client.reply_rest().ends_with("data: [DONE]\n\n"));
     assert_remaining(&gateway, 1000 - 24, "settled");
@@ -517,12 +524,13 @@ fn stream_without_usage_is_estimated_and_response_without_either_keeps_its_reser
         assert_eq!(post(&gateway, CHAT, &body).status, 200);
         assert_remaining(&gateway, expected, usage);
     }
-    // A response that is compressed against the request is not decoded.
+    // The response is compressed although the gateway did not accept that. The gateway does not decode it and charges
+    // the reservation.
     let body = json!({"max_tokens": 100, "mock": {"raw": "\u{1f}gzip", "coding": "gzip"}});
     expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
     assert_eq!(post(&gateway, CHAT, &body).status, 200);
     assert_remaining(&gateway, expected, "compressed");
-    // A report that is repeated adds nothing.
+    // A usage report that the provider repeats adds nothing.
     let report = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":6}}\n\n";
     let body = json!({"max_tokens": 100, "mock": {"raw": report.repeat(20), "type": "text/event-stream"}});
     expected -= 11;
@@ -568,7 +576,7 @@ fn provider_that_never_ends_is_cut_or_charged_until_the_client_leaves() {
     assert_eq!((&record["complete"], &record["limits"][0]["estimated"]), (&json!(false), &json!(true)));
 }
 
-/// A settlement that cannot be sent in an outage is made when Redis answers again.
+/// A settlement that cannot be sent during an outage of Redis is sent when Redis responds again.
 #[test]
 fn settlement_is_made_after_an_outage_of_redis() {
     let provider = Provider::start();
@@ -609,7 +617,11 @@ fn upstream_error_is_refunded_by_refund_on() {
     let gateway = start(&provider, QUOTA, "");
     for status in [500, 503, 429, 400] {
         let reply = post(&gateway, CHAT, &json!({"max_tokens": 500, "mock": {"status": status}}));
-        assert_eq!((reply.status, reply.remaining("tokens")), (status, QUOTA), "the header has the refund");
+        assert_eq!(
+            (reply.status, reply.remaining("tokens")),
+            (status, QUOTA),
+            "the header shows the quota after the refund"
+        );
     }
     eventually("they are logged", || records(&gateway).len() == 4);
     assert!(records(&gateway).iter().all(|record| record["limits"][0]["settled"] == 0));
@@ -712,8 +724,8 @@ fn killed_gateway_leaves_the_reservation() {
     assert_eq!(remaining(&other), 10_000 - reserved);
 }
 
-/// Whatever clients do, the balance is the quota less what was settled, and what was settled is what the provider
-/// issued to the requests that ended.
+/// The remaining tokens are always the quota minus the settled costs. The settled costs are the tokens that the
+/// provider issued to completed requests.
 #[test]
 fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
     const CLIENTS: u64 = 64;
@@ -773,7 +785,7 @@ fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
     let complete: u64 = records.iter().filter(|record| record["complete"] == true).filter_map(&settled).sum();
     let total: u64 = records.iter().filter_map(&settled).sum();
     assert!(total <= quota, "{total} of {quota}");
-    // An aborted stream may have been complete before the client left.
+    // The stream of a client that aborted may already have been complete.
     assert!(complete >= ended && total - complete <= issued_at_most.into_inner(), "{complete} {ended} {total}");
     let incomplete = records.iter().filter(|record| record["complete"] == false && settled(record).is_some());
     for record in incomplete.clone() {
@@ -781,7 +793,7 @@ fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
     }
     assert_eq!(records.iter().filter(|record| settled(record).is_some()).count(), requests - denied);
     if incomplete.count() == aborted {
-        assert_eq!(complete, ended, "what was settled is what was issued");
+        assert_eq!(complete, ended, "the settled costs are the issued tokens");
     }
     for gateway in &gateways {
         assert_remaining(gateway, quota - total, "the balance");
@@ -843,7 +855,7 @@ fn usage_of_openai_streams_is_requested_and_hidden() {
         expected -= 28;
         assert_remaining(&gateway, expected, "reported");
     }
-    // A client cannot keep the usage from the gateway.
+    // A client cannot prevent the provider from reporting the usage to the gateway.
     for options in [json!(null), json!({}), json!({"include_usage": false}), json!({"include_usage": null, "a": [1]})] {
         for path in [CHAT, "/v1/chat/completion%73", "/v1/chat/completions/", "/v1/chat/completions;x"] {
             let order = json!({"input": 21, "output": 7});
@@ -864,7 +876,10 @@ fn usage_of_openai_streams_is_requested_and_hidden() {
     ] {
         let reply = post(&gateway, path, &body);
         assert_eq!(provider.last().body, body.to_string().as_bytes(), "unchanged");
-        assert!(String::from_utf8(reply.body).unwrap().contains("\"usage\""), "{path}: not hidden");
+        assert!(
+            String::from_utf8(reply.body).unwrap().contains("\"usage\""),
+            "{path}: the response contains the usage that the client requested"
+        );
     }
 }
 
@@ -923,7 +938,7 @@ fn response_in_the_background_keeps_its_reservation() {
     assert!(client.chunks_until("tok").contains("data:"));
     drop(client);
     eventually("the reservation is settled", || records(&gateway).len() == 1);
-    assert_eq!(records(&gateway)[0]["limits"][0]["settled"], reserved, "the provider goes on");
+    assert_eq!(records(&gateway)[0]["limits"][0]["settled"], reserved, "the provider completes the response");
     provider.release();
 }
 
@@ -942,7 +957,7 @@ fn exhausted_stream_is_cut_with_a_final_event() {
             let text = String::from_utf8(post(&gateway, path, &ignored).body).unwrap();
             assert!(text.ends_with(end), "{path} {text}");
             let deltas = text.matches("\"tok\"").count() + text.matches("\"tök\"").count();
-            assert_eq!(deltas, 6, "{path}: the first one beyond the maximum is the last");
+            assert_eq!(deltas, 6, "{path}: the gateway ends the stream after the first delta beyond the maximum");
             let kept = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 5, "seed": seed}});
             let text = String::from_utf8(post(&gateway, path, &kept).body).unwrap();
             assert!(!text.contains("length") && !text.contains("max_"), "{path} {text}");

@@ -1,4 +1,5 @@
-//! Load balancing and failover: which server is chosen, what happens when one fails, and how many requests it gets.
+//! Load balancing and failover: which server gets a request, what happens when a server fails, and how many requests
+//! each server gets.
 #![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::collections::HashMap;
@@ -12,7 +13,7 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::server::{Behaviour, Server};
 
-/// A gateway with these servers and more lines for its upstream.
+/// Start a gateway with these servers. `lines` are further settings of the upstream.
 fn gateway(servers: &[&Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     gateway_of(&urls.join(", "), lines)
@@ -39,7 +40,7 @@ fn round_robin_follows_weights() {
     let statuses = load(&[gateway.address], 8, 600, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
     let counts = [one, two, three, none].map(Server::count);
-    assert_eq!(counts, [100, 200, 300, 0], "all workers together take turns");
+    assert_eq!(counts, [100, 200, 300, 0], "round-robin counts the requests of all workers");
 }
 
 #[test]
@@ -47,10 +48,11 @@ fn random_follows_weights() {
     for balance in ["random", "least-requests", "hash:x-absent"] {
         let [one, two] = &Server::start_many();
         let gateway = gateway_of(&weighted(&[(one, 1), (two, 3)]), &format!("balance = \"{balance}\""));
-        // One request at a time, so that all servers have equal load.
+        // Send one request at a time: no server has more requests in flight than the other.
         let mut client = gateway.client();
         (0..2000).for_each(|_| assert_eq!(client.get("/").status, 200));
-        // 500 with a standard deviation of 19.4: seven of them are exceeded once in 10¹¹ runs.
+        // The expected count is 500, with a standard deviation of 19.4. A deviation of seven times that occurs once in
+        // 10¹¹ runs.
         let count = one.count();
         assert!((364..=636).contains(&count), "{balance}: {count} of 2000 with a quarter of the weight");
         assert_eq!(count + two.count(), 2000);
@@ -70,10 +72,10 @@ fn least_requests_picks_the_less_loaded_server() {
     free.set(Behaviour::Respond(200));
     let mut client = gateway.client();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
-    assert_eq!(busy.count(), 1, "the busy server gets no other request");
+    assert_eq!(busy.count(), 1, "the busy server gets no further request");
     busy.set(Behaviour::Respond(200));
     assert_eq!(held.reply().unwrap().status, 200);
-    // Finished requests do not count: both are used again.
+    // Finished requests do not count as load: both servers are used again.
     let before = busy.count();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert!(busy.count() >= before + 20, "{} of 100", busy.count() - before);
@@ -94,7 +96,7 @@ fn hash_balance_keeps_keys_on_their_server() {
         let own = owners.iter().filter(|owner| **owner == server).count();
         assert!((5..=40).contains(&own), "server {server} has {own} of 80 keys");
     }
-    assert_eq!(keys.iter().map(|key| owner(key)).collect::<Vec<_>>(), owners, "the same keys, the same servers");
+    assert_eq!(keys.iter().map(|key| owner(key)).collect::<Vec<_>>(), owners, "each key stays on its server");
     servers[2].stop();
     for (key, before) in keys.iter().zip(&owners) {
         let now = owner(key);
@@ -108,7 +110,7 @@ fn hash_balance_keeps_keys_on_their_server() {
 fn stopped_server_fails_no_request() {
     let [gone, there] = &Server::start_many();
     gone.stop();
-    // POST as well: nothing of it was written to another server.
+    // A POST can also be sent to another server, because a refused connection has received nothing of it.
     let gateway = gateway(&[gone, there], "balance = \"round-robin\"\nretries = 0");
     let mut client = gateway.client();
     for number in 0..200 {
@@ -140,7 +142,7 @@ fn all_servers_down_is_502_until_one_is_back() {
 
 #[test]
 fn slow_connect_is_overtaken_by_another_server() {
-    // The server does not accept. Once the backlog is full, connects neither succeed nor fail.
+    // This server never accepts a connection. Once its backlog is full, connects neither succeed nor fail.
     let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     silent.listen(0).unwrap();
@@ -179,10 +181,10 @@ fn broken_safe_requests_are_retried_on_another_server() {
         *statuses.entry(posted.status).or_default() += 1;
         assert_eq!(gateway.client().get("/").status, 200, "GET {number} succeeds");
     }
-    assert_eq!(statuses.keys().copied().max(), Some(502), "{statuses:?}: some of the POSTs met the broken server");
+    assert_eq!(statuses.keys().copied().max(), Some(502), "{statuses:?}: the broken server gets some of the POSTs");
     let mut ids = HashMap::new();
     [broken, there].into_iter().for_each(|server| server.count_values("x-id", &mut ids));
-    assert!(ids.len() == 40 && ids.values().all(|count| *count == 1), "each POST once: {ids:?}");
+    assert!(ids.len() == 40 && ids.values().all(|count| *count == 1), "each POST reaches exactly one server: {ids:?}");
 }
 
 #[test]
@@ -198,7 +200,7 @@ fn post_is_never_repeated_while_servers_restart() {
                 server.start_again();
                 server.set(Behaviour::Reset);
                 server.set(Behaviour::Respond(200));
-                // Some requests succeed before the next server stops.
+                // At least ten requests reach this server before the next one stops.
                 let before = server.count();
                 while server.count() < before + 10 && !done.load(Ordering::SeqCst) {
                     std::thread::yield_now();
@@ -229,7 +231,7 @@ fn post_is_never_repeated_while_servers_restart() {
     let twice: Vec<_> = ids.iter().filter(|(_, count)| **count > 1).collect();
     assert!(twice.is_empty(), "{twice:?}");
     let fine = answers.iter().filter(|status| **status == 200).count();
-    assert!(ids.len() >= fine && fine > 1000, "{fine} of 2000, {} seen", ids.len());
+    assert!(ids.len() >= fine && fine > 1000, "{fine} of 2000 succeeded, the servers saw {} ids", ids.len());
 }
 
 #[test]
@@ -240,7 +242,8 @@ fn retry_budget_is_a_fifth_of_requests() {
     let started = Instant::now();
     let statuses = load(&[gateway.address], 4, 1000, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 502));
-    // The minimum of the budget per second, the first one in advance.
+    // The retry budget allows at least 10 retries per second. The allowance of the first second is available at the
+    // start.
     let most = 1200 + 10 * (started.elapsed().as_secs() as usize + 2);
     let seen: usize = servers.iter().map(Server::count).sum();
     assert!((1100..=most).contains(&seen), "{seen} attempts for 1000 requests, {most} allowed");
@@ -256,13 +259,13 @@ fn consecutive_errors_eject_a_server_for_a_time() {
     );
     let mut client = gateway.client();
     let refused = (0..60).filter(|_| client.get("/").status == 503).count();
-    assert_eq!((refused, ill.count()), (3, 3), "three errors and no more");
+    assert_eq!((refused, ill.count()), (3, 3), "the server is ejected after three errors");
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":3,"), "{}", gateway.log());
     ill.set(Behaviour::Respond(200));
     eventually("it is used again", || client.get("/").status == 200 && ill.count() > 3);
     assert!(gateway.log().contains("ejection of server ended"), "{}", gateway.log());
-    // A success in between: the errors are not consecutive.
+    // After each success, consecutive errors are counted from zero.
     for _ in 0..4 {
         ill.set(Behaviour::Respond(503));
         let before = ill.count();
@@ -285,7 +288,7 @@ fn response_timeouts_count_as_errors_for_ejection() {
     let gateway = gateway(&[silent, one, two], lines);
     let mut client = gateway.client();
     let late = (0..30).filter(|_| client.get("/").status == 504).count();
-    // A busy machine may cause timeouts as well. The silent server gets two requests in any case.
+    // On a busy machine, other servers may time out as well. The silent server gets exactly two requests.
     assert_eq!(silent.count(), 2, "{late} of 30 were late");
     assert!(late >= 2);
 }
@@ -313,7 +316,11 @@ fn max_requests_bounds_requests_of_a_server() {
     let gateway = gateway(&[one, two], "max_requests = 3\nmax_queue = 100\nconnect_timeout = \"20s\"");
     let statuses = load(&[gateway.address], 24, 600, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
-    assert_eq!([one.max_running(), two.max_running()], [3, 3], "on all workers together, and each is used to the full");
+    assert_eq!(
+        [one.max_running(), two.max_running()],
+        [3, 3],
+        "max_requests applies to all workers together, and both servers reach it"
+    );
 }
 
 #[test]
@@ -341,7 +348,7 @@ fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
         reply.assert_problem(503, "no room");
         assert_eq!(reply.header("retry-after"), Some("1"));
     }
-    // One of the two queued requests is cancelled.
+    // The client of one of the two queued requests closes its connection.
     drop(in_line.pop());
     let mut last = None;
     eventually("the queue has room for another one", || {
@@ -402,7 +409,8 @@ fn request_permit_is_held_until_the_body_ends() {
 
 #[test]
 fn dead_idle_connections_do_not_eject_their_server() {
-    // Respond to one request per connection and close it after the second request.
+    // The server responds to the first request of a connection. It closes the connection when it receives the second
+    // one.
     let address = crate::support::upstream::serve(|mut stream| {
         if crate::support::upstream::read_request(&mut stream).is_some() {
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
@@ -416,10 +424,14 @@ fn dead_idle_connections_do_not_eject_their_server() {
     let mut client = gateway.client();
     let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
     assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
-    // A POST is not retried: every second one fails on the pooled connection that the one before has left.
+    // A POST is not retried. Every second POST fails on the pooled connection of the previous request.
     let statuses: Vec<_> = (0..4).map(|_| client.request("POST", "/", &[], b"x").status).collect();
     assert!(statuses.contains(&502) && statuses.contains(&200), "{statuses:?}");
-    assert!(!gateway.log().contains("is ejected"), "new connections are answered: {}", gateway.log());
+    assert!(
+        !gateway.log().contains("is ejected"),
+        "the server responds on new connections and must not be ejected: {}",
+        gateway.log()
+    );
 }
 
 #[test]
@@ -432,8 +444,8 @@ fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
     assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
     failing.set(Behaviour::Reset);
     let failed = (0..30).filter(|_| client.get("/").status == 502).count();
-    // The first request fails on an idle connection, which is not counted as an error of the server, then on a new
-    // one. The second request fails on a new connection only.
+    // The first request fails on an idle connection, which does not count as an error of the server, and then on a new
+    // connection. The second request fails on a new connection only.
     assert_eq!((failed, failing.count()), (2, 2 + 3), "two requests fail: {}", gateway.log());
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":2,"), "{}", gateway.log());
@@ -466,14 +478,14 @@ fn half_of_two_servers_may_be_ejected_and_not_both() {
     let mut client = gateway.client();
     one.set(Behaviour::Respond(503));
     let failed = (0..20).filter(|_| client.get("/").status == 503).count();
-    assert_eq!((failed, one.count(), other.count()), (1, 1, 19), "the one is ejected by its first error");
+    assert_eq!((failed, one.count(), other.count()), (1, 1, 19), "the first error ejects the server");
     assert!(!gateway.log().contains("more than half"), "{}", gateway.log());
     other.set(Behaviour::Respond(503));
     assert_eq!(client.get("/").status, 503);
     assert!(gateway.log().contains("more than half of the servers are ejected or unhealthy"), "{}", gateway.log());
     let before = [one.count(), other.count()];
     (0..20).for_each(|_| assert_eq!(client.get("/").status, 503));
-    assert_eq!([one.count(), other.count()], before.map(|count| count + 10), "both are used all the same");
+    assert_eq!([one.count(), other.count()], before.map(|count| count + 10), "both ejected servers are used");
 }
 
 #[test]
@@ -512,7 +524,8 @@ fn ejected_server_returns_with_slow_start() {
     });
     let before = failing.count();
     (0..220).for_each(|_| assert_eq!(client.get("/").status, 200));
-    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
+    // At the start of `slow_start`, the server has a tenth of the other server's weight: 20 of 220 requests, and a few
+    // more if the test takes minutes.
     let share = failing.count() - before;
     assert!((19..40).contains(&share), "{share} of 220");
 }
@@ -545,11 +558,11 @@ fn drained_servers_do_not_count_for_the_ejection_bound() {
     for _ in 0..20 {
         assert_eq!(client.get("/").status, 503);
     }
-    assert_eq!((one.count(), two.count()), (10, 10), "both are ejected, and used all the same");
+    assert_eq!((one.count(), two.count()), (10, 10), "both ejected servers are used");
     assert_eq!((drained.count(), also_drained.count()), (0, 0));
 }
 
-/// One worker, so that servers are used in turn and have one connection each.
+/// One worker, so that it uses the servers in turn, with one connection each.
 fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     Gateway::start(&format!(

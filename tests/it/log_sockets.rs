@@ -1,4 +1,5 @@
-//! The access log over sockets: syslog and journald, daemons that restart, vanish or stand still; and samples.
+//! The access log over sockets (syslog and journald), with log daemons that restart, disappear or stop reading, and
+//! sampled logs.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -31,7 +32,7 @@ fn receive(listener: &UnixDatagram) -> Vec<u8> {
     buffer
 }
 
-/// Return the configuration of an access log, with these settings beside the socket.
+/// Return the configuration of an access log that is written to this socket, with further settings.
 fn to_socket(kind: &str, socket: &Path, settings: &str) -> String {
     let socket = socket.display();
     with_admin(&format!("[log]\naccess = {{ to = \"{kind}\", socket = \"{socket}\"{settings} }}\n{ROUTE}"))
@@ -135,14 +136,14 @@ fn restarted_daemon_loses_no_record_and_records_without_a_daemon_are_counted() {
         let gateway = Gateway::start(&to_socket(kind, &socket, ""));
         assert_eq!(gateway.get("/r/1").status, 200);
         receive(&first);
-        // The daemon restarts between two requests.
+        // The log daemon restarts between two requests.
         drop(first);
         fs::remove_file(&socket).unwrap();
         let second = listen(&socket);
         assert_eq!(gateway.get("/r/2").status, 200);
         assert!(String::from_utf8(receive(&second)).unwrap().contains("/r/2"));
         assert_eq!(metric(&gateway, DROPPED), 0.0);
-        // The daemon stops; its socket stays first, and is then removed.
+        // The log daemon stops. Its socket file exists for two more requests and is then removed.
         drop(second);
         for number in 1..=4 {
             if number == 3 {
@@ -183,7 +184,7 @@ fn missing_daemon_is_a_warning_at_the_start() {
     assert!(output.status.success() && out.contains("there is no socket at"), "{out}");
 }
 
-/// A stream socket, or one without permission, is not a matter of time: the gateway does not start.
+/// A stream socket, or a socket without write permission, is a permanent error: the gateway does not start.
 #[test]
 fn unusable_socket_is_an_error_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
@@ -204,7 +205,7 @@ fn daemon_that_does_not_read_slows_no_request() {
     let socket = directory.path().join("log");
     let listener = listen(&socket);
     let gateway = Gateway::start(&to_socket("syslog", &socket, ""));
-    // More than the 8 MiB of the queue, the batch in delivery and the socket take together.
+    // More than fits into the queue of 8 MiB, the batch that is being delivered and the socket buffer together.
     let (path, requests) = (format!("/r/{}", "x".repeat(8_000)), 3_000_u64);
     let mut client = gateway.client();
     for _ in 0..requests {
@@ -223,7 +224,7 @@ fn daemon_that_does_not_read_slows_no_request() {
             received += 1;
         }
     });
-    // The last record comes after all others. While the queue is full, it is dropped.
+    // All other records precede the `last` records. While the queue is full, `last` records are dropped too.
     let mut last = 0;
     while !reading.is_finished() {
         assert_eq!(gateway.get("/r/last").status, 200);
@@ -240,7 +241,8 @@ fn daemon_that_does_not_read_slows_no_request() {
 fn parse_journal_entry(mut entry: &[u8]) -> BTreeMap<String, String> {
     let mut fields = BTreeMap::new();
     while !entry.is_empty() {
-        let end = entry.iter().position(|byte| matches!(byte, b'=' | b'\n')).expect("`=` or a line break");
+        let end =
+            entry.iter().position(|byte| matches!(byte, b'=' | b'\n')).expect("a name ends with `=` or a line break");
         let (name, rest) = entry.split_at(end);
         let name = std::str::from_utf8(name).unwrap();
         let is_valid = name.starts_with(|c: char| c.is_ascii_uppercase())
@@ -248,7 +250,7 @@ fn parse_journal_entry(mut entry: &[u8]) -> BTreeMap<String, String> {
             && name.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_');
         assert!(is_valid, "journald ignores {name:?}");
         let (value, rest) = if rest[0] == b'=' {
-            let end = rest.iter().position(|byte| *byte == b'\n').expect("the end of the line");
+            let end = rest.iter().position(|byte| *byte == b'\n').expect("the value ends with a line break");
             (&rest[1..end], &rest[end..])
         } else {
             let (length, rest) = rest[1..].split_first_chunk::<8>().unwrap();
@@ -296,10 +298,10 @@ fn journal_entries_have_the_fields_of_the_record() {
     assert_eq!((&*entry["MESSAGE"], &*entry["PRIORITY"]), ("127.0.0.1 GET /l 429 rate-limited", "6"));
 }
 
-/// A trusted proxy may send a long request id, which makes a record larger than a datagram.
+/// A trusted proxy may send a long request id, which makes a log record larger than a datagram.
 const LARGE: &str = "[server]\nmax_header_size = \"400KiB\"\n[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n";
 
-/// An entry that is larger than a datagram is a sealed memory file.
+/// An entry that is larger than a datagram is sent as a sealed memory file.
 #[test]
 fn large_journal_entry_is_a_memory_file() {
     let directory = tempfile::tempdir().unwrap();
@@ -330,7 +332,7 @@ fn large_journal_entry_is_a_memory_file() {
     assert_eq!(parse_journal_entry(&receive(&listener))["PATH"], "/r/small");
 }
 
-/// syslog has no such files: the record is lost, and no other one.
+/// syslog has no memory files: the gateway loses this record but no other.
 #[test]
 fn record_beyond_a_datagram_is_lost_alone() {
     let directory = tempfile::tempdir().unwrap();
@@ -347,14 +349,14 @@ fn record_beyond_a_datagram_is_lost_alone() {
     eventually("it is counted", || metric(&gateway, DROPPED) == 1.0);
 }
 
-/// Errors, denials, shadow denials and aborts are written in any case. Of the rest, the share.
+/// Errors, denials, shadow denials and aborted requests are always logged. Of all other requests, the log has a sample.
 #[test]
 fn sample_keeps_all_errors_and_a_share_of_the_successes() {
     let stalled = serve(|mut stream| {
         use std::io::Write;
         read_request(&mut stream);
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc");
-        // The rest never comes: the response ends early.
+        // The rest of the body is never sent: the response ends early.
     });
     let ok = Upstream::start();
     let mut gateway = Gateway::start(&format!(
@@ -397,11 +399,12 @@ fn sample_keeps_all_errors_and_a_share_of_the_successes() {
     assert_eq!(count(&|record| record["status"] == 429 && whole(record)), 5);
     assert_eq!(count(&|record| record["shadow_denied"][0] == "trial" && whole(record)), 5);
     assert_eq!(count(&|record| record["complete"] == false && record["status"] == 200 && whole(record)), 10);
-    // 400 and the 5 + 5 that the limits admitted.
+    // The sample is drawn from the 400 requests to `/ok` and the 5 + 5 requests within the quotas of `five` and
+    // `trial`.
     let sampled = count(&|record| record["sample_rate"] == 0.1 && record["outcome"] == "ok");
     assert!((37..=45).contains(&sampled), "{sampled} of 410");
     assert_eq!(records.len(), 30 + sampled, "{text}");
-    // `replay` says that the log is a sample.
+    // `replay` reports that the log is a sample.
     let replay = binary().current_dir(gateway.directory()).args(["replay", "access.log"]).output().unwrap();
     let report = String::from_utf8(replay.stdout).unwrap();
     let words: Vec<_> = report.split_whitespace().collect();
@@ -409,7 +412,7 @@ fn sample_keeps_all_errors_and_a_share_of_the_successes() {
     assert!(words.join(" ").contains(&note), "{note}\n{report}");
 }
 
-/// `sample = 1` writes all records, without a rate.
+/// With `sample = 1`, all records are written, without a sample rate.
 #[test]
 fn sample_of_all_has_no_rate() {
     let config = format!("[log]\nformat = \"text\"\naccess = {{ to = \"access.log\", sample = 1 }}\n{ROUTE}");

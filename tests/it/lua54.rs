@@ -1,5 +1,5 @@
-//! The scripts in Lua 5.4, whose integers are not doubles: other servers with the Redis protocol run them there
-//! (Dragonfly).
+//! The scripts in Lua 5.4, in which integers are not doubles. Some other servers with the Redis protocol, such as
+//! Dragonfly, use this version of Lua.
 
 #[path = "../support/lua.rs"]
 mod lua;
@@ -22,7 +22,7 @@ use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
 use sluicegate::limiter::usage::{UsageFields, UsageKey};
 use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
 
-/// A store in Lua 5.4.
+/// A store that runs the scripts in Lua 5.4.
 struct Lua54 {
     lua: Interpreter,
     database: RefCell<Database>,
@@ -34,7 +34,7 @@ impl Lua54 {
     }
 
     fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // 0: the script reads the time with TIME.
+        // A time of 0 makes the script read the time with TIME.
         let mut database = self.database.borrow_mut();
         database.now = now;
         let key = |charge: &Charge<'_>| {
@@ -66,7 +66,7 @@ impl Lua54 {
         ScriptReply::new(reply, charges.len()).unwrap().next_verdict(charges.len()).unwrap().unwrap()
     }
 
-    /// Return the totals of usage.
+    /// Return the usage totals.
     fn totals(&self) -> Totals {
         let mut totals = Totals::new();
         for (key, fields) in self.database.borrow().hashes() {
@@ -152,12 +152,12 @@ fn lua_5_4_counts_the_largest_limits() {
         call(START + retry, Operation::TakeUpTo, capacity);
         call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
         if !matches!(limit.rule, Rule::SlidingLog(_)) {
-            // A deferred cost: any number that a response may state.
+            // A deferred cost can be as large as the largest number that a response may report.
             call(START + retry, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
             call(START + retry + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
             call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT_INTEGER_LIMIT - 1);
         }
-        // A key may stay beyond its expiry. Products with the elapsed time may then exceed 64 bits.
+        // A key may still exist after its expiry. Products with the elapsed time may then exceed 64 bits.
         call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
         call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);
     }
@@ -165,10 +165,10 @@ fn lua_5_4_counts_the_largest_limits() {
 
 // === Reservations that are settled to an actual cost, as those of LLM requests ===
 
-/// A step of a client that reserves before it knows the cost.
+/// A step of a client that reserves quota before it knows the cost.
 #[derive(Debug, Clone)]
 enum Step {
-    /// Reserve, and settle to `actual` later.
+    /// Reserve this cost. A later step settles it to `actual`.
     Reserve { reserved: u64, actual: u64 },
     /// Settle the reservation with this index, modulo the number of those in flight.
     Settle(usize),
@@ -194,33 +194,34 @@ fn reserving() -> impl Strategy<Value = (Rule, Vec<(u64, Step)>)> {
     });
     let reserve = (1..2000u64, 0..3000u64).prop_map(|(reserved, actual)| Step::Reserve { reserved, actual });
     let step = prop_oneof![1 => reserve, 1 => (0..4usize).prop_map(Step::Settle)];
-    // Thousandths of the window until the step.
+    // The pause before a step, in thousandths of the window.
     let pause = prop_oneof![3 => Just(0), 6 => 0..80u64, 1 => 0..1500u64];
     (rule, prop::collection::vec((pause, step), 1..2 * STEPS))
 }
 
-/// A refund of a token bucket.
+/// A refund to a token bucket.
 struct Refunded {
-    /// The order of the reservation.
+    /// The number of reservations made before the refunded one.
     order: usize,
     at: u64,
     tokens: u64,
 }
 
-/// Return how many tokens a refund of `tokens` of this reservation can gain. The refund assumes that the debt before the
-/// reservation was repaid by refill. It gains the part of this debt that other refunds have cancelled since then.
+/// Return how many tokens a refund of `tokens` of this reservation can gain. The refund assumes that refill repaid the
+/// debt that existed before the reservation. It gains the part of this debt that other refunds have cancelled since
+/// then.
 fn max_gain(refunded: &[Refunded], settled: &InFlight, tokens: u64) -> u64 {
     let cancels_debt_before = |refund: &&Refunded| refund.order < settled.order && refund.at >= settled.charged_at;
     refunded.iter().filter(cancels_debt_before).map(|refund| refund.tokens).sum::<u64>().min(tokens)
 }
 
-/// Whatever is reserved, settled, refunded and charged: the client never has more than a client that was charged the
-/// actual costs at once, except for the documented gain by overlapping refunds of a token bucket. It has the same if no
-/// reservation of a bucket overlaps and no window ends in between, and both have the full quota in the end. The memory
-/// store and the scripts agree in every field.
+/// A client that reserves and settles never has more quota than a client that is charged the actual costs at once. The
+/// documented gain by overlapping refunds of a token bucket is the only exception. Both clients have the same quota if
+/// no reservations of a bucket overlap and no window ends in between, and both have the full quota in the end. The
+/// memory store and the scripts return equal verdicts.
 #[test]
 fn settled_reservations_never_drift_a_state() {
-    // In every run, 100,000 steps.
+    // At least 100,000 steps in every run.
     property(operations().max(100_000), STEPS, reserving(), |(rule, steps)| {
         let (lua, clock) = (Lua54::new(), Clock::manual(START));
         let model = MemoryStore::new(1000, clock.clone());
@@ -242,7 +243,8 @@ fn settled_reservations_never_drift_a_state() {
         const CHARGED: u128 = 2;
         let mut now = START;
         let mut in_flight: Vec<InFlight> = Vec::new();
-        // Whether both clients must have the same, and how many refunds were rounded.
+        // `is_exact`: both clients must have the same quota. `refunds`: the number of refunds, each of which may be
+        // rounded.
         let (mut is_exact, mut refunds) = (true, 0);
         let (mut reservations, mut refunded, mut gain) = (0, Vec::new(), 0);
         let ends = (0..steps.len()).map(|_| (1, Step::Settle(0)));
@@ -270,12 +272,12 @@ fn settled_reservations_never_drift_a_state() {
                             gain += max_gain(&refunded, &settled, tokens);
                             refunded.push(Refunded { order, at: now, tokens });
                         }
-                        // The kept tokens are older than the refunded ones.
+                        // The actual cost counts as charged before the refunded tokens.
                         let debt_before_us = debt_before_us + limit.rule.refill_time_us(actual);
                         let charge = Charge { debt_before_us, ..limit.charge(SETTLING, reserved - actual) };
                         call(now, Operation::Refund { charged_at }, charge);
                         refunds += 1;
-                        // A refund is void if its window has ended; a sliding window still weighs the charge.
+                        // A refund has no effect if its window has ended. A sliding window still weighs the charge.
                         is_exact &=
                             !matches!(limit.rule, Rule::SlidingWindow(_)) || charged_at / length == now / length;
                     } else {
@@ -296,14 +298,14 @@ fn settled_reservations_never_drift_a_state() {
                 match &limit.rule {
                     Rule::TokenBucket(_) => {
                         let drift = settling.reset_us.abs_diff(charged.reset_us);
-                        assert!(drift <= 4 * refunds + 2, "rounding alone: {what}");
+                        assert!(drift <= 4 * refunds + 2, "only rounding may cause a difference: {what}");
                     }
-                    _ => assert_eq!(settling.remaining, charged.remaining, "nothing is lost: {what}"),
+                    _ => assert_eq!(settling.remaining, charged.remaining, "both clients have the same quota: {what}"),
                 }
             }
         }
-        assert!(in_flight.is_empty(), "all are settled");
-        // A debt beyond the quota takes longer.
+        assert!(in_flight.is_empty(), "all reservations are settled");
+        // The reset time is longer if the client is in debt beyond its quota.
         let owed = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].reset_us;
         now += owed.max(longest_reset(&limit.rule)) + 1;
         let full = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].remaining;

@@ -1,11 +1,11 @@
-//! The commands of README.md and the manual run as on the page and print what it shows.
+//! The commands in README.md and the manual run as shown on the page and print the output shown there.
 
 use std::io::Write;
 
 use crate::support::pages::{blocks, manual, read};
 use crate::support::walk::{Output, Walk};
 
-/// Commands that do not run unchanged: page, beginning, replacement, reason.
+/// Commands that do not run unchanged: page, beginning of the command, replacement and reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/tutorials/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
@@ -32,7 +32,7 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
 
 const DENIED: &str = "needs a gateway that has denied requests: tests/it/admin_commands.rs";
 
-/// Languages of blocks that are neither configurations nor commands.
+/// Languages of code blocks that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
     ("text", "what programs print, and drawings"),
     ("http", "answers"),
@@ -48,7 +48,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("rust", "an example of a test, or a doctest: src/lib.rs"),
 ];
 
-/// Write the files that the reader of a page has.
+/// Write the files that the page assumes.
 fn provide(walk: &Walk, document: &str) {
     match document {
         "README.md" => {
@@ -124,7 +124,7 @@ fn run_all_commands(output: Output) {
         });
     }
     assert!(typed >= 40, "{typed} commands");
-    assert!(unused.is_empty(), "not in the pages: {unused:?}");
+    assert!(unused.is_empty(), "no page contains these commands: {unused:?}");
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn every_block_of_the_manual_has_a_known_language() {
             assert!(SHOWN.iter().any(|(known, _)| *known == language), "{document}:{line}: a block of `{language}`");
             assert!(
                 !block.text.lines().any(|line| line.starts_with("$ ")),
-                "{document}:{line}: commands are `console`"
+                "{document}:{line}: the language of a block with commands must be `console`"
             );
             if language == "json" {
                 serde_json::from_str::<serde_json::Value>(&block.text)

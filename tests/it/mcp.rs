@@ -1,5 +1,5 @@
-//! Limits by tool and method of MCP, and by method of JSON-RPC: headers that must match the body, batches, costs by tool,
-//! and errors in the form of JSON-RPC.
+//! Limits by MCP tool and method and by JSON-RPC method: headers that must match the body, batches, costs per tool, and
+//! errors in JSON-RPC form.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use crate::support::upstream::Upstream;
 
 const VERSION: (&str, &str) = ("mcp-protocol-version", "2026-07-28");
 
-/// A limit of `quota` in an hour for a server.
+/// A limit of `quota` calls per hour in front of an MCP server.
 fn config(store: &str, server: &Upstream, by: &str, quota: u64, limit: &str) -> String {
     format!(
         "{store}[limit.calls]\nby = {by}\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
@@ -24,24 +24,24 @@ fn post(gateway: &Gateway, headers: &[(&str, &str)], body: &Value) -> Reply {
     gateway.client().request("POST", "/mcp", headers, body.to_string().as_bytes())
 }
 
-/// A call of a tool, as clients of revisions before 2026-07-28 send it.
+/// A tool call as sent by clients of protocol revisions earlier than 2026-07-28.
 fn call(id: u64, tool: &str) -> Value {
     json!({"jsonrpc": "2.0", "id": id, "method": "tools/call", "params": {"name": tool, "arguments": {}}})
 }
 
-/// A call of a tool in revision 2026-07-28.
+/// A tool call in protocol revision 2026-07-28.
 fn new_call(tool: &str) -> Value {
     let meta = json!({"io.modelcontextprotocol/protocolVersion": "2026-07-28"});
     json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": {}, "_meta": meta}})
 }
 
-/// Return the JSON-RPC error of a response.
+/// Assert that the response is a JSON-RPC error with this status, code and id. Return its message.
 fn rpc_error(reply: &Reply, status: u16, code: i64, id: &Value) -> String {
     assert_eq!((reply.status, reply.header("content-type")), (status, Some("application/json")), "{}", reply.text());
     assert_eq!(reply.header("cache-control"), Some("no-store"));
     let body = reply.json();
     assert_eq!((&body["jsonrpc"], &body["id"], &body["error"]["code"]), (&json!("2.0"), id, &json!(code)), "{body}");
-    assert_eq!(body["error"]["data"]["status"], status, "the problem document is the data");
+    assert_eq!(body["error"]["data"]["status"], status, "`data` is the problem document");
     body["error"]["message"].as_str().unwrap().to_owned()
 }
 
@@ -55,7 +55,7 @@ fn each_tool_has_its_own_quota() {
     }
     let escaped = br#"{"jsonrpc":"2.0","id":1,"m\u0065thod":"tools\/call","params":{"n\u0061me":"\u0073earch"}}"#;
     assert_eq!(gateway.client().request("POST", "/mcp", &[], escaped).status, 429);
-    // Sessions go on: these requests call no tool.
+    // Sessions continue although the limit is used up: these requests call no tool.
     for _ in 0..5 {
         for (method, body) in [
             ("POST", json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}).to_string()),
@@ -131,7 +131,7 @@ fn headers_that_do_not_match_the_body_are_refused() {
         (vec![VERSION, method, ("mcp-name", "s\u{e4}")], new_call("s\u{e4}")),
         (vec![("mcp-protocol-version", "2025-06-18"), method, name], new_call("search")),
         (vec![method, name], new_call("search")),
-        // Also in revisions without these headers: another server may trust them.
+        // Headers must also match in revisions that do not define them, because another server may trust them.
         (vec![method, ("mcp-name", "cheap")], call(1, "search")),
         (vec![VERSION], json!([call(1, "search")])),
     ] {
@@ -139,8 +139,8 @@ fn headers_that_do_not_match_the_body_are_refused() {
         let message = rpc_error(&post(&gateway, &headers, &body), 400, -32020, &id);
         assert!(message.starts_with("Header mismatch: "), "{message}");
     }
-    assert_eq!(server.count(), before, "nothing reaches the server");
-    assert_eq!(post(&gateway, &[], &call(1, "search")).remaining("calls"), 97, "and nothing is charged");
+    assert_eq!(server.count(), before, "no rejected request reaches the server");
+    assert_eq!(post(&gateway, &[], &call(1, "search")).remaining("calls"), 97, "rejected requests are not charged");
 }
 
 #[test]
@@ -164,7 +164,11 @@ fn every_message_of_a_batch_is_counted() {
     assert_eq!((reply.status, reply.remaining("calls")), (200, 1000));
     let list = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list"});
     let reply = batch(vec![call(1, "search"), list.clone(), call(2, "search")]);
-    assert_eq!((reply.status, reply.remaining("calls")), (200, 998), "the list is no call");
+    assert_eq!(
+        (reply.status, reply.remaining("calls")),
+        (200, 998),
+        "`tools/list` is charged as a request that calls no tool"
+    );
     rpc_error(&batch((0..999).map(|id| call(id, "search")).collect()), 429, 429, &Value::Null);
     let reply = batch(vec![call(1, "search"), call(2, "sql")]);
     assert!(rpc_error(&reply, 400, 400, &Value::Null).contains("different values of the MCP tool"), "{}", reply.text());
@@ -200,7 +204,11 @@ fn tools_have_costs() {
     // A request without a body has the default cost.
     let reply = gateway.client().request("GET", "/mcp", &[agent], b"");
     assert_eq!(reply.remaining("calls"), expected - 1);
-    assert_eq!(post(&gateway, &[agent, ("mcp-name", "sql_ping")], &call(1, "sql_query")).status, 400, "a lie");
+    assert_eq!(
+        post(&gateway, &[agent, ("mcp-name", "sql_ping")], &call(1, "sql_query")).status,
+        400,
+        "the header names another tool than the body"
+    );
     let reply = post(&gateway, &[agent], &json!([call(1, "sql_a"), call(2, "sql_b"), call(3, "sql_c")]));
     rpc_error(&reply, 429, 429, &Value::Null);
 }

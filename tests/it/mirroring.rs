@@ -1,4 +1,4 @@
-//! Mirroring: copies go to a second upstream, and nothing of it reaches the client.
+//! Mirroring: the gateway sends copies of requests to a second upstream, and the client never notices them.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Seen, Upstream, endless, read_head, read_request, serve};
 use crate::support::{MAX_WAIT, assert_silent, eventually};
 
-/// Forward everything to `api` and mirror it to `next`. `mirror` and `route` are appended to their tables.
+/// Forward all requests to `api` and mirror them to `next`. `mirror` and `route` are appended to their tables.
 fn config(api: &str, next: &str, mirror: &str, route: &str) -> String {
     with_admin(&format!(
         "[upstream.api]\nservers = [\"{api}\"]\n[upstream.next]\nservers = [\"{next}\"]\n\
@@ -39,7 +39,7 @@ fn in_flight(gateway: &Gateway) -> f64 {
     metric(gateway, "sluicegate_mirrored_requests_in_flight{route=\"all\"}")
 }
 
-/// Return the request line and the header lines in lower case, without these headers.
+/// Return the request line and the headers in lower case, without the headers in `names`.
 fn head_without(seen: &Seen, names: &[&str]) -> BTreeSet<String> {
     let lines = seen.head.lines().filter(|line| !line.is_empty());
     let is_kept = |line: &&str| {
@@ -70,7 +70,7 @@ fn copy_is_the_forwarded_request_with_a_marker() {
         assert_eq!(copy.headers("x-sluicegate-mirror"), ["1"]);
         assert!(forwarded.headers("x-sluicegate-mirror").is_empty(), "{}", forwarded.head);
         assert_eq!(copy.body, forwarded.body, "{}", copy.head);
-        // The length of a complete body is known, however it was framed.
+        // The copy has a Content-Length, whether or not the original request was chunked.
         let framing = ["x-sluicegate-mirror", "content-length", "transfer-encoding"];
         assert_eq!(head_without(copy, &framing), head_without(forwarded, &framing));
         if !copy.body.is_empty() {
@@ -122,7 +122,7 @@ fn failing_mirror_never_reaches_the_client_and_is_not_retried() {
         assert_eq!((in_flight(&gateway), sent(&gateway, "responded")), (0.0, 0.0), "{what}");
         assert_eq!(metric(&gateway, "sluicegate_upstream_requests_total{upstream=\"next\",status=\"none\"}"), 1.0);
     }
-    assert_eq!(reset.count() + other.count(), 1, "a copy is sent once");
+    assert_eq!(reset.count() + other.count(), 1, "a copy is not retried");
     assert_eq!(hanging.count(), 1);
 }
 
@@ -168,7 +168,7 @@ fn bodies_are_copied_up_to_the_maximum() {
         body.extend_from_slice(b"0\r\n\r\n");
         body
     };
-    // Buffered before they are forwarded, and streamed.
+    // With 64 KiB, bodies are buffered before they are forwarded. With 0, they are streamed.
     for buffer in ["64KiB", "0B"] {
         let (api, next) = (Upstream::start(), Upstream::start());
         let text = config(&api.url(), &next.url(), ", max_body = \"8B\"", "");
@@ -193,7 +193,7 @@ fn bodies_are_copied_up_to_the_maximum() {
         copied.sort();
         assert_eq!(seen, copied, "request_buffer = {buffer}");
         assert_eq!(dropped(&gateway, "max_body"), too_large, "request_buffer = {buffer}");
-        assert_eq!(api.count(), 6, "the client's requests are whole");
+        assert_eq!(api.count(), 6, "all requests of the client arrive");
     }
 }
 
@@ -219,14 +219,14 @@ fn body_is_streamed_to_the_upstream_and_copied_when_it_is_complete() {
     let chunk = |byte: u8| [b"1000\r\n", &[byte; 4096][..], b"\r\n"].concat();
     client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
     client.send(&chunk(b'a'));
-    arrived.recv_timeout(MAX_WAIT).expect("the first chunk is not held back");
-    assert!(next.heads.lock().unwrap().is_empty(), "the copy starts with the end of the body");
+    arrived.recv_timeout(MAX_WAIT).expect("the first chunk is forwarded at once");
+    assert!(next.heads.lock().unwrap().is_empty(), "the copy is sent after the end of the body");
     client.send(&[chunk(b'b'), b"0\r\n\r\n".to_vec()].concat());
     assert_eq!(client.reply().unwrap().status, 200);
     eventually("the copy arrives", || next.count() == 1);
     assert_eq!(next.last().body, [[b'a'; 4096], [b'b'; 4096]].concat());
 
-    // A client that leaves within the body leaves no copy.
+    // If the client closes the connection within the body, no copy is sent.
     let mut leaving = gateway.client();
     leaving.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
     leaving.send(&chunk(b'a'));
@@ -239,7 +239,7 @@ fn body_is_streamed_to_the_upstream_and_copied_when_it_is_complete() {
 #[test]
 fn bodies_of_all_copies_are_bounded() {
     let (api, next) = (Upstream::start(), Server::start());
-    // A body is released with its request: hold two of them in their uploads.
+    // Buffers are released at the end of the request. Hold two of them by incomplete uploads.
     next.set(Behaviour::Hang);
     let text = config(&api.url(), &next.url(), ", max_body = \"1KiB\"", "");
     let gateway = one_worker(&format!("max_buffered = \"8KiB\"\nrequest_buffer = \"0B\"\n{text}"));
@@ -249,7 +249,7 @@ fn bodies_of_all_copies_are_bounded() {
         upload.send(&[b'a'; 512]);
     }
     eventually("both are forwarded", || api.heads.lock().unwrap().len() == 2);
-    // A quarter of 8 KiB is taken.
+    // The copies of the two uploads occupy a quarter of 8 KiB, the maximum for all copies.
     assert_eq!(gateway.client().request("POST", "/", &[], b"x").status, 200);
     assert_eq!(dropped(&gateway, "max_buffered"), 1.0);
     assert_eq!(gateway.get("/without-body").status, 200);
@@ -274,7 +274,7 @@ fn percentage_of_requests_is_copied_exactly() {
         assert!(statuses.iter().all(|status| *status == 200));
         eventually("all copies are done", || in_flight(&gateway) == 0.0);
         let (copies, due) = ((next.count() - before) as f64, 4000.0 * share);
-        assert!((copies - due).abs() <= 4.0, "{percent} %: {copies} of 4000, due {due}");
+        assert!((copies - due).abs() <= 4.0, "{percent} %: {copies} of 4000 requests copied, {due} expected");
         assert!(share > 0.0 || copies == 0.0);
     }
 }
@@ -287,7 +287,8 @@ fn upgrades_and_copies_are_not_mirrored() {
     let upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket")];
     assert_eq!(gateway.client().get_with("/", &upgrade).status, 200);
     assert_eq!(dropped(&gateway, "upgrade"), 1.0);
-    // From any peer: a loop of gateways ends. The upstream learns it from a trusted proxy only.
+    // A request with the mirror header is never mirrored, so that a loop of gateways ends. The header is forwarded only
+    // if it comes from a trusted proxy.
     for (client, seen) in [([127, 0, 0, 1], &[][..]), ([127, 0, 0, 9], &["1"])] {
         let mut client = Client::connect_from(client.into(), gateway.address);
         let marked = [("X-Sluicegate-Mirror", "1"), ("X_Sluicegate_Mirror", "1")];
@@ -318,7 +319,7 @@ fn rejected_requests_are_not_mirrored_and_copies_are_not_charged() {
 #[test]
 fn copies_reach_an_http2_upstream() {
     let (api, next) = (Upstream::start(), Upstream::start());
-    // A gateway that accepts HTTP/2 with prior knowledge stands before the mirror.
+    // A second gateway, which accepts HTTP/2 with prior knowledge, is in front of the mirror upstream.
     let behind = Gateway::start(&format!(
         "[upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
         next.url()
@@ -348,7 +349,7 @@ fn shutdown_waits_for_copies_within_drain_timeout() {
         read_request(&mut stream).unwrap();
         channels.0.send(()).unwrap();
         channels.1.recv_timeout(MAX_WAIT).unwrap();
-        // The connection of a gateway that has ended is closed.
+        // The gateway is still running: it closes its connections when it ends.
         assert_silent(&mut stream, Duration::from_millis(300));
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
         channels.2.send(()).unwrap();
@@ -380,7 +381,7 @@ fn shutdown_waits_for_copies_within_drain_timeout() {
 fn request_of_an_http2_client_is_copied() {
     let (api, next) = (Upstream::start(), Upstream::start());
     let gateway = Gateway::start(&config(&api.url(), &next.url(), "", ""));
-    // The client is a gateway that speaks HTTP/2.
+    // The client is a second gateway, which sends HTTP/2.
     let before = Gateway::start(&format!(
         "[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
          [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",

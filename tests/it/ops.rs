@@ -1,4 +1,5 @@
-//! The files in `ops/`: existing metrics and labels, valid configurations, working health checks.
+//! The files in `ops/`: they use existing metrics and labels, their configurations are valid, and their health checks
+//! work.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(ops().join(name)).unwrap()
 }
 
-/// Collect all expressions of a dashboard, including variables and annotations.
+/// Collect all expressions of a dashboard, including those of variables and annotations.
 fn expressions(board: &Value, found: &mut Vec<String>) {
     match board {
         Value::Object(fields) => {
@@ -35,7 +36,7 @@ fn expressions(board: &Value, found: &mut Vec<String>) {
     }
 }
 
-/// Return the metrics in a text, without the suffixes of histograms.
+/// Return the names of the metrics in a text, without the suffixes of histograms.
 fn metrics(text: &str) -> BTreeSet<String> {
     let is_name = |char: char| char.is_ascii_alphanumeric() || char == '_';
     let words = text.split(|char| !is_name(char)).filter(|word| word.starts_with("sluicegate_"));
@@ -46,7 +47,7 @@ fn metrics(text: &str) -> BTreeSet<String> {
     words.map(base).collect()
 }
 
-/// Return the values with which a text compares a label.
+/// Return the values to which a text compares a label.
 fn values(text: &str, label: &str) -> BTreeSet<String> {
     let rests = [format!("{label}=\""), format!("{label}=~\"")];
     let rests = rests.iter().flat_map(|begin| text.split(&**begin).skip(1));
@@ -83,7 +84,7 @@ fn dashboard_and_alerts_use_existing_metrics() {
     }
 }
 
-/// Return the configuration in a ConfigMap.
+/// Return the gateway configuration in a ConfigMap.
 fn configured(manifest: &str) -> String {
     let (_, rest) = manifest.split_once("  gateway.toml: |\n").expect("a configuration");
     let lines = rest.lines().map_while(|line| if line.is_empty() { Some("") } else { line.strip_prefix("    ") });
@@ -107,7 +108,7 @@ fn configurations_in_ops_are_accepted_without_warnings() {
     }
 }
 
-/// Return the commands of health checks in a file: JSON lists that start with `sluicegate`.
+/// Return the health check commands in a file: JSON lists that start with `sluicegate`, `probe`.
 fn probes(text: &str) -> Vec<Vec<String>> {
     let lists = text.match_indices("[\"sluicegate\", \"probe\"").map(|(start, _)| &text[start..]);
     let parse = |list: &str| {
@@ -120,7 +121,7 @@ fn probes(text: &str) -> Vec<Vec<String>> {
 fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
     let mut gateway = Gateway::start(&format!("[server]\naccept_grace = \"1h\"\n{}", with_admin(&says("x"))));
     let here = format!("http://{}", gateway.admin());
-    // Its configuration has port 0, which a probe cannot use: write the actual one.
+    // The gateway's configuration has port 0, which a probe cannot use: write a file with the actual port.
     let config = gateway.directory().join("probed.toml");
     std::fs::write(&config, format!("[admin]\naddress = \"{}\"\n", gateway.admin())).unwrap();
     let (image, pods) = (probes(&read("Dockerfile")), probes(&read("kubernetes.yaml")));
@@ -133,9 +134,9 @@ fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
     };
     for arguments in image.iter().chain(&pods) {
         assert!(succeeds(arguments, "sesame"), "{arguments:?}");
-        assert!(!succeeds(arguments, "thistle"), "without the token: {arguments:?}");
+        assert!(!succeeds(arguments, "thistle"), "with a wrong token: {arguments:?}");
     }
-    // A changed file must not restart a gateway: the probes of the manifest do not read it.
+    // A probe that reads a changed file could fail and restart the gateway. The probes of the manifest do not read it.
     std::fs::remove_file(&config).unwrap();
     assert!(pods.iter().all(|arguments| succeeds(arguments, "sesame")));
     gateway.terminate();
@@ -143,7 +144,10 @@ fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
     eventually("it is not ready", || {
         pods.iter().filter(|arguments| !is_live(arguments)).all(|arguments| !succeeds(arguments, "sesame"))
     });
-    assert!(pods.iter().filter(is_live).all(|arguments| succeeds(arguments, "sesame")), "it must not be restarted");
+    assert!(
+        pods.iter().filter(is_live).all(|arguments| succeeds(arguments, "sesame")),
+        "a stopping gateway is live and must not be restarted"
+    );
     assert_eq!(pods.iter().filter(is_live).count(), 2);
     gateway.terminate();
     assert!(gateway.wait().success());

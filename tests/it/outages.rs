@@ -1,5 +1,5 @@
-//! Store outages under load: requests are delayed by at most the timeout, and no reply is crossed. Faults 16 to 18 in
-//! docs/testing.md.
+//! Store outages under load: requests are delayed by at most the timeout, and no request gets the reply of another
+//! request. Faults 16 to 18 in docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::support::upstream::{endless, serve};
 use crate::support::{SetOnDrop, eventually, signal};
 use sluicegate::limiter::clock::monotonic;
 
-/// A gateway on this store with these limits on `/r`.
+/// Start a gateway with this store and these limits on `/r`.
 fn gateway(store: &str, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
@@ -24,7 +24,7 @@ fn gateway(store: &str, limits: &[&str]) -> Gateway {
 
 #[test]
 fn missing_store_at_start_delays_no_response() {
-    // A server that accepts and stays silent is worse than one that refuses.
+    // A server that accepts connections and never responds delays requests more than one that refuses connections.
     let silent = serve(|mut stream| drop(std::io::copy(&mut stream, &mut std::io::sink())));
     let mut slowest = Duration::ZERO;
     for port in [free_port(), silent.port()] {
@@ -38,7 +38,7 @@ fn missing_store_at_start_delays_no_response() {
             if on_error == "deny" {
                 reply.assert_problem(503, on_error);
                 let id = reply.header("x-request-id").expect("an id");
-                assert_eq!(reply.json()["request_id"], id, "it can be found in the access log");
+                assert_eq!(reply.json()["request_id"], id, "the access log has the same request id");
             } else {
                 assert_eq!(reply.status, 200, "{on_error}");
             }
@@ -73,7 +73,7 @@ fn store_killed_under_load_causes_no_client_error() {
                         (slowest, total) = (slowest.max(asked.elapsed()), total + 1);
                         let count = if reply.header("ratelimit").is_some() { decided } else { alone };
                         count.fetch_add(1, Ordering::SeqCst);
-                        // Together the clients send 1,000 requests per second.
+                        // All clients together send 1,000 requests per second.
                         std::thread::sleep(Duration::from_millis(CLIENTS as u64).saturating_sub(asked.elapsed()));
                     }
                     (slowest, total)
@@ -84,7 +84,7 @@ fn store_killed_under_load_causes_no_client_error() {
         eventually("the store decides", || decides(0));
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Some seconds: the interval between probes grows during an outage.
+        // The outage lasts some seconds, because the interval between probes of the store grows.
         eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 3000);
         let before = decided.load(Ordering::SeqCst);
         let _redis = Redis::start_on(port).expect("the port is still free");
@@ -98,7 +98,7 @@ fn store_killed_under_load_causes_no_client_error() {
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
     println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after its start");
-    // The timeout, and 1 s for a busy machine.
+    // The maximum is the timeout plus 1 s for a busy machine.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");
 }
@@ -108,7 +108,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
     let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
-    // The clients have disjoint ranges of numbers.
+    // Each client has its own range of quotas: a crossed reply would show a number of another range.
     let quota = |client: usize| (client + 1) * 1_000_000;
     let limits: String = (0..CLIENTS)
         .map(|client| {
@@ -134,7 +134,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
                         let reply = client.get(&path);
                         sent += 1;
                         if reply.status == 503 {
-                            // 503 until the breaker opens.
+                            // Requests get 503 until the circuit breaker opens.
                             assert_eq!(reply.header("retry-after"), Some("1"));
                             rejected += 1;
                             assert!(rejected <= 6, "{rejected} rejected of {sent}");
@@ -145,10 +145,11 @@ fn stopped_and_continued_store_crosses_no_replies() {
                             alone.fetch_add(1, Ordering::SeqCst);
                             continue;
                         }
-                        // Requests without a reply may have been counted. Requests of other clients never are.
+                        // A request without a reply may have been charged. Requests of other clients are never charged
+                        // to this limit.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
-                        // The charge of a rejected request is refunded once, when its late reply arrives: perhaps after
-                        // later requests have been counted.
+                        // The charge of a rejected request is refunded once its late reply arrives, perhaps after later
+                        // requests have been charged.
                         refunded += (counted + 1_u64).saturating_sub(spent);
                         crossed += usize::from(refunded > rejected || spent > sent);
                         counted = spent;
@@ -160,7 +161,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
             .collect();
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         signal(&redis.child, "STOP");
-        // Calls in flight, calls made while Redis is stopped, and requests without a call.
+        // The stop affects calls in flight, calls sent while Redis is stopped, and requests that make no call.
         eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
@@ -180,17 +181,17 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     signal(&redis.child, "STOP");
     let asked = monotonic();
     gateway.get("/r").assert_problem(503, "the breaker is still closed");
-    // No further request: the gateway probes the store by itself.
+    // Without a further request, the gateway probes the store by itself.
     eventually("the breaker is open", || gateway.log().contains("the store is down"));
     let opened = asked.elapsed();
     println!("the breaker is open {opened:?} after a single request");
-    // Six timeouts are 0.3 s.
+    // Six timeouts take 0.3 s.
     assert!(opened < Duration::from_secs(5), "{opened:?}");
     let reply = gateway.get("/r");
-    assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "by on_store_error");
+    assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "the response follows on_store_error");
 }
 
-/// Three gateways. The first one is connected to Redis by a relay.
+/// Start three gateways. The first one is connected to Redis through a relay.
 fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
@@ -203,7 +204,7 @@ fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Ga
 #[test]
 fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
     const LIMIT: usize = 30;
-    // A bucket refills one token in 121 days.
+    // A bucket refills one token in about 121 days.
     for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
         let redis = Redis::start();
         let relay = Relay::start(redis.port);
@@ -225,7 +226,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
             isolated.log().contains("the store is down")
         });
         let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
-        assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
+        assert_eq!(by_store + rest, LIMIT, "{algorithm}: all requests that the store admitted");
         relay.redirect_to(redis.port);
         eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
         assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
@@ -239,7 +240,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
     let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
-    // No permit expires while the test runs.
+    // No permit expires during the test.
     let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
     let gateways = three_gateways(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
     let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
@@ -261,18 +262,18 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let [isolated, others @ ..] = &gateways;
     relay.redirect_to(free_port());
     let share = open(isolated, LIMIT);
-    assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
+    assert_eq!(share.len(), LIMIT / 3 - 1, "the share minus the request that already runs");
     eventually("the breaker of the isolated gateway is open", || {
         assert!(open(isolated, 1).is_empty(), "its share is used up");
         isolated.log().contains("the store is down")
     });
     running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
-    assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");
+    assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "the store admits up to the limit");
     running.extend(share);
     relay.redirect_to(redis.port);
     eventually("all running requests are counted", || permits() == running.len());
     for gateway in &gateways {
-        assert!(open(gateway, LIMIT).is_empty(), "more run than the limit already");
+        assert!(open(gateway, LIMIT).is_empty(), "more requests than the limit are already running");
     }
     running.clear();
     eventually("all permits are released", || permits() == 0);

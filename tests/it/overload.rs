@@ -1,5 +1,5 @@
-//! Overload, distant stores and outages longer than the permit TTL: limits stay exact while the store is healthy but
-//! slow, and running requests are counted again.
+//! Overload, distant stores, and outages longer than the permit TTL. Limits stay exact while the store is healthy but
+//! slow. After an outage, permits of running requests are counted again.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
 use crate::support::{SetOnDrop, eventually, signal};
 
-/// Count responses by status. wrk has one script state per thread.
+/// A wrk script that counts responses by status. wrk has one script state per thread.
 const SCRIPT: &str = r#"
 local threads = {}
 function setup(thread) table.insert(threads, thread) end
@@ -38,7 +38,7 @@ function done()
 end
 "#;
 
-/// Load with wrk. Return the responses with 200, 429, 503 and other statuses.
+/// Load a gateway with wrk for 1 s. Return the number of responses with 200, 429, 503 and other statuses.
 fn load_with_wrk(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("count.lua");
@@ -66,17 +66,17 @@ fn gateway(url: &str, store: &str, limits: &[&str], response: &str) -> Gateway {
     ))
 }
 
-/// The number of values of each factor of a run.
+/// The factors of a run: for each factor, the number of its values.
 const FACTORS: [usize; 7] = [ALGORITHMS.len(), ON_STORE_ERROR.len(), 2, 2, 2, TIMEOUTS.len(), 2];
 const ALGORITHMS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 const ON_STORE_ERROR: [&str; 3] = ["local", "allow", "deny"];
 const TIMEOUTS: [&str; 3] = ["", "timeout = \"20ms\"", "timeout = \"5s\""];
 
-/// One value per factor.
+/// A run: for each factor, the index of its value.
 type Run = [usize; FACTORS.len()];
 
-/// Return all runs, or a few that cover each pair of values of two factors.
+/// Return all runs or, if `all` is false, a few runs that together contain each pair of values of two factors.
 fn runs(all: bool) -> Vec<Run> {
     let product: Vec<Run> = (0..FACTORS.iter().product())
         .map(|number: usize| {
@@ -106,7 +106,7 @@ fn runs(all: bool) -> Vec<Run> {
     chosen
 }
 
-/// An upstream that counts concurrent requests, and their maximum.
+/// An upstream that counts the requests in flight, and the maximum of that number.
 fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
     let counts = Arc::<[AtomicU64; 2]>::default();
     let each = counts.clone();
@@ -114,7 +114,7 @@ fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
         let [running, most] = &*each;
         while read_head(&mut stream).is_some() {
             most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-            // Other requests arrive meanwhile.
+            // Keep the request in flight, so that other requests arrive in the meantime.
             std::thread::sleep(Duration::from_millis(5));
             running.fetch_sub(1, Ordering::SeqCst);
             if stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_err() {
@@ -166,9 +166,9 @@ fn overload_admits_no_more_than_the_limit() {
             });
             ended();
             let most = counts[1].load(Ordering::SeqCst);
-            assert!((1..=PERMITS).contains(&most), "{what}: {most} ran at once");
+            assert!((1..=PERMITS).contains(&most), "{what}: {most} requests ran concurrently");
         } else {
-            // A single client gets the rest of the quota.
+            // A single client uses the rest of the quota.
             let mut client = gateway.client();
             eventually("the limit is used up", || {
                 let status = client.get_with("/r", &[("x-id", "a")]).status;
@@ -177,7 +177,11 @@ fn overload_admits_no_more_than_the_limit() {
             });
             assert!(admitted <= LIMIT / cost, "{what}, {admitted} in all");
         }
-        assert!(!gateway.log().contains("the store is down"), "{what}: overload is no outage: {}", gateway.log());
+        assert!(
+            !gateway.log().contains("the store is down"),
+            "{what}: overload must not count as an outage: {}",
+            gateway.log()
+        );
     }
 }
 
@@ -204,7 +208,7 @@ fn store_connection_closed_while_idle_costs_no_decision() {
     let gateway = gateway(&redis.url(), "connections = 2", &[limit], RESPOND);
     for round in 0..10 {
         for _ in 0..4 {
-            // New connections reach all workers.
+            // Use a new connection each time, so that all workers get requests.
             assert_eq!(gateway.get("/r").status, 200, "round {round}: {}", gateway.log());
         }
         let killed: u64 = redis::cmd("CLIENT")
@@ -220,7 +224,7 @@ fn store_connection_closed_while_idle_costs_no_decision() {
 fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives() {
     const LIMIT: usize = 12;
     const GATEWAYS: usize = 3;
-    // `response_timeout` and 5 s.
+    // The permit TTL is `response_timeout` plus 5 s.
     const PERMIT: Duration = Duration::from_secs(6);
     let redis = Redis::start();
     let upstream = endless();
@@ -245,7 +249,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
     for _ in 0..LIMIT {
         try_each(&mut running);
     }
-    assert_eq!(running.len(), LIMIT, "by the store");
+    assert_eq!(running.len(), LIMIT, "the store admits up to the limit");
     signal(&redis.child, "STOP");
     let stopped = sluicegate::limiter::clock::monotonic();
     eventually("the breakers are open", || {
@@ -257,7 +261,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         stopped.elapsed() > PERMIT + Duration::from_secs(2)
     });
     let most = 2 * LIMIT + GATEWAYS;
-    assert!(running.len() <= most, "{} run in the outage, at most {most}", running.len());
+    assert!(running.len() <= most, "{} requests run during the outage, at most {most} expected", running.len());
     signal(&redis.child, "CONT");
     let zset = || {
         let keys = redis.keys();
@@ -271,8 +275,8 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
     for _ in 0..LIMIT {
         try_each(&mut running);
     }
-    assert!(running.len() <= most, "{} run after the outage, at most {most}", running.len());
-    // All end: the permits are free, including those of abandoned checks.
+    assert!(running.len() <= most, "{} requests run after the outage, at most {most} expected", running.len());
+    // All requests end. All permits become free, including those of abandoned checks.
     running.clear();
     eventually("permits are free again", || {
         try_each(&mut running);
@@ -282,7 +286,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
 
 #[test]
 fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
-    // `response_timeout` and 5 s.
+    // The permit TTL is `response_timeout` plus 5 s.
     const PERMIT: Duration = Duration::from_secs(15);
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
@@ -295,7 +299,7 @@ fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
     ));
     signal(&redis.child, "STOP");
     for _ in 0..3 {
-        assert_eq!(gateway.get("/r").status, 503, "the check is written and has no reply");
+        assert_eq!(gateway.get("/r").status, 503, "the check is sent and gets no reply");
     }
     signal(&redis.child, "CONT");
     let answers = sluicegate::limiter::clock::monotonic();
@@ -331,7 +335,7 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
                         let wait = reply.header("retry-after").map_or(0, |wait| wait.parse::<u64>().unwrap());
                         match reply.status {
                             200 => admitted += 1,
-                            // The check was late, or coalesced with others that took the tokens.
+                            // The check timed out, or it was coalesced with other checks that took the tokens.
                             503 => assert_eq!(wait, 1, "{reply:?}"),
                             429 if admitted < OWN => assert_eq!(wait, 1, "a token is available: {reply:?}"),
                             429 => assert!(wait > 86400, "its own limit is used up: {reply:?}"),

@@ -16,8 +16,8 @@ use sluicegate::limiter::redis::overrides::{
 
 const HASH: &str = "rl:overrides";
 
-/// Time until an override applies again after Redis is back: a probe of the circuit breaker, a poll, and a busy
-/// machine.
+/// Maximum time until an override applies again after Redis has returned. It covers a probe of the circuit breaker, a
+/// poll of the overrides, and delays on a busy machine.
 const SOON: Duration = Duration::from_secs(5);
 
 fn config(redis: &Redis) -> String {
@@ -52,7 +52,7 @@ fn all(gateway: &Gateway) -> Value {
     reply.json()
 }
 
-/// Return the quotas of all overrides by the number of the identity.
+/// Return the quotas of all overrides, by the identity as a number.
 fn quotas(all: &Value) -> BTreeMap<u128, String> {
     let quota = |one: &Value| {
         let identity = u128::from_str_radix(one["identity"].as_str().unwrap(), 16).unwrap();
@@ -69,12 +69,12 @@ fn field(identity: u128) -> String {
     format!("size/one/{identity:032x}")
 }
 
-/// Return the fields and values of the hash.
+/// Return all fields and values of the overrides hash in Redis.
 fn stored(redis: &Redis) -> BTreeMap<String, String> {
     redis::cmd("HGETALL").arg(HASH).query(&mut redis.connection()).unwrap()
 }
 
-/// Return expiry, revision, and the instant until which the record is kept.
+/// Return the three numbers of a record: its expiry, its revision, and the time until which the record is kept.
 fn numbers(value: &str) -> [u64; 3] {
     let mut words = value.split(' ').map(|word| word.parse().unwrap());
     std::array::from_fn(|_| words.next().unwrap())
@@ -84,7 +84,7 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap();
 }
 
-/// Kill a server and start another one without data on its port.
+/// Kill Redis and start an empty server on its port.
 fn restart_empty(redis: &mut Redis) {
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
@@ -106,7 +106,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     }
     let first = expected(&[(1, "10/day"), (2, "10/day"), (3, "10/day")]);
     eventually("both gateways have all overrides", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
-    // The second gateway misses the changes just before the loss.
+    // Stop the second gateway, so that it misses the last changes before Redis loses its data.
     signal(&gateways[1].child, "STOP");
     assert!(remove(&gateways[0], 2));
     assert_eq!(set(&gateways[0], 3, "20/day", "1h").status, 200);
@@ -115,9 +115,9 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     redis.child.wait().unwrap();
     let newest = expected(&[(1, "10/day"), (3, "20/day")]);
     let without_store = all(&gateways[0]);
-    assert_eq!(quotas(&without_store), newest, "applies without the store");
+    assert_eq!(quotas(&without_store), newest, "the overrides apply without the store");
     assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
-    // The second gateway comes first, alone, with its old records.
+    // The second gateway reaches the empty server first, alone, and has the old records.
     signal(&gateways[0].child, "STOP");
     start_again(&mut redis);
     signal(&gateways[1].child, "CONT");
@@ -131,11 +131,11 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     assert_eq!(after.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>());
     for (field, value) in &after {
         let (now, was) = (numbers(value), numbers(&before[field]));
-        assert_eq!(now[1], was[1], "{field}: the revision stays");
-        assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: not past its expiry: {now:?} {was:?}");
+        assert_eq!(now[1], was[1], "{field}: the revision does not change");
+        assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: the expiry is not extended: {now:?} {was:?}");
     }
     redis.assert_every_key_expires();
-    // Now both gateways know, in any order.
+    // Both gateways have the newest records. The order in which they restore them does not matter.
     restart_empty(&mut redis);
     let back = monotonic();
     eventually("all records are restored", || stored(&redis).len() == 3);
@@ -162,12 +162,12 @@ fn flush_keeps_overrides_and_removals() {
     let before = revisions(&redis);
     for _ in 0..2 {
         command(&redis, &["FLUSHALL"]);
-        // The first gateway may write the removed override back, until the second one writes the removal.
+        // The first gateway may restore the removed override until the second gateway writes the removal.
         eventually("both records are restored", || revisions(&redis) == before);
     }
     let rest = expected(&[(1, "10/day")]);
     eventually("one override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
-    // A removal of a record that Redis has just lost.
+    // Remove an override whose record Redis has just lost.
     command(&redis, &["FLUSHALL"]);
     assert!(remove(&gateways[0], 1));
     eventually("it is removed everywhere", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
@@ -188,7 +188,7 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     eventually("it expires", || quotas(&all(&gateways[0])).is_empty());
     let [expiry, revision, kept] = numbers(&stored(&redis)[&field(1)]);
     assert!(kept > expiry + 3_000_000_000, "kept as long as the record that it replaced: {expiry} {kept}");
-    // The other gateway restores the record that it knows, and the first one replaces it.
+    // The second gateway restores its older record, and the first gateway replaces it.
     signal(&gateways[0].child, "STOP");
     command(&redis, &["FLUSHALL"]);
     signal(&gateways[1].child, "CONT");
@@ -200,7 +200,7 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     eventually("no override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
 }
 
-/// Write records: expiry, revision and kept instant of each identity.
+/// Write a record for each identity: expiry, revision, and the time until which the record is kept.
 fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
     let mut command = redis::cmd("HSET");
     command.arg(HASH);
@@ -218,11 +218,15 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis));
     plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
-    // More removals than are kept, the oldest first.
+    // More removals than the gateway keeps. The first ones are the oldest.
     plant(&redis, (2000..3002).map(|identity| (identity, [0, identity as u64, FAR])));
     eventually("all are known", || quotas(&all(&gateway)).len() == 1000);
-    assert_eq!(set(&gateway, 1500, "5/day", "1h").status, 409, "removals do not count, overrides do");
-    assert_eq!(set(&gateway, 999, "6/day", "1h").status, 200, "another record in its place");
+    assert_eq!(
+        set(&gateway, 1500, "5/day", "1h").status,
+        409,
+        "1000 overrides are the maximum, without counting removals"
+    );
+    assert_eq!(set(&gateway, 999, "6/day", "1h").status, 200, "an existing override can be replaced");
     assert!(remove(&gateway, 7));
     let removed = |redis: &Redis| {
         let removed = stored(redis).into_iter().filter(|(_, value)| value.starts_with("0 "));
@@ -231,7 +235,7 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     let now = removed(&redis);
     assert_eq!(now.len(), 1000);
     assert!(now.contains(&field(7)) && now.contains(&field(3001)));
-    assert!((2000..=2002).all(|oldest| !now.contains(&field(oldest))), "the oldest are forgotten");
+    assert!((2000..=2002).all(|oldest| !now.contains(&field(oldest))), "the oldest removals are deleted");
     let before = stored(&redis).into_keys().collect::<Vec<_>>();
     command(&redis, &["FLUSHALL"]);
     eventually("all are written back", || stored(&redis).into_keys().collect::<Vec<_>>() == before);
@@ -248,7 +252,7 @@ fn records_without_a_revision_apply_and_are_replaced() {
     }
     let both = expected(&[(1, "10/day"), (2, "10/day")]);
     eventually("they apply", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
-    // Without a revision the field is deleted to remove it.
+    // A record without a revision is removed by deleting its field.
     command(&redis, &["HDEL", HASH, &field(2)]);
     assert_eq!(set(&gateways[0], 1, "20/day", "1h").status, 200);
     let newest = expected(&[(1, "20/day")]);
@@ -258,7 +262,7 @@ fn records_without_a_revision_apply_and_are_replaced() {
     eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));
 }
 
-/// Return the command that sets a field for an hour, of at most two.
+/// Return the command that sets a field for an hour. The hash may have at most two overrides.
 fn set_field(field: &str, value: &str, known: KnownRevision) -> redis::Cmd {
     OverrideWrite { field, known, record: Some((value, Duration::from_secs(3600))) }.command(HASH, 2)
 }
@@ -275,14 +279,14 @@ fn script_does_not_overwrite_a_newer_revision() {
         expires_at_us: expiry_us,
         keep_until_us: expiry_us.max(1),
     };
-    // A gateway that missed the change wants to restore what it knows.
+    // A gateway that missed the change tries to restore its older record.
     run(set_field(&field(1), "new", KnownRevision::default()));
     let [_, newest, _] = numbers(&stored(&redis)[&field(1)]);
     let before = stored(&redis);
     let older = [record(1, "old", newest - 1, FAR), record(1, "same", newest, FAR)];
     let results = parse_restore_reply(run(overrides::restore_command(HASH, &older, 2))).unwrap();
     assert_eq!((results, stored(&redis)), (vec![WriteStatus::Unchanged; 2], before));
-    // Newer, missing, expired, one too many.
+    // The records are, in this order: newer, missing, expired, and one more than the maximum.
     let expired = 1_000_000;
     let four = [
         record(1, "newer", newest + 1, FAR),
@@ -293,17 +297,17 @@ fn script_does_not_overwrite_a_newer_revision() {
     let results = parse_restore_reply(run(overrides::restore_command(HASH, &four, 2))).unwrap();
     assert_eq!(results, [WriteStatus::Written, WriteStatus::Written, WriteStatus::Unchanged, WriteStatus::TooMany]);
     assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
-    // Redis' clock was set back: a change is newer all the same.
+    // Although the clock of Redis was set back, a change has a newer revision.
     let known = KnownRevision { revision: FAR, keep_until_us: FAR, is_in_force: true };
     run(set_field(&field(2), "changed", known));
     assert_eq!(numbers(&stored(&redis)[&field(2)])[1..], [FAR + 1, FAR]);
-    // The removal of an override that Redis has lost is written.
+    // The removal of an override is written even if Redis has lost the override.
     let field_5 = field(5);
     let removal = OverrideWrite { field: &field_5, known, record: None };
     let reply = run(removal.command(HASH, 2));
     assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Written);
     assert_eq!(numbers(&stored(&redis)[&field(5)]), [0, FAR + 1, FAR]);
-    // Another gateway has removed it before.
+    // Another gateway has already removed the override.
     let reply = run(removal.command(HASH, 2));
     assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Unchanged);
 }
@@ -313,7 +317,7 @@ fn record_that_replaces_an_expired_one_is_kept() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());
-    // The last one is only deleted.
+    // The last of the three fields is only deleted.
     plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
     run(set_field(&field(1), "new", KnownRevision::default()));
     plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));

@@ -1,4 +1,5 @@
-//! Concurrency permits on random cases: the script, the Rust model, and an independent list of permits in flight.
+//! Concurrency permits in random cases: the script, the Rust model and an independent list of permits in flight must
+//! agree.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +16,21 @@ const LEASE: u64 = 6 * SECOND;
 
 #[derive(Debug, Clone, Copy)]
 enum Act {
-    /// A request acquires a permit, alone or with a sliding log.
+    /// A request acquires a permit, alone or together with an entry of a sliding log.
     Acquire { with_log: bool },
     /// The n-th last request releases its permit.
     Release(u64),
     /// The n-th last request renews its permit.
     Renew(u64),
-    /// A peek.
+    /// A client reads the remaining permits without a charge.
     Peek,
-    /// An unconditional charge.
+    /// A permit is charged without a check.
     Force,
-    /// The limit changes.
+    /// The limit changes to this number.
     Resize(u64),
 }
 
-/// An action after some µs, which are negative if the clock is set back.
+/// An action after a pause in µs. The pause is negative if the clock is set back.
 fn step(back: bool) -> impl Strategy<Value = (i64, Act)> {
     let act = prop_oneof![
         6 => any::<bool>().prop_map(|with_log| Act::Acquire { with_log }),
@@ -64,7 +65,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
     let mut limits = apart(rules, 1);
     let mut connection = server.connection();
     let key = limits[0].key(prefix, 0);
-    // The permits in flight and their ends. Exact while the clock moves forward.
+    // The permits in flight and their expiry times. This list is exact while the clock moves forward.
     let mut in_flight: BTreeMap<u64, u64> = BTreeMap::new();
     let (mut now, mut latest, mut next) = (START + 1000 * SECOND, 0, 100);
     for &(pause, act) in steps {
@@ -90,7 +91,11 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 let slot = verdict.outcomes[0];
                 if !back {
                     let free = (in_flight.len() as u64) < most;
-                    assert_eq!(slot.status == Status::Ok, free, "as many as the limit, no fewer: {what}");
+                    assert_eq!(
+                        slot.status == Status::Ok,
+                        free,
+                        "a permit is granted if and only if one is free: {what}"
+                    );
                 }
                 if verdict.granted > 0 {
                     in_flight.insert(next, now + LEASE);
@@ -98,12 +103,9 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                     assert_eq!(dump(&mut connection), before, "a denied request changes nothing: {what}");
                 }
                 if slot.status == Status::Saturated {
-                    assert!(
-                        slot.retry_us <= LEASE,
-                        "leases end by themselves, also when the clock was set back: {what}"
-                    );
+                    assert!(slot.retry_us <= LEASE, "permits expire, even if the clock was set back: {what}");
                     let later = stores.peek(now + slot.retry_us, &[vec![held(slots, 1)]]).await;
-                    assert_eq!(later[0].granted, 1, "and then a permit is free: {what}");
+                    assert_eq!(later[0].granted, 1, "a permit is free after the stated time: {what}");
                 }
             }
             Act::Force => {
@@ -121,7 +123,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 if !back {
                     let live = stores.call(Operation::Peek, &[held(slots, 1)]).await.outcomes[0];
                     let left = most.saturating_sub(in_flight.len() as u64);
-                    assert_eq!(live.remaining, left, "a lost permit is added: {what}");
+                    assert_eq!(live.remaining, left, "a renewal restores a lost permit: {what}");
                 }
             }
             Act::Peek | Act::Resize(_) => {

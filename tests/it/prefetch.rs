@@ -1,4 +1,4 @@
-//! Prefetched tokens: fewer calls, documented bounds, and no lost tokens.
+//! Prefetched tokens: they reduce the number of store calls, the documented bounds hold, and no tokens are lost.
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use crate::support::upstream::Upstream;
 use crate::support::{MAX_WAIT, eventually};
 use sluicegate::limiter::clock::{elapsed_since, monotonic, unix_us};
 
-/// Return a configuration with one global limit and a store with a long timeout: every admitted request was charged.
+/// Return a configuration with one global limit. The store timeout is long, so that every admitted request was charged.
 fn config(redis: &Redis, limit: &str) -> String {
     format!(
         "[server]\nworkers = 2\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n\
@@ -35,7 +35,7 @@ fn addresses(gateways: &[Gateway]) -> Vec<SocketAddr> {
     gateways.iter().map(|gateway| gateway.address).collect()
 }
 
-/// Return the tokens that Redis has charged to the limit, for algorithms that count in whole tokens.
+/// Return how many tokens Redis has charged to the limit. The algorithm must count in whole tokens.
 fn charged(redis: &Redis) -> u64 {
     let Some(key) = redis.keys().pop() else { return 0 };
     let mut connection = redis.connection();
@@ -43,10 +43,10 @@ fn charged(redis: &Redis) -> u64 {
     if kind == "list" {
         return redis::cmd("LLEN").arg(&key).query(&mut connection).unwrap();
     }
-    // The key may be gone: an empty log has no key.
+    // The key may not exist: an empty log has no key.
     let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
     let Some(state) = state else { return 0 };
-    // The state of sliding buckets is text, that of a window is binary.
+    // The state of sliding buckets is text, that of windows is binary.
     if state.contains(&0) {
         return u64::from_le_bytes(state[16..24].try_into().unwrap());
     }
@@ -55,7 +55,7 @@ fn charged(redis: &Redis) -> u64 {
     counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
 }
 
-/// Send requests until more is charged than was admitted. Return how many were admitted and charged.
+/// Send requests until more tokens are charged than requests admitted. Return both numbers.
 fn until_tokens_are_prefetched(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
     let mut total = 0;
     let mut counted = 0;
@@ -75,12 +75,12 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
         let redis = Redis::start();
         let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nprefetch = {lease}");
         let gateways = [(); 3].map(|()| Gateway::start(&config(&redis, &limit)));
-        // All requests fit, so that the number of calls does not depend on denials.
+        // The quota admits all of these requests, so that the number of calls does not depend on denials.
         let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
         calls.push(redis.calls("evalsha") + redis.calls("eval"));
         eventually("all tokens are returned", || {
             total += admitted(&load(&addresses(&gateways), 12, 600, "/r", &[]));
-            assert!(total <= UNITS, "{total} were admitted");
+            assert!(total <= UNITS, "{total} requests were admitted");
             total == UNITS
         });
         assert_eq!(admitted(&load(&addresses(&gateways), 12, 120, "/r", &[])), 0);
@@ -90,7 +90,7 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
     assert!(calls[1] * 3 < calls[0], "calls without and with prefetch: {calls:?}");
 }
 
-/// The times at which admitted requests were sent and answered.
+/// For each admitted request, the times at which it was sent and answered.
 type Times = Vec<(Instant, Instant)>;
 
 /// Send `total` requests over 8 connections to each gateway.
@@ -114,7 +114,7 @@ fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     })
 }
 
-/// Assert that no time span contains more complete admitted requests than `allowed` of its length.
+/// Assert for each time span that at most `allowed(span)` admitted requests were sent and answered within it.
 fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
     for (from, _) in times {
         let mut ends: Vec<_> = times.iter().filter(|(sent, _)| sent >= from).map(|(_, answered)| *answered).collect();
@@ -141,8 +141,8 @@ fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut times = Times::new();
         for _ in 0..4 {
-            // First requests that leave prefetched tokens behind, then, when the limit is full again, all that it
-            // admits.
+            // The first requests leave prefetched tokens behind. When the limit is full again, the second burst uses
+            // all that it admits.
             times.extend(burst(&addresses(&gateways), 32));
             let whole = monotonic() + WINDOW + WINDOW / 10;
             eventually("the limit is full", || monotonic() > whole);
@@ -172,9 +172,10 @@ fn limit_shared_by_many_clients_is_exceeded_by_at_most_one_prefetch() {
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"all\", \"own\"]\nrespond = {{ status = 200 }}\n",
             redis.store()
         ));
-        // Every client is hot: two connections each. Together they hold tokens when the quota is full again.
+        // Each client has two connections and is hot. Together they hold prefetched tokens when the quota is full
+        // again.
         let (began, admitted) = (monotonic(), AtomicU64::new(0));
-        // A busy machine needs more windows for the same number of requests.
+        // On a busy machine, the same number of requests takes more windows.
         let is_over = || {
             let elapsed = elapsed_since(began);
             elapsed > MAX_WAIT || elapsed > 5 * WINDOW && admitted.load(Ordering::Relaxed) > 3 * UNITS
@@ -256,7 +257,7 @@ fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     });
     eventually("they are returned", || {
         total += 1;
-        // One token refills in 4 s. Tokens that have refilled since the charge are not credited again.
+        // One token refills in 4 s. Returned tokens are credited only if they have not refilled since the charge.
         other.get("/r").remaining("l") + 2 >= UNITS - total
     });
 }
@@ -289,7 +290,7 @@ fn returned_tokens_admit_an_identity_that_was_denied() {
     let (total, counted) = until_tokens_are_prefetched(&redis, &hot);
     assert_eq!(counted, 2000, "all tokens were taken");
     let mut left = 2000 - total;
-    // The other gateway denies at first and caches the denial.
+    // The other gateway first denies requests and caches the denial.
     let mut client = other.client();
     eventually("the other gateway gets the rest", || {
         left -= u64::from(client.get("/r").status == 200);
@@ -313,9 +314,9 @@ fn remaining_counts_every_request_and_at_most_one_prefetch() {
     });
     for told in told {
         for (asked, left) in (1..).zip(told) {
-            assert!(left <= 5000 - asked, "{left} after {asked} of this client alone");
-            // Tokens that another worker has prefetched are not available to this one.
-            assert!(left >= 5000 - 16 * EACH - 100, "{left} after {asked}");
+            assert!(left <= 5000 - asked, "{left} tokens remain after {asked} requests of this client alone");
+            // A worker cannot use the tokens that another worker has prefetched.
+            assert!(left >= 5000 - 16 * EACH - 100, "{left} tokens remain after {asked} requests");
         }
     }
     eventually("unused tokens are returned", || charged(&redis) == 16 * EACH);
@@ -336,7 +337,7 @@ fn prefetched_token_is_refunded_where_it_was_charged() {
         most = most.max(charged(&redis));
         most > 8
     });
-    // A sliding log deletes the entry of the charged instant only.
+    // A refund to a sliding log deletes only entries of the instant of the charge.
     eventually("all tokens are returned", || charged(&redis) == 0);
 }
 
@@ -366,21 +367,28 @@ fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     };
     let said = check("redis://127.0.0.1:1");
     for line in [
-        "  bucket: at most 109 in any 60 s, 10 at once, and up to 5 more for each gateway\n",
+        "  bucket: at most 109 in any 60 s, 10 at once, plus up to 5 prefetched by each gateway\n",
         "  window: at most 200 in any 60 s, 100 at once\n",
-        "warning: the `prefetch` of `window` has no effect on requests of `mixed` that meet `plain`, which has no `prefetch`\n",
+        "warning: the `prefetch` of `window` has no effect on requests of `mixed` that also count against `plain`, which has no `prefetch`\n",
     ] {
         assert!(said.contains(line), "{line} is missing in\n{said}");
     }
     assert_eq!(said.matches("has no effect").count(), 1, "{said}");
     let said = check("memory:");
-    assert!(said.contains("the `prefetch` of `bucket` has no effect: the memory store needs no calls"), "{said}");
+    assert!(
+        said.contains(
+            "the `prefetch` of `bucket` has no effect: prefetching saves calls to Redis, but the store is in memory"
+        ),
+        "{said}"
+    );
 }
 
-/// Redis denies a request with another limit, as all tokens are prefetched. This denial is cached.
+/// Redis denies a request that has another limit, because all tokens are prefetched. The gateway caches this denial.
+/// Requests that can use the prefetched tokens are still admitted.
 #[test]
 fn prefetched_tokens_are_used_before_the_denial_cache() {
-    // The first call of each identity is held. The prefetched tokens are the whole quota.
+    // The fake Redis holds back the first call of each identity. It grants calls with one limit and denies calls with
+    // two limits for an hour.
     let (word, words) = mpsc::channel::<()>();
     let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
     let fake = FakeRedis::start(move |command| {
@@ -405,7 +413,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
     )));
     let mut clients = [gateway.client(), gateway.client()];
     let mut numbers = 0..;
-    // Prefetched tokens are used for 1 s. A try that takes longer for five requests shows nothing and is repeated.
+    // Prefetched tokens are usable for 1 s. If five requests take longer, the attempt proves nothing and is repeated.
     eventually("five requests within the second of a prefetch", || {
         let id = format!("id-{}", numbers.next().unwrap());
         let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");
@@ -428,7 +436,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
         let status = clients[0].get_with("/one", &[("x-id", &id)]).status;
         let in_time = prefetched.elapsed() < Duration::from_secs(1);
         if in_time {
-            assert_eq!((denied, denied_again, called), (429, 429, 0), "the denial is cached");
+            assert_eq!((denied, denied_again, called), (429, 429, 0), "the denial is cached, without a further call");
             assert_eq!(status, 200, "a prefetched token is available");
         }
         in_time

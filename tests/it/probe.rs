@@ -11,7 +11,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 const TOKEN: &str = "open-sesame";
 
-/// Run the probe of a configuration, with the token. Return its exit code and its line.
+/// Run the probe with this configuration and the valid token. Return its exit code and its output line.
 fn probe(config: &Path, arguments: &[&str]) -> (i32, String) {
     probe_with(config, arguments, TOKEN)
 }
@@ -31,9 +31,9 @@ fn command(config: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Start a gateway whose configuration needs variables that the probe does not have.
+/// Start a gateway whose configuration uses environment variables that the probe does not have.
 fn start(more: &str) -> Gateway {
-    // If another process takes the port meanwhile, the gateway fails to start and says so.
+    // If another process takes the port in the meantime, the gateway fails to start and logs the error.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let config = format!(
         "[admin]\naddress = \"127.0.0.1:${{PORT:-{port}}}\"\ntoken = \"${{SLUICEGATE_ADMIN_TOKEN}}\"\n\
@@ -67,7 +67,11 @@ fn probe_succeeds_while_the_gateway_is_ready() {
     eventually("it stops", || {
         probe(&config, &[]) == (1, format!("sluicegate: the gateway at {url} is not ready: stopping"))
     });
-    assert_eq!(probe(&config, &["--live"]), (0, format!("{url}: ok")), "a gateway that stops is not restarted");
+    assert_eq!(
+        probe(&config, &["--live"]),
+        (0, format!("{url}: ok")),
+        "a stopping gateway is live and is not restarted"
+    );
     gateway.terminate();
     assert!(gateway.wait().success(), "{}", gateway.log());
     for arguments in [&["--live"][..], &[]] {
@@ -76,8 +80,8 @@ fn probe_succeeds_while_the_gateway_is_ready() {
     }
 }
 
-/// A probe that fails because of an edited file would restart a gateway that runs with its previous configuration, and
-/// that could not start again.
+/// A probe must not fail because of an edited file. It would restart a gateway that runs with its previous
+/// configuration, and the gateway could not start again.
 #[test]
 fn probe_does_not_depend_on_a_valid_configuration() {
     let gateway = start("");
@@ -101,12 +105,12 @@ fn probe_finds_the_admin_socket() {
     eventually("the socket has its name", || socket.exists());
     assert_eq!(probe(&config, &[]), ready);
     assert_eq!(probe(Path::new("/nowhere"), &["--url", socket.to_str().unwrap()]), ready);
-    // As systemd names it.
+    // systemd passes the directory of the socket in `RUNTIME_DIRECTORY`.
     let mut by_directory = command(Path::new("/nowhere"), &[]);
     let output = by_directory.env("RUNTIME_DIRECTORY", gateway.directory()).output().unwrap();
     assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(0), format!("{}\n", ready.1)));
 
-    // The queue of the socket is full: a blocking connect would wait for a process that does not accept.
+    // The backlog of the socket is full: a blocking connect would wait for a process that does not accept.
     signal(&gateway.child, "STOP");
     let connect = || {
         let client = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None).unwrap();

@@ -40,7 +40,7 @@ fn request_header_rules_apply_to_the_upstream_request() {
         ("authorization", "Bearer b"),
         ("x-gateway", "theirs"),
         ("accept", "*/*"),
-        // Clients cannot remove headers that the rules set.
+        // Clients cannot use `Connection` to remove headers that the rules set.
         ("Connection", "x-gateway, authorization"),
     ];
     assert_eq!(gateway.client().get_with("/r/1", &sent).status, 200);
@@ -80,11 +80,11 @@ fn response_header_rules_apply_to_the_response() {
     ] {
         assert_eq!(all(&reply, name), values, "{name}: {reply:?}");
     }
-    assert_eq!(all(&reply, "ratelimit").len(), 1, "ours is added after theirs is removed: {reply:?}");
-    assert_eq!(reply.remaining("l"), 93, "what is removed was counted before");
+    assert_eq!(all(&reply, "ratelimit").len(), 1, "only the gateway's RateLimit header remains: {reply:?}");
+    assert_eq!(reply.remaining("l"), 93, "the request was charged before the rules removed the header");
     let own = gateway.get("/own");
     assert_eq!((own.text(), own.header("x-new")), ("own", Some("1")), "direct responses follow the rules");
-    // The quota of a hundred is used up. The rules do not apply to rejections.
+    // The quota of 100 is used up. The rules do not apply to rejections.
     let refused = (0..30).map(|_| gateway.get("/r/1")).find(|reply| reply.status == 429).expect("a denial");
     assert_eq!((refused.header("x-new"), refused.header("cache-control")), (None, Some("no-store")));
     assert!(refused.header("retry-after").is_some() && refused.header("ratelimit").is_some(), "{refused:?}");
@@ -105,7 +105,7 @@ fn http_1_0_requests_get_http_1_0_semantics() {
         ("/r/1", "", "whole"),
         ("/r/1", "Host: a.test\r\nConnection: close\r\n", "whole"),
         ("/r/chunks", "", "in pieces"),
-        // The body ends with the connection, so the connection is not kept.
+        // Only the end of the connection delimits this body, so the connection is not kept alive.
         ("/r/chunks", "Connection: keep-alive\r\n", "in pieces"),
         ("/own", "", "own"),
     ] {
@@ -140,7 +140,11 @@ fn response_has_one_date_and_the_server_header_of_the_upstream() {
     });
     let gateway = gateway(upstream.address, "");
     let both = gateway.get("/r/both");
-    assert_eq!(all(&both, "date"), ["Tue, 15 Nov 1994 08:12:31 GMT"], "when it was made (RFC 9110 §6.6.1)");
+    assert_eq!(
+        all(&both, "date"),
+        ["Tue, 15 Nov 1994 08:12:31 GMT"],
+        "the Date of the upstream is kept (RFC 9110 §6.6.1)"
+    );
     assert_eq!(all(&both, "server"), ["old/1.0"]);
     for path in ["/r/none", "/own", "/nowhere"] {
         let reply = gateway.get(path);
@@ -162,7 +166,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
             stream.write_all(head.as_bytes()).unwrap();
             for _ in 0..EVENTS {
                 stream.write_all(b"9\r\ndata: x\n\n\r\n").unwrap();
-                // The next event is sent only after the client has received the one before.
+                // The next event is sent only after the client has received this one.
                 wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
             }
             stream.write_all(b"0\r\n\r\n").unwrap();
@@ -202,7 +206,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
 fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address, "");
-    // Methods that begin like the HTTP/2 preface, invalid prefaces, and a valid one.
+    // Methods that begin like the HTTP/2 preface, invalid prefaces, and a valid preface.
     for (request, status) in [
         ("P / HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(404)),
         ("PRI /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),
@@ -231,6 +235,6 @@ fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     for pieces in [bytes.len(), 1, 23, 25] {
         let mut client = Http2 { stream: gateway.client().stream.into_inner() };
         bytes.chunks(pieces).for_each(|piece| client.send(piece).unwrap());
-        assert_eq!(client.until(DATA, 1).expect("a response").payload, b"own", "in pieces of {pieces}");
+        assert_eq!(client.until(DATA, 1).expect("a response").payload, b"own", "sent in pieces of {pieces} bytes");
     }
 }

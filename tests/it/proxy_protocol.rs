@@ -1,4 +1,4 @@
-//! The PROXY protocol: the client address comes from trusted proxies only, and upstreams are told it.
+//! The PROXY protocol: the gateway takes client addresses only from trusted proxies, and sends them to upstreams.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -16,7 +16,7 @@ use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::{Upstream, read_request, serve};
 use rustls::version::TLS13;
 
-/// The trusted proxy.
+/// The address of the trusted proxy.
 const PROXY: [u8; 4] = [127, 0, 0, 9];
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n";
@@ -35,7 +35,8 @@ fn from_proxy(address: SocketAddr) -> Client {
     Client::connect_from(PROXY.into(), address)
 }
 
-/// Return a version 2 header: version and command, family and protocol, addresses and further bytes.
+/// Return a PROXY header of version 2: `command` includes the version, `family` the protocol, `rest` has the addresses
+/// and TLVs.
 fn v2(command: u8, family: u8, rest: &[u8]) -> Vec<u8> {
     let length = u16::try_from(rest.len()).unwrap().to_be_bytes();
     [SIGNATURE, &[command, family], &length, rest].concat()
@@ -54,7 +55,7 @@ fn ipv6(source: &str) -> Vec<u8> {
 fn client_address_is_read_from_the_proxy_header() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
-    // Type 2 (authority) and type 4 (padding).
+    // A TLV of type 2 (authority) and one of type 4 (padding).
     let tlvs = [&b"\x02\x00\x04gate"[..], b"\x04\x01\x00", &[0; 256]].concat();
     for (header, client) in [
         (b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n".to_vec(), "198.51.100.1"),
@@ -71,7 +72,7 @@ fn client_address_is_read_from_the_proxy_header() {
         (v2(0x21, 0x21, &[ipv6("2001:db8:0:2::1"), tlvs].concat()), "2001:db8:0:2::1"),
     ] {
         let what = String::from_utf8_lossy(&header).into_owned();
-        // Claims of the client on the same connection are ignored.
+        // The gateway ignores client addresses in headers of the request on this connection.
         let claims = "GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\nX-Real-IP: 203.0.113.7\r\n\r\n";
         let mut together = from_proxy(gateway.address);
         together.send(&[&header, claims.as_bytes()].concat());
@@ -80,7 +81,7 @@ fn client_address_is_read_from_the_proxy_header() {
         assert_eq!(seen.headers("x-forwarded-for"), [client], "{what}");
         assert!(seen.headers("x-real-ip").is_empty(), "{what}");
         assert_eq!(together.get("/").remaining("ip"), 98, "{what}: the next request of the connection");
-        // Byte by byte.
+        // Send the PROXY header and the request byte by byte.
         let mut pieces = from_proxy(gateway.address);
         header.iter().chain(GET).for_each(|byte| pieces.send(&[*byte]));
         assert_eq!(pieces.reply().unwrap_or_else(|| panic!("{what}")).remaining("ip"), 97, "{what}");
@@ -92,7 +93,7 @@ fn proxy_header_without_address_means_the_proxy_itself() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     let claims = b"GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\n\r\n";
-    // LOCAL means a connection of the proxy itself. UNKNOWN has no client address.
+    // With LOCAL, the proxy itself is the client. UNKNOWN has no client address.
     for (header, trusted) in [
         (b"PROXY UNKNOWN\r\n".to_vec(), false),
         (b"PROXY UNKNOWN 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), false),
@@ -110,7 +111,7 @@ fn proxy_header_without_address_means_the_proxy_itself() {
         let expected = if trusted { "203.0.113.7, 127.0.0.9" } else { "127.0.0.9" };
         assert_eq!(upstream.last().headers("x-forwarded-for"), [expected], "{what}");
     }
-    // Only the five requests without a client address were charged to the proxy's address.
+    // Only the six requests without a client address were charged to the proxy's address. This request is the seventh.
     let mut client = from_proxy(gateway.address);
     client.send(&[b"PROXY UNKNOWN\r\n", GET].concat());
     assert_eq!(client.reply().unwrap().remaining("ip"), 93);
@@ -122,7 +123,7 @@ fn connection_without_valid_proxy_header_is_closed() {
     let gateway = gateway(&upstream, "");
     let long = format!("PROXY TCP4 198.51.100.1 192.0.2.1 1 2{}\r\n", " ".repeat(70));
     let mut cases: Vec<Vec<u8>> = [
-        // Version 1, §2.1
+        // Errors in version 1 (§2.1).
         "PROXY TCP4 198.51.100.1 192.0.2.1 1\r\n",
         "PROXY TCP4 198.51.100.1 192.0.2.1 1 2 3\r\n",
         "PROXY TCP4 198.51.100.1 192.0.2.1 1 2\n",
@@ -155,7 +156,7 @@ fn connection_without_valid_proxy_header_is_closed() {
         "\r\nPROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
         &long,
         &"PROXY ".repeat(100),
-        // No PROXY header.
+        // No PROXY header at all.
         "",
         "\r\n",
         "\x16\x03\x01\x02\x00\x01\x00\x01\x11\x03\x03\x00\x00",
@@ -164,7 +165,7 @@ fn connection_without_valid_proxy_header_is_closed() {
     .to_vec();
     cases.extend([
         b"PROXY TCP4 198.51.100.\xff 192.0.2.1 1 2\r\n".to_vec(),
-        // Version 2, §2.2: version, command, family, protocol, lengths, signature.
+        // Errors in version 2 (§2.2): version, command, family, protocol, lengths, signature.
         v2(0x11, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x31, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x22, 0x11, &ipv4([198, 51, 100, 1])),
@@ -181,7 +182,7 @@ fn connection_without_valid_proxy_header_is_closed() {
     for header in cases {
         let what = String::from_utf8_lossy(&header[..header.len().min(80)]).into_owned();
         let mut client = from_proxy(gateway.address);
-        // The connection may be closed before all bytes are sent.
+        // The gateway may close the connection before all bytes are sent.
         let _ = std::io::Write::write_all(client.stream.get_mut(), &[&header, GET].concat());
         client.assert_closed(&what);
     }
@@ -193,7 +194,7 @@ fn connection_without_valid_proxy_header_is_closed() {
         client.stream.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
         client.assert_closed(&String::from_utf8_lossy(start));
     }
-    // Two headers: the second is data of the client.
+    // With two PROXY headers, the second one belongs to the data of the client.
     let mut twice = from_proxy(gateway.address);
     twice.send(b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\nPROXY TCP4 198.51.100.2 192.0.2.1 1 2\r\n\r\n");
     assert_eq!(twice.reply().unwrap().status, 400);
@@ -314,10 +315,10 @@ fn unknown_client_stays_untrusted_after_a_reload() {
 
 // ---- towards upstreams ---------------------------------------------------------------------------
 
-/// A PROXY header as an upstream reads it: the command, the source and the destination.
+/// A PROXY header as an upstream reads it: the command and, if present, the source and the destination.
 type Header = (u8, Option<(SocketAddr, SocketAddr)>);
 
-/// Read a version 2 header and not a byte more. Return `None` at the end of the stream.
+/// Read exactly one header of version 2. Return `None` at the end of the stream.
 fn read_proxy_header(stream: &mut TcpStream) -> Option<Header> {
     let mut fixed = [0; 16];
     stream.read_exact(&mut fixed).ok()?;
@@ -340,7 +341,7 @@ fn read_proxy_header(stream: &mut TcpStream) -> Option<Header> {
     Some((fixed[12], pair))
 }
 
-/// An upstream that records the PROXY header of each connection, and the index of the connection of each request.
+/// An upstream that records the PROXY header of each connection and, for each request, the index of its connection.
 struct Receiver {
     address: SocketAddr,
     headers: Arc<Mutex<Vec<Header>>>,
@@ -395,10 +396,11 @@ fn each_upstream_connection_has_the_addresses_of_one_client() {
         }
     }
     let of = |source| (0x21, Some((source, gateway.address)));
-    assert_eq!(receiver.headers(), own.map(of), "one connection for each client");
-    assert_eq!(receiver.requests(), [0, 1, 0, 1, 0, 1], "reused for its client");
+    assert_eq!(receiver.headers(), own.map(of), "each client has its own upstream connection");
+    assert_eq!(receiver.requests(), [0, 1, 0, 1, 0, 1], "each connection is reused for its client");
 
-    // The client behind a trusted proxy: its address without a port, whatever connection of the proxy it uses.
+    // For a client behind a trusted proxy, the header has the client's address with port 0, whichever connection of the
+    // proxy it uses.
     let mut proxies = [from_proxy(gateway.address), from_proxy(gateway.address)];
     for client in ["192.0.2.1", "2001:db8::1", "192.0.2.1"] {
         for proxy in &mut proxies {
@@ -483,15 +485,15 @@ fn idle_connections_of_many_clients_are_bounded() {
         assert_eq!(gateway.get("/").status, 200);
     }
     assert_eq!(receiver.headers().len(), 200);
-    // 64 idle connections, and a few of clients that are closing.
-    eventually("others are closed", || descriptors(&gateway) < base + 80);
+    // The gateway keeps at most 64 idle upstream connections. A few connections of clients are still closing.
+    eventually("the other connections are closed", || descriptors(&gateway) < base + 80);
 }
 
 fn descriptors(gateway: &Gateway) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count()
 }
 
-/// nginx reads the header of a real connection.
+/// nginx accepts the PROXY header that the gateway sends.
 #[test]
 fn nginx_reads_the_header() {
     let folder = tempfile::tempdir().unwrap();

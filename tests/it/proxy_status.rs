@@ -15,7 +15,7 @@ use crate::support::upstream::{Upstream, read_head, serve};
 use http::Request;
 use rustls::version::TLS13;
 
-/// Return the rows of the table in the manual: outcomes and their error type.
+/// Return the rows of the table in the manual: each outcome with its error type.
 fn documented() -> BTreeSet<(String, String)> {
     let page = pages::read("docs/reference/http.md");
     let section = page.split("\n### Proxy-Status\n").nth(1).unwrap().split("\n## ").next().unwrap();
@@ -143,13 +143,13 @@ fn errors_have_the_type_of_the_manual() {
     let mut client = gateway.client();
     client.send(b"POST /own HTTP/1.1\r\nHost: gateway.test\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n");
     record("client-aborted", 400, &client.reply().unwrap());
-    // A response of the upstream is not an error of the gateway.
+    // A 502 that the upstream sends is not an error of the gateway.
     let reply = get("/own", &[]);
     assert_eq!((reply.status, reply.header("proxy-status")), (502, None));
-    // The local share of the limit admits one request.
+    // The gateway's local share of the limit admits one request.
     eventually("the limit denies", || get("/once", &[]).status == 429);
     record("rate-limited", 429, &get("/once", &[]));
-    // A request holds the only permit of the server.
+    // One request holds the only request permit of the server.
     let mut held = gateway.client();
     held.send(b"GET /full HTTP/1.1\r\nHost: gateway.test\r\n\r\n");
     arrivals.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
@@ -160,7 +160,7 @@ fn errors_have_the_type_of_the_manual() {
     let Some(Answer::Response(status, headers, _)) = answers.into_iter().next() else { panic!("no response") };
     assert_eq!(status.as_u16(), 431);
     assert_eq!(headers["proxy-status"], "sluicegate;error=http_request_error");
-    // Every outcome of the access log has a row, except those that are no errors.
+    // The table has a row for every outcome of the access log, except for those that are not errors.
     let page = pages::read("docs/reference/access-log.md");
     let table = page.split("\n### Values of `outcome`\n").nth(1).unwrap().split("\n## ").next().unwrap();
     let documented = table.lines().filter(|line| line.starts_with("| `"));
@@ -182,7 +182,7 @@ fn invalid_response_differs_from_a_closed_connection() {
     let http1 = serve(|mut stream| {
         read_head(&mut stream);
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok");
-        // Until the gateway closes the connection.
+        // Wait until the gateway closes the connection.
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
     let upstreams = [

@@ -11,7 +11,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::free_port;
 use crate::support::{SetOnDrop, eventually};
 
-/// Record the IDs of POST requests, each in one write.
+/// A Python server that appends the `x-id` header of each POST to a file, in one write.
 const PYTHON: &str = r#"
 import os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +29,8 @@ class Handler(BaseHTTPRequestHandler):
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 "#;
 
-/// The same in Node, which closes connections that are idle for 5 s and says so in a header.
+/// A Node server that appends the `x-id` header of each POST to a file. It closes connections after 5 s without a
+/// request and announces this timeout in `Keep-Alive`.
 const NODE: &str = r#"
 const [port, seen] = process.argv.slice(1);
 require("http").createServer((request, response) => {
@@ -150,7 +151,7 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
                     let reply = client.request("POST", "/post", &[("x-id", &id)], b"something");
                     assert!(matches!(reply.status, 204 | 502), "{}", reply.text());
                     if reply.header("connection") == Some("close") {
-                        // The response came before the body was read.
+                        // The server responded before it read the body, so the connection is closed.
                         client = gateway.client();
                     }
                     posts.push(reply.status);
@@ -161,7 +162,7 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
         let threads: Vec<_> = (0..4).map(|thread| scope.spawn(ask(thread))).collect();
         {
             let _over = SetOnDrop(&over);
-            // One server at a time: with `retries = 2` a request tries each server once.
+            // Restart one server at a time: with `retries = 2`, a request tries each server once.
             let served = || {
                 let before = answered.load(Ordering::SeqCst);
                 eventually("requests are served", || answered.load(Ordering::SeqCst) >= before + 100);
@@ -181,11 +182,11 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
     });
     let seen = std::fs::read_to_string(&seen).unwrap();
     let ids: HashSet<_> = seen.lines().collect();
-    assert_eq!(ids.len(), seen.lines().count(), "nothing was posted twice");
+    assert_eq!(ids.len(), seen.lines().count(), "no POST reached the servers twice");
     let lost = posts.iter().filter(|status| **status == 502).count();
     println!(
         "fault 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
         posts.len()
     );
-    assert!(!ids.is_empty() && gets > 20, "{gets} requests, {} at those that note them", ids.len());
+    assert!(!ids.is_empty() && gets > 20, "{gets} GET requests, {} POST requests recorded by the servers", ids.len());
 }

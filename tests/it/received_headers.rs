@@ -1,9 +1,10 @@
-//! What is matched, limited and authenticated is what the upstream gets: headers that are removed, joined or malformed.
+//! The upstream gets the same headers that the gateway used for routing, limits and authentication, even if headers are
+//! removed, joined or malformed.
 
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 
-/// An authentication server that admits all requests as `x-user: alice`, and a route that asks it.
+/// A configuration with an authentication server that accepts all requests as `x-user: alice`, and with an upstream.
 fn with_server(server: &Upstream, upstream: &Upstream, more: &str) -> String {
     format!(
         "[auth.sso]\nkind = \"forward\"\nurl = \"{}/verify\"\nresponse_headers = [\"x-user\"]\n{more}\n\
@@ -35,13 +36,13 @@ fn headers_that_untrusted_clients_must_not_send_match_and_identify_nothing() {
         let seen = upstream.last();
         assert_eq!((seen.target(), seen.headers(name).contains(&value)), (path, false), "{}", seen.head);
     }
-    // All requests have the same identity: none.
+    // Clients cannot choose their identity by sending `x-user`: both requests share one bucket.
     let statuses = ["r0", "r1"].map(|user| gateway.client().get_with("/limited", &[("x-user", user)]).status);
     assert_eq!(statuses, [200, 429]);
     assert_eq!(upstream.last().headers("x-user"), ["alice"]);
     let trusting = Gateway::start(&(config + "[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n"));
     assert_eq!(trusting.client().get_with("/y", &[("x-forwarded-proto", "https")]).status, 200);
-    assert_eq!(upstream.last().target(), "/https", "a trusted proxy may send it");
+    assert_eq!(upstream.last().target(), "/https", "a trusted proxy may send `X-Forwarded-Proto`");
 }
 
 #[test]
@@ -127,7 +128,7 @@ fn malformed_authorization_is_neither_ignored_nor_forwarded() {
     for value in [&b"Token key"[..], b"a2V5OnNlY3JldA==", b"AWS4-HMAC-SHA256 Credential=a/b, Signature=c"] {
         assert_eq!(send("/r", value), 200, "{}", String::from_utf8_lossy(value));
     }
-    assert_eq!(send("/open", b"Bearer:key"), 200, "no provider of the route reads it");
+    assert_eq!(send("/open", b"Bearer:key"), 200, "no provider of this route reads `Authorization`");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A store that returns: after an outage of several gateways, without its data, or as another server. Fault 21 in
+//! The store returns after an outage of several gateways, without its data, or as another server. Fault 21 in
 //! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,8 +10,8 @@ use crate::support::relay::Relay;
 use crate::support::sentinel::replica_of;
 use crate::support::{SetOnDrop, eventually, signal};
 
-/// Send `each` requests for each of `identities` identities, in turn over all gateways, and call `midway` after half
-/// of them. Return the admitted requests per identity.
+/// Send `each` requests for each identity, over all gateways in turn, and call `midway` after half of them. Return how
+/// many requests of each identity were admitted.
 fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOnce() + Send) -> Vec<usize> {
     let half = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -38,7 +38,7 @@ fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOn
     })
 }
 
-/// Two gateways that call Redis for every request and deny on errors.
+/// Start two gateways that call Redis for every request and deny requests on store errors.
 fn denying_gateways(url: &str) -> [Gateway; 2] {
     let config = format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0\n\
@@ -57,7 +57,7 @@ fn flushall_gives_each_identity_at_most_one_fresh_limit() {
     });
     println!("fault 21: of 10, FLUSHALL: {admitted:?}");
     assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
-    assert!(admitted.contains(&20), "some identity had used its quota: {admitted:?}");
+    assert!(admitted.contains(&20), "at least one identity has used its quota: {admitted:?}");
     redis.assert_every_key_expires();
 }
 
@@ -69,14 +69,14 @@ fn store_restarted_with_its_data_gives_no_fresh_limit() {
     let mut redis = Redis::start_as(&data);
     let gateways = denying_gateways(&redis.url());
     let admitted = spend(&gateways, 10, 200, || {
-        // An error: the connection ends without a reply.
+        // SHUTDOWN returns an error, because the connection ends without a reply.
         let _ = redis::cmd("SHUTDOWN").arg("SAVE").exec(&mut redis.connection());
         redis.child.wait().unwrap();
         let port = redis.port.to_string();
         redis = Redis::start_with(redis.port, &[&data[..], &["--port", &port]].concat()).expect("the port is free");
     });
     println!("of {QUOTA}, restarted with its data: {admitted:?}");
-    // Charges whose replies were lost admit nothing.
+    // A charge whose reply was lost admits no request.
     assert!(admitted.iter().all(|count| *count <= QUOTA) && admitted.contains(&QUOTA), "{admitted:?}");
     for (id, admitted) in admitted.into_iter().enumerate() {
         let mut client = gateways[0].client();
@@ -86,7 +86,10 @@ fn store_restarted_with_its_data_gives_no_fresh_limit() {
             more += usize::from(status == 200);
             status == 429
         });
-        assert!(admitted + more <= QUOTA, "identity {id}: {admitted} and {more}");
+        assert!(
+            admitted + more <= QUOTA,
+            "identity {id}: {admitted} requests admitted before the outage and {more} after it"
+        );
     }
 }
 
@@ -105,7 +108,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut connection = redis.connection();
         let mut written = 0;
-        // Padding keys that outlive those of the limit.
+        // Write padding keys whose TTL is longer than that of the limit's keys.
         let mut pad = |count: u64| {
             for _ in 0..count / 100 {
                 let mut pipe = redis::pipe();
@@ -124,7 +127,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         set("maxmemory-policy", policy);
         set("maxmemory", &redis.info_number("memory", "used_memory:").to_string());
         let evicted = || redis.info_number("stats", "evicted_keys:");
-        // The evicted states: all evictions less those of the padding.
+        // The number of evicted states: all evictions minus those of padding keys.
         let evicted_states = |written: u64| {
             let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
             (evicted() + redis.keyspace().0 - states.len() as u64).saturating_sub(written)
@@ -157,7 +160,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
             drop(raise);
             all
         });
-        // Stop evicting before the final count.
+        // Stop the eviction before the final count.
         set("maxmemory", "0");
         let (mut client, mut admitted) = (gateways[0].client(), admitted.into_inner() as u64);
         for id in 0..IDENTITIES {
@@ -168,14 +171,20 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         }
         let evictions = evicted_states(all_padding);
         println!("{policy}: {admitted} admitted to {IDENTITIES} identities with {evictions} evictions");
-        assert!(admitted <= QUOTA * (IDENTITIES + evictions), "{policy}: {admitted}, {evictions} evictions");
-        assert!(admitted > QUOTA * IDENTITIES, "{policy}: {admitted}; an evicted state is a fresh limit");
+        assert!(
+            admitted <= QUOTA * (IDENTITIES + evictions),
+            "{policy}: {admitted} admitted with {evictions} evictions"
+        );
+        assert!(
+            admitted > QUOTA * IDENTITIES,
+            "{policy}: {admitted} admitted; after an eviction the limit starts anew"
+        );
     }
 }
 
 #[test]
 fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
-    // A replica with all writes, and one with none.
+    // One replica has all writes of the master, the other has none.
     for in_sync in [true, false] {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
         let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
@@ -183,7 +192,7 @@ fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
         let gateways = denying_gateways(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {
             if in_sync {
-                // No new calls are made, and all writes have been replicated.
+                // The gateways cannot make new calls, and the replica has received all writes.
                 relay.redirect_to(free_port());
                 eventually("the replica has all writes", || {
                     let heard = |server: &Redis| server.info_number("replication", "master_repl_offset:");
@@ -218,7 +227,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     );
     let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
     let over = AtomicBool::new(false);
-    // The responses of each client, without the store and by it.
+    // For each client, the number of responses without the store and with a decision of the store.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let _raise = SetOnDrop(&over);
@@ -229,7 +238,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
                 while !over.load(Ordering::SeqCst) {
                     let reply = client.get_with("/r", &[("x-id", &id.to_string())]);
                     if reply.status == 503 {
-                        // 503 until the breaker opens.
+                        // Requests get 503 until the circuit breaker opens.
                         rejected += 1;
                         assert!(rejected <= 6, "{rejected} rejected");
                         continue;
@@ -246,9 +255,9 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
             eventually(what, || so_far().zip(&before).all(|(now, before)| now > before + times));
         };
         let all_decide = |what: &str| all_clients(what, true, 50);
-        // Some seconds at a hundred per second.
+        // Each client gets 250 responses, which takes some seconds at 100 per second.
         let all_miss_it = || all_clients("all clients are served without the store for a while", false, 250);
-        // Without the connection of the test itself.
+        // Do not count the connection of the test itself.
         let connections = |redis: &Redis| redis.info_number("stats", "total_connections_received:") - 1;
         let fresh = (GATEWAYS * WORKERS) as u64;
         all_decide("the store decides");

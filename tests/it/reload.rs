@@ -1,4 +1,5 @@
-//! Reload: a new configuration applies at once, also to open connections, or not at all.
+//! A reload applies a new configuration at once and completely, also to open connections. An invalid configuration
+//! changes nothing.
 
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
@@ -27,10 +28,18 @@ fn open_connections_use_the_new_configuration_for_the_next_request() {
         says("two")
     );
     reloads(&gateway, &new);
-    assert_eq!((client.get("/says").text(), client.get("/says").status), ("two", 429), "another body, and a limit");
-    assert_eq!((client.get("/new").status, client.get("/old").status), (200, 404), "a route more, and one less");
+    assert_eq!(
+        (client.get("/says").text(), client.get("/says").status),
+        ("two", 429),
+        "the reload changes the body and adds a limit"
+    );
+    assert_eq!(
+        (client.get("/new").status, client.get("/old").status),
+        (200, 404),
+        "the reload adds one route and removes another"
+    );
     reloads(&gateway, &says("three"));
-    assert_eq!(client.get("/says").text(), "three", "a limit less");
+    assert_eq!(client.get("/says").text(), "three", "the reload removes the limit");
 }
 
 #[test]
@@ -40,7 +49,7 @@ fn renamed_file_and_sighup_reload_the_configuration() {
     eventually("a renamed file is used", || gateway.get("/says").text() == "two");
     std::fs::write(gateway.directory().join("gateway.toml"), "no toml").unwrap();
     eventually("a file written in place is used as well", || gateway.log().contains("stays in force"));
-    // The file watcher does not see a change behind a symlink to another directory.
+    // The file watcher does not see changes behind a symlink to another directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let write = |body: &str| {
         let text = format!("{}[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n", says(body));
@@ -57,7 +66,8 @@ fn renamed_file_and_sighup_reload_the_configuration() {
 
 #[test]
 fn kubernetes_config_map_is_reloaded_with_its_files() {
-    // `gateway.toml` → `..data/gateway.toml`, `..data` → a directory with a generated name. All files change at once.
+    // Kubernetes mounts files like this: `gateway.toml` → `..data/gateway.toml`, `..data` → a directory with a
+    // generated name. All files change at the same time.
     let folder = tempfile::tempdir().unwrap();
     let key = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
@@ -86,7 +96,7 @@ fn kubernetes_config_map_is_reloaded_with_its_files() {
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
     eventually("the new ones apply", || ask("two").text() == "two");
     assert_eq!(ask("one").status, 401);
-    // Each new file alone would not match the old content of the other.
+    // If the gateway had reloaded one file without the other, it would have logged an error.
     assert!(!gateway.log().contains("cannot reload"), "{}", gateway.log());
 }
 
@@ -117,7 +127,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
     assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "three");
     std::fs::remove_file(gateway.directory().join("gateway.toml")).unwrap();
     let reply = ask(&gateway, "POST", "/api/reload");
-    assert_eq!(reply.status, 422, "a missing file");
+    assert_eq!(reply.status, 422, "the configuration names a missing file");
     assert!(reply.text().contains("cannot be read"), "{}", reply.text());
     assert_eq!(gateway.get("/says").text(), "three");
 }
@@ -180,7 +190,7 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
         assert!(!gateway.log().contains("planted"), "{}", gateway.log());
         assert_eq!(gateway.get("/says").text(), "one", "{keys:?}");
     }
-    // All other keys may change, also in the same tables.
+    // All other keys can change, even keys in the same tables.
     gateway.put(&base(
         "workers = 2\nmax_uri = \"1KiB\"",
         &ADMIN.replace("sesame", "open"),
@@ -191,12 +201,12 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
     ));
     assert_eq!(ask(&gateway, "POST", "/api/reload").status, 200);
     assert_eq!(gateway.get("/says").text(), "two");
-    assert_eq!(ask(&gateway, "GET", "/healthz").status, 401, "the token of before");
+    assert_eq!(ask(&gateway, "GET", "/healthz").status, 401, "the old token is rejected");
     let reply = Client::connect(gateway.admin()).get_with("/healthz", &[("authorization", "Bearer open")]);
     assert_eq!(reply.status, 200);
 }
 
-/// Run `check` on a file beside that of the gateway. Return exit code and output.
+/// Run `check` on a file next to the gateway's configuration. Return its exit code and output.
 fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
     let path = gateway.directory().join("checked.toml");
     std::fs::write(&path, config).unwrap();
@@ -247,7 +257,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     for table in ["store", "log"] {
         for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
             let key = format!("{table}.{key}");
-            assert!(rows.iter().any(|(row, _)| *row == key), "{key} is missing here");
+            assert!(rows.iter().any(|(row, _)| *row == key), "{key} has no case in this test");
         }
     }
     for (key, config) in rows {
@@ -256,7 +266,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         let Some((_, warning)) = out.split_once(&format!("{REFUSED}`{key}` differs from the running gateway")) else {
             panic!("{key}: {out}")
         };
-        // The line of the key, or that of its listener.
+        // The warning shows the line of the key or, for an address, the line of its `[[listener]]`.
         let place = warning.split_once("checked.toml:").unwrap().1;
         let line: usize = place.split(':').next().unwrap().parse().unwrap();
         let shown = config.lines().nth(line - 1).unwrap();
@@ -266,13 +276,17 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         gateway.put(&config);
         let reply = ask(&gateway, "POST", "/api/reload");
         let error = reply.json()["error"].as_str().unwrap_or_default().to_owned();
-        assert!(error.starts_with(&format!("{key} cannot change")), "a reload does refuse it: {key}: {}", reply.text());
+        assert!(
+            error.starts_with(&format!("{key} cannot change")),
+            "a reload must reject the change of {key}: {}",
+            reply.text()
+        );
     }
-    // A removed key is reported at its table.
+    // The warning about a removed key shows the line of its table.
     let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
     let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
-    assert_eq!(out.matches(REFUSED).count(), 2, "each has its warning: {out}");
+    assert_eq!(out.matches(REFUSED).count(), 2, "each key has its own warning: {out}");
 }
 
 #[test]
@@ -283,9 +297,9 @@ fn check_skips_the_comparison_if_no_gateway_answers() {
     let other = base.replace("access = \"off\"", "access = \"off\"\nformat = \"json\"");
     let mut gateway = Gateway::start(&base);
     let (code, out) = checked(&gateway, &base, &["--strict"]);
-    assert_eq!(code, Some(0), "nothing differs: {out}");
+    assert_eq!(code, Some(0), "the configurations are equal: {out}");
     let reloaded = base.replace("\"one\"", "\"two\"");
-    assert_eq!(checked(&gateway, &reloaded, &["--strict"]).0, Some(0), "what a reload takes over");
+    assert_eq!(checked(&gateway, &reloaded, &["--strict"]).0, Some(0), "a reload can apply these changes");
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(1) && out.contains("`log.format` differs"), "{out}");
     let (code, out) = checked(&gateway, &other, &["--json"]);
@@ -300,18 +314,18 @@ fn check_skips_the_comparison_if_no_gateway_answers() {
     let (code, out) = checked(&gateway, &other.replace("sesame", "open"), &["--strict"]);
     assert!(
         code == Some(0) && out.contains("note: the configuration was not compared with the running gateway"),
-        "another token: {out}"
+        "the gateway has another token: {out}"
     );
     let differences = Client::connect(gateway.admin()).request("GET", "/api/differences?salt=a", &[HERE], b"");
     assert_eq!(differences.status, 401);
     gateway.terminate();
     gateway.wait();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
-    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway: {out}");
-    // A port that accepts connections and does not respond.
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway is running: {out}");
+    // The port accepts connections but does not respond.
     let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
-    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "a silent port: {out}");
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "the port does not respond: {out}");
 }
 
 #[test]
@@ -329,7 +343,7 @@ fn reload_needs_the_token() {
     let reply = Client::connect(open.admin()).request("POST", "/api/reload", &[HERE], b"");
     assert_eq!(reply.status, 403);
     assert!(reply.text().contains("set admin.token"), "{}", reply.text());
-    assert_eq!(admin_listener::ask(&open, "/api/config").status, 200, "reading needs none");
+    assert_eq!(admin_listener::ask(&open, "/api/config").status, 200, "reading the configuration requires no token");
     assert_eq!(metric(&open, "config_reloads_total{result=\"ok\"}"), 0.0);
 }
 
@@ -350,12 +364,12 @@ fn files_of_the_new_configuration_are_watched() {
     let knows = |key: &str| gateway.client().get_with("/says", &[("x-api-key", key)]).status == 200;
     assert!(knows("one") && !knows("two"));
     gateway.put(&config("b"));
-    // Workers apply the configuration one after the other.
+    // Workers apply the new configuration one after the other.
     eventually("the other file applies", || knows("two") && !knows("one"));
     gateway.put_file("a", &consumers("three"));
     gateway.put_file("b", &consumers("four"));
     eventually("its changes are seen", || knows("four") && !knows("two"));
-    assert!(!knows("three"), "those of the file of before are not");
+    assert!(!knows("three"), "the old file is not watched");
 }
 
 #[test]
@@ -371,11 +385,11 @@ fn reload_of_trusted_proxies_applies_to_open_connections() {
     let proxy: IpAddr = "127.0.0.9".parse().unwrap();
     let mut client = Client::connect_from(proxy, gateway.address);
     let mut from = |address: &str| client.get_with("/says", &[("x-forwarded-for", address)]).status;
-    assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "it is not trusted");
+    assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "the proxy is not trusted");
     reloads(&gateway, &config("\"127.0.0.9\""));
     assert_eq!((from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")), (200, 200, 429), "it is");
     reloads(&gateway, &config(""));
-    assert_eq!(from("192.0.2.3"), 429, "and no more");
+    assert_eq!(from("192.0.2.3"), 429, "the proxy is not trusted after the second reload");
 }
 
 #[test]
@@ -396,7 +410,7 @@ fn request_ids_of_untrusted_proxies_are_replaced_after_a_reload() {
     };
     assert_eq!(named(), "chosen");
     reloads(&gateway, &config(""));
-    assert_ne!(named(), "chosen", "its word counts no more, for the log and the upstream");
+    assert_ne!(named(), "chosen", "the request id of the client is replaced");
 }
 
 #[test]
@@ -410,20 +424,20 @@ fn reload_raises_and_lowers_max_connections() {
     let mut waiting = gateway.client();
     waiting.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     reloads(&gateway, &config(3));
-    assert_eq!(waiting.reply().unwrap().status, 200, "there is room for one more");
+    assert_eq!(waiting.reply().unwrap().status, 200, "one more connection is allowed");
     assert_eq!(figures(), (3.0, 3.0));
     reloads(&gateway, &config(1));
     assert_eq!(figures(), (3.0, 1.0));
-    assert!(clients.iter_mut().all(|client| answers(client) == 200), "those that are open stay");
+    assert!(clients.iter_mut().all(|client| answers(client) == 200), "open connections stay");
     let mut waiting_again = gateway.client();
     waiting_again.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     drop(clients);
     eventually("two are closed", || figures().0 == 1.0);
     waiting_again.stream.get_mut().set_nonblocking(true).unwrap();
-    assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "there is no room");
+    assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "no further connection is allowed");
     waiting_again.stream.get_mut().set_nonblocking(false).unwrap();
     drop(waiting);
-    assert_eq!(waiting_again.reply().unwrap().status, 200, "now there is");
+    assert_eq!(waiting_again.reply().unwrap().status, 200, "a connection has become free");
     assert_eq!(figures(), (1.0, 1.0));
 }
 
@@ -445,11 +459,11 @@ fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
         clients.clear();
         eventually("all are closed", || figures() == (0.0, 4.0));
         let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
-        assert!(clients.iter_mut().all(answered), "{steps:?}: as many as before are served at the same time");
+        assert!(clients.iter_mut().all(answered), "{steps:?}: four connections are served at the same time");
         let mut fifth = gateway.client();
         fifth.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
         eventually("the fifth waits", || gateway.log().contains("max_connections"));
-        assert_eq!(figures(), (4.0, 4.0), "{steps:?}: and no more");
+        assert_eq!(figures(), (4.0, 4.0), "{steps:?}: no further connection is served");
         drop(clients);
         assert_eq!(fifth.reply().unwrap().status, 200);
     }
@@ -458,7 +472,8 @@ fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
 #[test]
 fn reloaded_max_connections_counts_connections_of_before() {
     let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
-    // The number of connections that are open at the reloads from 4 on.
+    // Each case: the number of open connections, then the values of `max_connections` in the reloads. The initial value
+    // is 4.
     let cases =
         [(4, &[1, 4][..]), (4, &[1, 2, 3, 4]), (4, &[3, 1, 4]), (3, &[1, 4]), (0, &[2]), (1, &[2]), (2, &[2, 3])];
     for (open, steps) in cases {
@@ -479,7 +494,11 @@ fn reloaded_max_connections_counts_connections_of_before() {
         eventually("the next one waits", || gateway.log().contains("max_connections"));
         assert_eq!(metric(&gateway, "connections"), f64::from(most), "{open} open, {steps:?}");
         clients.pop();
-        assert_eq!(next.reply().unwrap().status, 200, "{open} open, {steps:?}: when another one is closed");
+        assert_eq!(
+            next.reply().unwrap().status,
+            200,
+            "{open} open, {steps:?}: served after another connection is closed"
+        );
     }
 }
 
@@ -492,12 +511,12 @@ fn reload_raises_and_lowers_max_connections_per_ip() {
     gateway.client().assert_closed("a second connection");
     reloads(&gateway, &config(2));
     open.push(gateway.client());
-    assert_eq!(open[1].get("/says").status, 200, "two are allowed");
+    assert_eq!(open[1].get("/says").status, 200, "two connections are allowed");
     gateway.client().assert_closed("a third connection");
     reloads(&gateway, &config(1));
-    assert!(open.iter_mut().all(|client| client.get("/says").status == 200), "those that are open stay");
+    assert!(open.iter_mut().all(|client| client.get("/says").status == 200), "open connections stay");
     gateway.client().assert_closed("another connection");
     reloads(&gateway, &config(0));
     let mut more: Vec<_> = (0..5).map(|_| gateway.client()).collect();
-    assert!(more.iter_mut().all(|client| client.get("/says").status == 200), "0 is no bound");
+    assert!(more.iter_mut().all(|client| client.get("/says").status == 200), "0 disables the limit");
 }

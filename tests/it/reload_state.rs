@@ -1,4 +1,4 @@
-//! State that survives a reload: counts, endpoints and their connections, the store state, TLS sessions.
+//! State that survives a reload: counters, endpoints and their connections, the state of the store, and TLS sessions.
 
 use std::io::Write;
 
@@ -24,7 +24,7 @@ fn reload_keeps_counts_and_metrics() {
     assert_eq!([(); 3].map(|()| client.get("/says").remaining("day")), [4, 3, 2]);
     reloads(&gateway, &config("5/day", "[[route]]\nname = \"a\"\npath = \"/a\"\nrespond = { status = 200 }\n"));
     assert_eq!(client.get("/says").remaining("day"), 1);
-    // Another quota uses the same state.
+    // A limit with a changed quota keeps its state.
     reloads(&gateway, &config("8/day", ""));
     assert_eq!(client.get("/says").remaining("day"), 3);
     assert_eq!(metric(&gateway, "http_requests_total{route=\"says\",status=\"2xx\"}"), 5.0);
@@ -53,7 +53,7 @@ fn requests_in_flight_finish_on_the_old_configuration() {
     gone.set(Behaviour::Respond(200));
     assert_eq!(client.reply().unwrap().status, 200, "the running request gets its response");
     assert_eq!(client.get("/gone").status, 404);
-    // One health check may be in flight.
+    // One health check may still be in flight.
     let (checks, before) = (gone.checks(), stays.checks());
     eventually("the other server is still checked", || stays.checks() > before + 20);
     assert!(gone.checks() <= checks + 1, "{} more", gone.checks() - checks);
@@ -96,9 +96,9 @@ fn reload_keeps_ejected_servers_and_pooled_connections() {
             assert_eq!(client.get("/").status, 200);
         }
     }
-    assert_eq!(bad.count(), asked, "it gets no request");
-    assert_eq!(good.accepted(), connections, "and no new connection is made to the other");
-    assert!(new.count() > 0, "the new one takes part");
+    assert_eq!(bad.count(), asked, "the ejected server gets no request");
+    assert_eq!(good.accepted(), connections, "the other server gets no new connection");
+    assert!(new.count() > 0, "the added server gets requests");
 }
 
 #[test]
@@ -119,12 +119,12 @@ fn permit_released_by_an_old_request_admits_a_queued_new_one() {
     reloads(&gateway, &config("response_timeout = \"59s\"\n"));
     clients[1].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     let line = format!("upstream_server_requests_in_flight{{upstream=\"api\",server=\"{}\"}}", server.address);
-    assert_eq!(metric(&gateway, &line), 1.0, "the one of before counts");
+    assert_eq!(metric(&gateway, &line), 1.0, "the request that started before the reload is counted");
     server.set(Behaviour::Respond(200));
     for client in &mut clients {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.max_running(), 1, "never more than there may be");
+    assert_eq!(server.max_running(), 1, "max_requests holds across the reload");
 }
 
 #[test]
@@ -167,13 +167,13 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     assert_eq!(remembered(), before + 1.0, "no further call to Redis");
     reloads(&gateway, &config("three", "2/day"));
     assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another quota needs a call");
-    // The connection of the test is one more.
+    // The test itself has opened one more connection.
     let now = redis.info_number("stats", "total_connections_received:");
-    assert_eq!(now, connected + 1, "with the connection of before");
+    assert_eq!(now, connected + 1, "the store connection survives the reload");
 
     drop(redis);
     eventually("the breaker opens", || {
-        // Another quota each time, so that no denial is cached.
+        // Use another quota each time, so that the denial cache does not apply.
         client.get("/says");
         reloads(
             &gateway,
@@ -233,7 +233,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     reloads(&gateway, &config(1, 1));
     second.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     third.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    // One of them is queued, the other finds the queue full.
+    // One of the two requests is queued. The other one finds the queue full and is rejected.
     let mut rejected = None;
     for client in [&mut *second, third] {
         client.stream.get_mut().set_nonblocking(true).unwrap();

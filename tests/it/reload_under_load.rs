@@ -12,15 +12,15 @@ use rustls::version::TLS13;
 
 const RELOADS: usize = 50;
 
-/// Every tenth reload is an invalid file.
+/// Every tenth reload reads an invalid file.
 const BAD: usize = 10;
 
-/// Requests between two reloads: at 1,000 per second, 20 reloads per second.
+/// Number of requests between two reloads. At 1,000 requests per second, these are 20 reloads per second.
 const BETWEEN: usize = 50;
 
 fn config(round: usize, server: &Server, certificate: &str) -> String {
     let port = server.address.port();
-    // Each configuration changes something else: a limit, the upstream, its servers, a route.
+    // Each configuration changes a limit, the upstream, its servers and a route.
     let quota = format!("{}/s", 1_000_000 + round);
     let (timeout, servers) = (10 + round, ["127.0.0.1", "localhost"][round % 2]);
     let route = format!("[[route]]\nname = \"r{round}\"\npath = \"/r{round}\"\nrespond = {{ status = 200 }}\n");
@@ -67,7 +67,7 @@ fn fifty_reloads_under_load_fail_no_request() {
         let (address, believed) = (addresses[1], believed.clone());
         let shake = move || TlsClient::handshake(&believed, address, "gate.test").unwrap().get("/api").status;
         clients.push(ask(Box::new(shake)));
-        // A panic of this thread ends the load as well.
+        // If this thread panics, the load ends as well.
         let end = SetOnDrop(&over);
         for round in 1..=RELOADS {
             let before = answered.load(Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! `sluicegate replay`: formats, reports, and the same decisions as the gateway.
+//! `sluicegate replay`: log formats, reports, and decisions equal to those of the gateway.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -34,19 +34,19 @@ impl From<Output> for Ran {
     }
 }
 
-/// Run the command in the directory of the sample logs.
+/// Run `sluicegate replay` in the directory of the sample logs.
 fn replay(arguments: &[&str]) -> Ran {
     binary().current_dir(logs()).arg("replay").args(arguments).output().unwrap().into()
 }
 
-/// Return the report as JSON.
+/// Return the JSON report of `sluicegate replay`.
 fn report(arguments: &[&str]) -> Value {
     let said = replay(&[arguments, &["--json"]].concat());
     assert_eq!((said.code, said.err.as_str()), (Some(0), ""), "{}", said.out);
     serde_json::from_str(&said.out).unwrap()
 }
 
-/// Write a log into a new directory.
+/// Write a log into a new directory. Return the directory and the path of the log.
 fn log(content: &[u8]) -> (tempfile::TempDir, String) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
@@ -60,7 +60,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-/// Return `count` lines, one per second, of `clients` clients.
+/// Return `count` log lines, one per second, from `clients` clients in turn.
 fn lines(count: u64, clients: u64) -> Vec<String> {
     let line = |number: u64| {
         let (minute, second) = (number / 60, number % 60);
@@ -72,13 +72,13 @@ fn lines(count: u64, clients: u64) -> Vec<String> {
     (0..count).map(line).collect()
 }
 
-/// The format of `nginx.log`.
+/// The log format of `nginx.log`.
 const NGINX: &str =
     r#"$msec $remote_addr $host "$request" $status $request_time "$http_x_api_key" "$http_x_forwarded_for""#;
 
 const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
-/// The output for each sample log. `BLESS=1` rewrites the expected files.
+/// The report for each sample log equals its expected file. `BLESS=1` rewrites the expected files.
 #[test]
 fn report_of_each_format_matches_its_file() {
     for (name, arguments) in [
@@ -104,7 +104,7 @@ fn report_of_each_format_matches_its_file() {
     }
 }
 
-/// Time, duration, client, method and target, host and status of some lines.
+/// The fields of some log lines: time, duration, client, method and target, host, and status.
 #[test]
 fn entries_have_the_fields_of_their_lines() {
     let cases = [
@@ -198,7 +198,8 @@ fn entries_have_the_fields_of_their_lines() {
 #[test]
 fn report_shows_the_busiest_hours_and_clients() {
     let mut all = lines(3600, 7);
-    // One client sends more and more requests for a while, another one slightly too many.
+    // The request rate of one client rises far above the limit and falls again. Another client slightly exceeds the
+    // limit.
     let more = |client: &str, minute: u64, count: u64| -> Vec<String> {
         let line = |number| {
             let second = number * 60 / count;
@@ -221,10 +222,10 @@ fn report_shows_the_busiest_hours_and_clients() {
     assert_eq!(said.out, std::fs::read_to_string(expected).unwrap());
     let page = std::fs::read_to_string(directory.path().join("busy.html")).unwrap();
     for part in ["<svg", "prefers-color-scheme: dark", "width=device-width", "2001:db8::", "4,501 requests"] {
-        assert!(page.contains(part), "the page has {part}");
+        assert!(page.contains(part), "the page must contain {part}");
     }
     for part in ["http:", "https:", "<script", "@import", "url(", "src="] {
-        assert!(!page.contains(part), "the page needs nothing else: {part}");
+        assert!(!page.contains(part), "the page must not refer to other resources: {part}");
     }
 }
 
@@ -295,20 +296,20 @@ fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let config = ["--config", "gateway.toml"];
     let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
-    assert_eq!(keys["lines"]["no_identity"], 1, "one without: {keys}");
-    // Without the variable the identity is unknown. The other limit is replayed all the same.
+    assert_eq!(keys["lines"]["no_identity"], 1, "one request without a key: {keys}");
+    // A log without the variable does not identify the client of `per-key`. The other limit is still replayed.
     let unknown = report(&[&["combined.log"], &config[..]].concat());
     assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
     assert_eq!(unknown["limits"]["per-ip"]["requests"], 4);
     let stands = report(&[&["combined.log", "--identity", "per-key=http_user_agent"], &config[..]].concat());
     assert_eq!(stands["limits"]["per-key"]["identities"], 2, "{stands}");
-    // The field may contain a key.
+    // The chosen field may contain a secret key: the report shows a hash.
     let shown = stands["limits"]["per-key"]["top_denied"][0]["identity"].as_str().unwrap_or("#").to_owned();
     assert!(shown.starts_with('#'), "{shown}");
     let path = report(&[&["caddy.log", "--identity", "per-key=user_id"], &config[..]].concat());
     assert_eq!(path["limits"]["per-key"]["identities"], 1, "{path}");
-    // Hashes in the gateway's own log separate identities, and the log has the costs.
+    // The gateway's own log distinguishes identities by their hashes, and it contains the costs.
     let own = report(&[&["sluicegate.log"], &config[..]].concat());
     assert_eq!(own["limits"]["per-key"]["identities"], 2, "{own}");
     assert_eq!(own["limits"]["per-ip"]["identities"], 2, "{own}");
@@ -322,7 +323,7 @@ fn invalid_arguments_are_reported() {
             &["common.log", "--config", "nothing.toml"],
             "to replay without a configuration, use: replay LOG --by ip --limit per-ip=600/min",
         ),
-        (&["common.log", "--limit", "per-ipp=1/s"], "there is no limit `per-ipp`; there are per-ip, per-key"),
+        (&["common.log", "--limit", "per-ipp=1/s"], "there is no limit `per-ipp`; the limits are per-ip, per-key"),
         (&["common.log", "--limit", "per-ip=fast"], "`per-ip=fast`: `fast` is not a quota"),
         (&["common.log", "--limit", "per-ip=1/s,burst=2"], "`per-ip` has no burst"),
         (&["common.log", "--limit", "per-ip"], "NAME=QUOTA"),
@@ -338,7 +339,7 @@ fn invalid_arguments_are_reported() {
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
         (&["gateway.toml"], "the format of the log is unknown"),
-        (&["gateway.toml", "--format", "common"], "no line of the logs could be read"),
+        (&["gateway.toml", "--format", "common"], "no line of the logs could be parsed"),
     ] {
         let said = replay(arguments);
         assert_eq!(said.code, Some(2), "{arguments:?}\n{}{}", said.out, said.err);
@@ -391,7 +392,7 @@ fn log_is_read_from_standard_input() {
     assert_eq!((&report["logs"][0], &report["lines"]["requests"]), (&Value::from("stdin"), &Value::from(60)));
 }
 
-/// Lines in any order and in any number of files are decided in the order of their time.
+/// `replay` processes log lines in the order of their time, whatever their order in one or several files.
 #[test]
 fn lines_out_of_order_are_sorted() {
     let all = lines(3000, 2);
@@ -412,10 +413,10 @@ fn lines_out_of_order_are_sorted() {
     assert!(expected[1].as_u64() > Some(100), "{}", expected[1]);
     assert_eq!(counts(&[&mixed.1]), expected, "lines out of order");
     assert_eq!(counts(&[&odd.1, &even.1]), expected, "two logs");
-    assert_eq!(counts(&[&even.1, &odd.1]), expected, "two logs the other way round");
+    assert_eq!(counts(&[&even.1, &odd.1]), expected, "two logs in reverse order");
 }
 
-/// The suggested quota meets the target, and the next smaller one does not.
+/// The suggested quota meets the target, and a quota smaller by one does not.
 #[test]
 fn suggested_quota_is_the_smallest_within_the_target() {
     let mut all = lines(3000, 2);
@@ -437,16 +438,28 @@ fn suggested_quota_is_the_smallest_within_the_target() {
         let count: u64 = quota.strip_suffix("/min").unwrap().parse().unwrap();
         assert!(count > 10, "{algorithm}: {quota}");
         let (enough, ..) = denied(&quota);
-        assert_eq!(Some(enough), suggestion["denied"].as_u64(), "{algorithm}: as reported");
+        assert_eq!(
+            Some(enough),
+            suggestion["denied"].as_u64(),
+            "{algorithm}: the suggested quota denies as many requests as reported"
+        );
         assert!((enough as f64) < 0.005 * requests, "{algorithm}: {quota} denies {enough}");
         let (too_many, _, again) = denied(&format!("{}/min", count - 1));
-        assert!(too_many as f64 >= 0.005 * requests, "{algorithm}: one less denies {too_many}");
-        assert_eq!(again["quota"], quota.as_str(), "{algorithm}: from whatever it began");
-        assert_eq!(denied("5000/min").2["quota"], quota.as_str(), "{algorithm}: also from above");
+        assert!(too_many as f64 >= 0.005 * requests, "{algorithm}: a quota smaller by one denies {too_many}");
+        assert_eq!(
+            again["quota"],
+            quota.as_str(),
+            "{algorithm}: the suggestion does not depend on the configured quota"
+        );
+        assert_eq!(
+            denied("5000/min").2["quota"],
+            quota.as_str(),
+            "{algorithm}: the suggestion is the same for a larger configured quota"
+        );
     }
 }
 
-/// Requests in flight last as long as the log says, and failed ones are refunded.
+/// A request holds its permit for the duration in the log. A failed request is refunded.
 #[test]
 fn refunds_and_permits_apply_when_requests_end() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -457,10 +470,10 @@ fn refunds_and_permits_apply_when_requests_end() {
     let line = |end: f64, took: f64, path: &str, status: u16| {
         format!("{end:.3} {took:.3} 192.0.2.1 \"GET {path} HTTP/1.1\" {status}\n")
     };
-    // From 0 to 10 s and from 1 to 3 s: a request at 2 s is denied, one at 3.5 s is admitted.
+    // Two requests run from 0 to 10 s and from 1 to 3 s. The request at 2 s is denied, the one at 3.5 s is admitted.
     let slow =
         [(10.0, 10.0), (3.0, 2.0), (2.5, 0.5), (4.0, 0.5)].map(|(end, took)| line(1e9 + end, took, "/slow", 200));
-    // Of five requests two fail and are refunded when they end, the last one while the quota is used up.
+    // Two of the six requests fail and are refunded when they end. The quota of 3 is used up when the sixth begins.
     let paid =
         [(20.0, 0.1, 200), (21.0, 0.1, 502), (22.0, 0.1, 503), (23.0, 0.1, 200), (24.0, 0.1, 200), (25.0, 0.1, 200)]
             .map(|(end, took, status)| line(1e9 + end, took, "/paid", status));
@@ -475,10 +488,10 @@ fn refunds_and_permits_apply_when_requests_end() {
     let without =
         report(&[path.as_str(), "--config", arguments[2], "--format", "$msec $x $remote_addr \"$request\" $s"]);
     assert_eq!(without["limits"]["at-once"]["skipped"], "the duration of requests", "{without}");
-    assert_eq!(without["limits"]["paid"]["denied"], 3, "nothing fails: {without}");
+    assert_eq!(without["limits"]["paid"]["denied"], 3, "without `refund_on`, no request is refunded: {without}");
 }
 
-/// Without keys in the log, quotas of consumers follow their names, or the hashes of the gateway's own log.
+/// If the log contains no keys, consumers are recognized by name, or by the hash in the gateway's own log.
 #[test]
 fn consumers_are_replayed_with_their_own_quotas() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
@@ -520,7 +533,7 @@ fn consumers_are_replayed_with_their_own_quotas() {
     }
 }
 
-/// Records each decision by its time.
+/// Record each decision under the time of its request.
 #[derive(Default)]
 struct Decisions(BTreeMap<u64, Vec<bool>>);
 
@@ -530,7 +543,7 @@ impl ReplayObserver for Decisions {
     }
 }
 
-/// The log of a gateway, replayed against its own limits, gives the same decisions one by one.
+/// A replay of a gateway's log against the gateway's own limits repeats each decision.
 #[test]
 fn replay_of_its_own_log_repeats_the_decisions() {
     let limits = "[limit.window]\nby = \"ip\"\nquota = \"40/2s\"\nalgorithm = \"fixed-window\"\n\
@@ -572,17 +585,17 @@ fn replay_of_its_own_log_repeats_the_decisions() {
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
     assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));
-    // Two requests of one instant may be in either order.
+    // The order of two requests at the same instant is unknown.
     for said in made.values_mut().chain(decisions.0.values_mut()) {
         said.sort_unstable();
     }
     let allowed = made.values().flatten().filter(|allowed| **allowed).count();
     let all = made.values().flatten().count();
-    assert!(allowed > 100 && all - allowed > 500, "{allowed} of {all} were allowed");
+    assert!(allowed > 100 && all - allowed > 500, "{allowed} of {all} requests were allowed");
     assert_eq!(decisions.0, made);
 }
 
-/// The manual shows the actual output.
+/// The manual shows the actual report.
 #[test]
 fn manual_shows_the_actual_report() {
     let manual = std::fs::read_to_string(logs().join("../../docs/how-to/tune-limits.md")).unwrap();
@@ -590,7 +603,7 @@ fn manual_shows_the_actual_report() {
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }
 
-/// The current cost is that of the configuration, not the one when the log was written.
+/// The cost is read from the configuration. The cost at the time of the log does not matter.
 #[test]
 fn fixed_cost_is_read_from_the_configuration() {
     let config = |cost: u32| {
@@ -614,14 +627,14 @@ fn fixed_cost_is_read_from_the_configuration() {
     }
 }
 
-/// A request that ends when another one begins has released its permit.
+/// If a request begins at the instant at which another one ends, the permit is free.
 #[test]
 fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
         [limit.at-once]\nby = \"global\"\nquota = \"1\"\nalgorithm = \"concurrency\"\n\
         [[route]]\nname = \"slow\"\npath = \"/slow\"\nlimits = [\"at-once\"]\nrespond = { status = 200 }\n";
     let line = |end: f64, took: f64| format!("{end:.3} {took:.3} 192.0.2.1 \"GET /slow HTTP/1.1\" 200\n");
-    // From 0 to 2 s, and from 2 s or a millisecond earlier to 3 s.
+    // The first request takes from 0 to 2 s. The second one ends at 3 s and begins at 2 s or a millisecond earlier.
     for (took, denied) in [(1.0, 0), (1.001, 1)] {
         let (directory, path) = log((line(1e9 + 2.0, 2.0) + &line(1e9 + 3.0, took)).as_bytes());
         let file = directory.path().join("gateway.toml");
@@ -632,7 +645,8 @@ fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     }
 }
 
-/// The gateway's own log has the client that trusted proxies named, so it is not resolved again.
+/// The gateway's own log already has the client address that trusted proxies reported, so `replay` does not resolve it
+/// again.
 #[test]
 fn client_of_the_gateways_own_log_is_no_proxy() {
     let mut gateway = Gateway::start(
@@ -648,12 +662,15 @@ fn client_of_the_gateways_own_log_is_no_proxy() {
     let [log, config] = ["access.log", "gateway.toml"].map(|name| gateway.directory().join(name).display().to_string());
     let said = replay(&[&log, "--config", &config]);
     assert_eq!(said.code, Some(0), "{}", said.err);
-    assert!(!(said.out + &said.err).contains("trusted proxies"), "the log names the client");
+    assert!(
+        !(said.out + &said.err).contains("trusted proxies"),
+        "no advice about trusted proxies, as the log has the client address"
+    );
     assert_eq!(report(&[&log, "--config", &config])["limits"]["l"]["denied"], 1);
 }
 
-/// Clients that access rules deny, and preflights, are charged nothing: in logs of the gateway by their outcome, in other
-/// logs by the configuration.
+/// Requests that access rules deny, and preflight requests, are not charged. Logs of the gateway have an outcome for
+/// them. For other logs, the configuration decides.
 #[test]
 fn denied_clients_and_preflights_are_not_charged() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\

@@ -1,7 +1,8 @@
-//! Gateways of the last release and of this build share one Redis: the states of both are the same, and limits stay exact.
+//! Gateways of the last release and of this build share one Redis. Both versions use the same states, and limits stay
+//! exact.
 //!
-//! `tests/fixtures/` has the scripts of the last release, its calls with their replies, and the states that they leave.
-//! `make fixtures` writes them again, for the next release.
+//! `tests/fixtures/` contains the scripts of the last release, its recorded calls with their replies, and the resulting
+//! states. `make fixtures` rewrites these files for the next release.
 
 use std::fs;
 
@@ -29,7 +30,7 @@ use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
 
 const PREFIX: &str = "rl";
 
-/// The algorithms of the configuration whose keys differ from those of the fixtures, because their format has changed.
+/// The algorithms whose keys differ from those of the fixtures, because the format of their states has changed.
 /// CHANGELOG.md names each of them: their counters restart with the upgrade.
 const RESTARTED: [&str; 0] = [];
 
@@ -38,7 +39,7 @@ const WHAT_TO_DO: &str = "gateways of both versions share one Redis while an upg
      the algorithm to `RESTARTED` (tests/it/rolling_upgrade.rs), and say in CHANGELOG.md that its counters restart: \
      docs/reference/compatibility.md";
 
-/// A Redis and the model, both of this build, beside the scripts of the release.
+/// A Redis, the stores of this build, and the scripts of the release.
 struct Upgrade {
     release: Fixtures,
     server: Redis,
@@ -54,14 +55,14 @@ impl Upgrade {
         Upgrade { release, server, stores, runtime }
     }
 
-    /// Decide a call by the model only.
+    /// Perform a recorded call with the model only, and compare the verdicts.
     fn model(&self, recorded: &RecordedCall, limits: &[Limit]) {
         self.stores.clock.set(recorded.now);
         let verdict = self.stores.memory.decide(recorded.operation(), &charges(recorded, limits));
         assert!(recorded.has_verdict(&verdict), "the model decided {recorded:#?} otherwise: {verdict:#?}");
     }
 
-    /// Send a call to Redis as the release did.
+    /// Send a recorded call to Redis as the release did.
     fn old(&self, recorded: &RecordedCall, limits: &[Limit]) {
         self.model(recorded, limits);
         let reply = eval(&self.server, &self.release.script(&recorded.script), recorded);
@@ -73,7 +74,7 @@ impl Upgrade {
         );
     }
 
-    /// Decide a call by this build, in Redis and by the model.
+    /// Perform a recorded call with this build, in Redis and with the model.
     fn new_build(&self, recorded: &RecordedCall, limits: &[Limit]) {
         self.model(recorded, limits);
         let charges = charges(recorded, limits);
@@ -85,7 +86,7 @@ impl Upgrade {
         );
     }
 
-    /// Keep all keys. The clock of the calls is virtual, that of their TTL is not.
+    /// Remove the TTL of all keys. The calls use a virtual clock, but Redis expires keys in real time.
     fn keep_keys(&self) {
         let mut connection = self.server.connection();
         for key in self.server.keys() {
@@ -93,7 +94,7 @@ impl Upgrade {
         }
     }
 
-    /// The totals in Redis are those of the model.
+    /// Assert that the usage totals in Redis equal those of the model.
     fn totals_are_equal(&self, case: &RecordedCase) {
         let limits =
             case.limits.iter().map(|limit| limit.to_limit(&case.before[0].charges[0].rule)).collect::<Vec<_>>();
@@ -111,7 +112,7 @@ fn eval(server: &Redis, script: &str, recorded: &RecordedCall) -> Vec<u8> {
     command.query(&mut server.connection()).unwrap_or_else(|error| panic!("{error}: {recorded:#?}\n{WHAT_TO_DO}"))
 }
 
-/// The limits of a call, with their rules at its time.
+/// Return the limits of a recorded call, with the rules that applied at that time.
 fn limits(case: &RecordedCase, recorded: &RecordedCall) -> Vec<Limit> {
     let limits: Vec<_> =
         case.limits.iter().zip(&recorded.charges).map(|(limit, charge)| limit.to_limit(&charge.rule)).collect();
@@ -131,7 +132,7 @@ fn charges<'a>(recorded: &RecordedCall, limits: &'a [Limit]) -> Vec<Charge<'a>> 
     each.map(|(charge, limit)| charge.to_charge(limit, recorded.identity)).collect()
 }
 
-/// The cases of a release whose algorithms have kept their format.
+/// Return the cases of a release whose algorithms have kept their state format.
 fn comparable(release: &Fixtures) -> Vec<RecordedCase> {
     let is_kept = |charge: &RecordedCharge| !RESTARTED.contains(&Rule::from(&charge.rule).algorithm_name());
     let cases: Vec<_> = release.cases().into_iter().filter(|case| case.before[0].charges.iter().all(is_kept)).collect();
@@ -159,7 +160,8 @@ fn states_of_the_last_release_are_read() {
 #[test]
 fn gateways_of_two_versions_alternate_exactly() {
     for case in comparable(&Fixtures::find()) {
-        // Each call is made once by the release and once by this build.
+        // The release and this build make the calls in turn. The second round swaps them, so that each call is made by
+        // both.
         for first_is_old in [true, false] {
             let upgrade = Upgrade::new(Fixtures::find());
             let mut is_old = first_is_old;
@@ -186,7 +188,7 @@ fn last_release_reads_states_of_this_build() {
             upgrade.new_build(recorded, &limits(&case, recorded));
             upgrade.keep_keys();
         }
-        // A rollback.
+        // Roll back: the release performs the remaining calls.
         for recorded in &case.after {
             upgrade.old(recorded, &limits(&case, recorded));
             upgrade.keep_keys();
@@ -220,7 +222,7 @@ fn put(gateway: &Gateway, identity: u128, quota: &str, note: &str) {
     request(gateway, "POST", &body.to_string());
 }
 
-/// The fields of the hash, and the texts of their records: what follows the three numbers.
+/// Return the fields of the overrides hash and the JSON of their records, which follows three numbers.
 fn records(redis: &Redis) -> Vec<(String, String)> {
     let hash: std::collections::BTreeMap<String, String> =
         redis::cmd("HGETALL").arg("rl:overrides").query(&mut redis.connection()).unwrap();
@@ -261,8 +263,8 @@ fn overrides_of_two_versions_are_the_same_records() {
 
 // === Writing the fixtures ===
 
-/// The limits of each case: every algorithm alone, and requests for each script. Windows are long, because the keys have
-/// their TTL in real time.
+/// The limits of each case: every algorithm alone, and combinations that use each script. Windows are long, because
+/// keys expire in real time.
 fn recorded_limits() -> Vec<(Vec<Rule>, Option<&'static str>)> {
     const MINUTE: u64 = 60 * SECOND;
     vec![
@@ -387,7 +389,7 @@ fn record_case(number: usize, rules: Vec<Rule>, usage: Option<&'static str>) -> 
     recorded
 }
 
-/// Write the fixtures of this build in place of all others.
+/// Delete all fixtures and write those of this build.
 fn write_fixtures() {
     let folder = Fixtures::parent().join(env!("CARGO_PKG_VERSION"));
     let _ = fs::remove_dir_all(Fixtures::parent());
@@ -401,7 +403,7 @@ fn write_fixtures() {
     fs::copy("lua/overrides.lua", folder.join("overrides.lua")).unwrap();
     let cases = recorded_limits().into_iter().enumerate();
     let cases: Vec<_> = cases.map(|(number, (rules, usage))| record_case(number, rules, usage)).collect();
-    // One call per line.
+    // One call per line of the file.
     let text = serde_json::to_string(&cases)
         .unwrap()
         .replace("{\"now\"", "\n{\"now\"")

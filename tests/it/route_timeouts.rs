@@ -1,4 +1,5 @@
-//! The timeout of a route: the whole request, from its head to the end of the response, whichever side is slow.
+//! The timeout of a route covers the whole request, from its headers to the end of the response, whichever side is
+//! slow.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,10 +17,10 @@ use sluicegate::limiter::clock::monotonic;
 
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay that a busy machine may add.
+/// Delay on a busy machine that the tests accept.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Forward everything to one upstream within the timeout. `rest` is appended to the route.
+/// Start a gateway that forwards all requests to one upstream, with the timeout. `rest` is appended to the route.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{upstream}\"]\n\
@@ -34,14 +35,14 @@ fn assert_in_time(what: &str, begun: Instant) {
     assert!(time >= TIMEOUT.mul_f64(0.9) && time < TIMEOUT + LATE, "{what}: {time:?}");
 }
 
-/// Wait until the other side closes, and discard what it sends.
+/// Wait until the peer closes the connection, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) {
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
-    while stream.read(&mut rest).expect("it is closed, not forgotten") > 0 {}
+    while stream.read(&mut rest).expect("the gateway closes the connection") > 0 {}
 }
 
-/// An upstream that sends `start`, then `piece` after each pause until the connection is closed. Then the receiver
+/// An upstream that sends `start`, then one `piece` after each pause, until the connection is closed. The receiver then
 /// gets a message.
 fn slow_upstream(start: &'static str, piece: &'static [u8], pause: Duration) -> (SocketAddr, Receiver<()>) {
     let (tell, ended) = channel();
@@ -86,7 +87,7 @@ fn route_timeout_before_the_response_head_is_504() {
     let gateway = gateway(upstream, "limits = [\"l\"]\n[limit.l]\nby = \"global\"\nquota = \"100/day\"");
     let mut client = gateway.client();
     for (index, (method, body)) in [("GET", &b""[..]), ("POST", b"body")].into_iter().enumerate() {
-        assert_eq!(client.get("/quick").status, 200, "there is a connection to use again");
+        assert_eq!(client.get("/quick").status, 200, "the upstream connection can be reused");
         let begun = monotonic();
         let reply = client.request(method, "/slow", &[], body);
         reply.assert_problem(504, method);
@@ -96,7 +97,7 @@ fn route_timeout_before_the_response_head_is_504() {
         let problem = reply.json();
         assert!(problem["detail"].as_str().unwrap().contains("the timeout of its route"), "{problem}");
         assert_eq!(problem["request_id"], seen.headers("x-request-id")[0]);
-        // The charge is not refunded.
+        // The request that timed out is not refunded.
         assert_eq!(gateway.get("/quick").remaining("l"), 100 - 3 * (index as u64 + 1));
     }
 }
@@ -122,7 +123,7 @@ fn route_timeout_truncates_the_response() {
             match client.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(length) => tail = sink[length.saturating_sub(5)..length].to_vec(),
-                // A client that reads keeps all bytes that came before.
+                // A client that keeps reading gets all bytes sent before the reset.
                 Err(error) => {
                     assert!(piece == LARGE && error.kind() == ErrorKind::ConnectionReset, "{what}: {error}");
                     break;
@@ -130,7 +131,7 @@ fn route_timeout_truncates_the_response() {
             }
         }
         assert_in_time(what, begun);
-        assert_ne!(tail, b"0\r\n\r\n", "{what}: it does not end like something whole");
+        assert_ne!(tail, b"0\r\n\r\n", "{what}: the truncated response must not look complete");
         ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     }
 }
@@ -142,7 +143,7 @@ fn route_timeout_applies_to_a_client_that_does_not_read() {
     let mut client = gateway.client();
     let begun = monotonic();
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    // Far below `body_idle_timeout`.
+    // The wait is far shorter than `body_idle_timeout`.
     ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     assert_in_time("a client that does not read", begun);
     let mut sink = vec![0; 1 << 20];
@@ -153,7 +154,7 @@ fn route_timeout_applies_to_a_client_that_does_not_read() {
             Err(error) => break Some(error.kind()),
         }
     };
-    assert_eq!(end, Some(ErrorKind::ConnectionReset), "it does not end like something whole");
+    assert_eq!(end, Some(ErrorKind::ConnectionReset), "the truncated response must not look complete");
 }
 
 #[test]
@@ -170,7 +171,7 @@ fn route_timeout_resets_its_http2_stream_alone() {
         while client.next().expect(what).kind != RST_STREAM {}
         assert_in_time(what, begun);
         ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
-        // The connection continues.
+        // The connection still serves other streams.
         client.get(3, "/quick");
         assert!(client.until(HEADERS, 3).is_some(), "{what}");
     }
@@ -196,13 +197,13 @@ fn requests_within_route_timeout_keep_their_connections() {
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
     let begun = monotonic();
-    // Longer than the timeout in total: each request has its own timeout.
+    // All requests together take longer than the timeout. Each request has its own timeout.
     while begun.elapsed() < 2 * TIMEOUT {
         assert_eq!(client.get("/").text(), "ok");
         std::thread::park_timeout(TIMEOUT / 10);
     }
-    assert_eq!(counts[0].load(Ordering::SeqCst), 1, "one after the other, on one connection");
-    // An idle client connection has no timeout.
+    assert_eq!(counts[0].load(Ordering::SeqCst), 1, "all requests use one connection");
+    // The timeout does not apply to an idle client connection.
     std::thread::park_timeout(TIMEOUT + TIMEOUT / 2);
     assert_eq!(client.get("/").text(), "ok");
 }
@@ -234,25 +235,25 @@ fn websocket_outlives_route_timeout() {
 #[test]
 fn queueing_counts_towards_route_timeout() {
     let (upstream, counts) = counting();
-    // The second request would be admitted after the timeout.
+    // The limit would admit the second request only after the timeout.
     let limit = "limits = [\"l\"]\n[limit.l]\nby = \"global\"\nquota = \"2/3s\"\nburst = 1\nmax_wait = \"10s\"\n\
                  [[route]]\nname = \"free\"\npath = \"/free\"\nupstream = \"u\"";
     let gateway = gateway(upstream, limit);
     let mut client = gateway.client();
     assert_eq!(client.get("/").status, 200);
-    client.get("/").assert_problem(504, "it has waited");
+    client.get("/").assert_problem(504, "the request waited in the queue until the timeout");
     assert_eq!(client.get("/free").status, 200);
-    // The timed-out request makes no upstream request and closes no connection.
+    // The request that timed out in the wait queue is not forwarded and closes no connection.
     assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [1, 2]);
 }
 
-/// The bytes of a client, and after a pause the rest.
+/// What is sent, the first bytes, a pause, the rest, and the expected status.
 type Upload = (&'static str, &'static str, Duration, &'static str, u16);
 
 #[test]
 fn client_that_withholds_its_body_is_408_without_refund() {
     const AT_ONCE: Duration = Duration::ZERO;
-    // Later than half of the timeout and before its end.
+    // More than half of the timeout, but not all of it.
     const BEFORE_THE_END: Duration = Duration::from_millis(750);
     let cases: [Upload; 5] = [
         ("no byte of the body", "Content-Length: 5\r\n\r\n", AT_ONCE, "", 408),
@@ -271,12 +272,12 @@ fn client_that_withholds_its_body_is_408_without_refund() {
         stream.write_all(format!("POST /slow HTTP/1.1\r\nHost: a\r\n{first}").as_bytes()).unwrap();
         if !rest.is_empty() {
             std::thread::park_timeout(pause);
-            // On a busy machine the timeout may be over already.
+            // On a busy machine, the timeout may already have expired.
             let _ = stream.write_all(rest.as_bytes());
         }
         let head = read_head(&mut stream).unwrap();
         assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{what}: {head}");
-        // The remaining shows whether the request before was refunded.
+        // The remaining quota shows whether the previous request was refunded.
         let left = if status == 504 { 99 } else { 98 };
         assert_eq!(gateway.get("/quick").remaining("l"), left, "{what}");
     }

@@ -1,4 +1,4 @@
-//! Rewritten paths, redirects, and weighted upstreams of routes.
+//! Path rewriting, redirects and weighted upstreams of routes.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use sluicegate::http::target::canonical_path;
 
-/// Routes: name, path, and the rewrite.
+/// Start a gateway with these routes: name, path and rewrite settings.
 fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
     let routes: String = routes
         .iter()
@@ -61,7 +61,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a?", Ok("/a?")),
     ("/v1/v1/x", Ok("/v1/x")),
     ("/v1/a/b?c=/v1/d", Ok("/a/b?c=/v1/d")),
-    // The prefix must end at a segment.
+    // The prefix must end at a segment boundary.
     ("/v1x", Err(404)),
     ("/v10/x", Err(404)),
     ("/a/b/7", Ok("/7")),
@@ -80,7 +80,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/w/a/b", Ok("/search?path=a%2Fb")),
     ("/w/", Ok("/search?path=")),
     ("/f/whatever?x", Ok("/caf%C3%A9?x")),
-    // The canonical path is rewritten, in any spelling.
+    // The canonical path is rewritten, however the client spells it.
     ("//v1//x", Ok("/x")),
     ("/v1/%61%2D", Ok("/a-")),
     ("/%76%31/x", Ok("/x")),
@@ -88,7 +88,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a/../b", Ok("/b")),
     ("/v1/caf\u{e9}/%e2%82%ac", Ok("/caf%C3%A9/%E2%82%AC")),
     ("/r//evil.test/", Ok("/internal/evil.test/")),
-    // Dot segments do not leave the rewritten prefix.
+    // Dot segments cannot leave the rewritten prefix.
     ("/r/../secret", Err(404)),
     ("/r/%2e%2e/secret", Err(404)),
     ("/r/a/%2e%2e/%2E./secret", Err(404)),
@@ -102,14 +102,14 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/r/%252e%252e/secret", Ok("/internal/%252e%252e/secret")),
     ("/r/.../..a", Ok("/internal/.../..a")),
     ("/s/.a/..b", Ok("/..b/x-.a.json?a=.a&fixed=1")),
-    // Delimiters of paths and heads stay encoded, or are rejected.
+    // Delimiters of paths and of headers stay encoded, or the request is rejected.
     ("/r/a%3fb%23c", Ok("/internal/a%3Fb%23c")),
     ("/s/%3Fx=1/%23", Ok("/%23/x-%3Fx=1.json?a=%3Fx%3D1&fixed=1")),
     ("/r/a%0d%0aX-Evil:%201", Err(400)),
     ("/r/%00", Err(400)),
     ("/r/a%20b", Ok("/internal/a%20b")),
     ("/r/{id}%7bid%7d", Ok("/internal/%7Bid%7D%7Bid%7D")),
-    // A parameter is one value in a query.
+    // In a query, a parameter stays one value.
     ("/s/1&fixed=2/b", Ok("/b/x-1&fixed=2.json?a=1%26fixed%3D2&fixed=1")),
     ("/s/a+b;c/d", Ok("/d/x-a+b;c.json?a=a%2Bb%3Bc&fixed=1")),
     ("/w/a&path=b?path=c", Ok("/search?path=a%26path%3Db&path=c")),
@@ -127,7 +127,7 @@ fn upstream_receives_the_rewritten_path() {
             Ok(expected) => {
                 assert_eq!(reply.status, 200, "{target}: {}", reply.text());
                 assert_eq!(upstream.last().target(), *expected, "{target}");
-                // The absolute form is equivalent.
+                // The absolute form of the target gives the same result.
                 assert_eq!(request(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
                 let seen = upstream.last();
                 assert_eq!((seen.target(), &seen.headers("host")[..]), (*expected, &["b.test"][..]), "{target}");
@@ -138,14 +138,14 @@ fn upstream_receives_the_rewritten_path() {
             }
         }
     }
-    // The same over HTTP/2.
+    // The same rewrite over HTTP/2.
     let mut client = Http2::connect(gateway.address, &[]);
     client.get(1, "/s/1/2?b=3");
     assert!(client.until(HEADERS, 1).is_some());
     assert_eq!(upstream.last().target(), "/2/x-1.json?a=1&fixed=1&b=3");
 }
 
-/// Routes by expression: name, expression, and the rewrite.
+/// Routes with a regular expression: name, expression and rewrite.
 const EXPRESSIONS: [(&str, &str, &str); 4] = [
     ("users", "/v(?<version>[0-9]+)/u/(?<id>[^/]+)(?:/(?<rest>.*))?", "/users/{id}/{rest}?v={version}&id={id}"),
     ("action", "/do/(?<name>\\w+):(?<action>\\w+)", "/{action}/{name}"),
@@ -181,7 +181,7 @@ fn named_groups_form_the_rewritten_path() {
         // The expression matches the canonical path, in which `%3A` is `:`.
         ("/do/job:start", Ok("/start/job")),
         ("/do/job%3Astart", Ok("/start/job")),
-        // Groups that form dot segments or cut off percent-encoding.
+        // Requests whose groups form dot segments or split a percent-encoded byte are rejected.
         ("/dots/a-b", Ok("/in/ab")),
         ("/dots/.-.", Err(400)),
         ("/dots/a/.-./b", Err(400)),
@@ -205,7 +205,7 @@ fn named_groups_form_the_rewritten_path() {
     }
     assert_eq!(request(&gateway, "GET", "/old/a/b?c").header("location"), Some("/new/a/b?c"));
     assert_eq!(request(&gateway, "GET", "/old//evil.test").header("location"), Some("/new/evil.test"));
-    // A named group is an identity.
+    // A named group can be a limit key.
     for (target, status) in [("/limited/ann", 200), ("/limited/ann/x", 429), ("/limited/ben", 200), ("/limited/7", 400)]
     {
         assert_eq!(request(&gateway, "GET", target).status, status, "{target}");
@@ -261,7 +261,7 @@ fn no_path_escapes_its_rewrite() {
         let seen = upstream.last();
         let (asked, query) =
             seen.target().split_once('?').map_or((seen.target(), None), |(path, query)| (path, Some(query)));
-        assert_eq!(canonical_path(asked).as_deref(), Ok(asked), "{target}: what is forwarded is canonical");
+        assert_eq!(canonical_path(asked).as_deref(), Ok(asked), "{target}: the forwarded path is canonical");
         let came = target.split_once('?');
         let clean = canonical_path(came.map_or(&*target, |(path, _)| path)).unwrap().into_owned();
         let segments = |path: &str| path.split('/').count();
@@ -280,11 +280,11 @@ fn no_path_escapes_its_rewrite() {
             assert_eq!(asked, "/caf%C3%A9", "{target}");
         }
         if !clean.starts_with("/s/") && !clean.starts_with("/w/") {
-            assert_eq!(query, came.map(|(_, query)| query), "{target}: the query passes byte for byte");
+            assert_eq!(query, came.map(|(_, query)| query), "{target}: the query is forwarded unchanged");
         }
         1
     });
-    assert!(forwarded.get() > 150, "{} were forwarded", forwarded.get());
+    assert!(forwarded.get() > 150, "{} targets were forwarded", forwarded.get());
 }
 
 #[test]
@@ -320,7 +320,7 @@ fn redirecting() -> Gateway {
     Gateway::start(&format!("[limit.once]\nby = \"global\"\nquota = \"1/hour\"\n{routes}"))
 }
 
-/// The requested target, the status and the Location; an empty Location for a rejection.
+/// The requested target, the status and `Location`, which is empty for rejections.
 const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/old/a/b", 308, "/new/a/b"),
     ("/old/a/b/?x=1&y=%2F", 308, "/new/a/b/?x=1&y=%2F"),
@@ -334,7 +334,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/bare?x=1", 307, "http://www.example.com/?x=1"),
     ("/query", 303, "http://www.example.com/?a=1"),
     ("/query?b=2", 303, "http://www.example.com/?a=1&b=2"),
-    // Never another host.
+    // A redirect never leads to another host.
     ("//evil.test", 308, "/evil.test"),
     ("///evil.test/..//evil.test", 308, "/evil.test"),
     ("/.//evil.test", 308, "/evil.test"),
@@ -350,7 +350,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/\\evil.test", 400, ""),
     ("/%09/evil.test", 400, ""),
     ("/one/%2fevil.test", 400, ""),
-    // Never another header line.
+    // A target never adds another header to the response.
     ("/old/a%0d%0aSet-Cookie:%20a=b", 400, ""),
     ("/old/a%0aX:%20y", 400, ""),
     ("/old/a?b=%0d%0aSet-Cookie:%20a=b", 308, "/new/a?b=%0d%0aSet-Cookie:%20a=b"),
@@ -421,7 +421,7 @@ fn redirect_to_a_scheme_keeps_host_path_and_query() {
     for (target, status) in [("/", 308), ("/port/", 301), ("/http/", 307)] {
         assert_eq!(request(&gateway, "POST", target).status, status, "{target}");
     }
-    // Without a host, there is no place to redirect to.
+    // Without a host, the gateway cannot build the location.
     let mut client = gateway.client();
     client.send(b"GET /a HTTP/1.0\r\n\r\n");
     client.reply().unwrap().assert_problem(400, "HTTP/1.0 without Host");
@@ -430,7 +430,7 @@ fn redirect_to_a_scheme_keeps_host_path_and_query() {
     assert_eq!(client.reply().unwrap().header("location"), Some("https://a.test/a"));
 }
 
-/// HTTP/2 has the host in `:authority`.
+/// In HTTP/2, the host is in `:authority`.
 #[test]
 fn http2_request_is_redirected_to_its_authority() {
     let gateway = Gateway::start(
@@ -455,7 +455,7 @@ fn http2_request_is_redirected_to_its_authority() {
     assert_eq!(runtime.block_on(locations), ["https://a.test/x?y", "/a?y"]);
 }
 
-/// The documented pair: all of the plaintext listener goes to the one with TLS.
+/// The pair of listeners in the manual: the plaintext listener redirects all requests to the TLS listener.
 #[test]
 fn plaintext_listener_redirects_and_tls_listener_serves() {
     let server = Pair::server("a.test", NOW);
@@ -479,7 +479,7 @@ fn plaintext_listener_redirects_and_tls_listener_serves() {
 fn redirect_is_limited_and_drains_the_body() {
     let gateway = redirecting();
     let mut client = gateway.client();
-    // The connection continues after an unread body.
+    // The connection stays open although the gateway did not read the body.
     assert_eq!(client.request("POST", "/old/a", &[], b"body").status, 308);
     let reply = client.get("/limited");
     assert_eq!((reply.status, reply.header("location"), reply.remaining("once")), (308, Some("/"), 0));
@@ -491,7 +491,7 @@ fn redirect_is_limited_and_drains_the_body() {
 
 // ---- weighted upstreams --------------------------------------------------------------------------
 
-/// Two upstreams with these weights.
+/// Start two upstreams and a gateway that distributes requests over them with these weights.
 fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
     let (api, canary) = (Upstream::start(), Upstream::start());
     let gateway = Gateway::start(&format!(
@@ -518,7 +518,11 @@ fn weighted_upstreams_get_their_shares() {
         let statuses = crate::support::client::load(&[gateway.address], 8, total, "/", &[]);
         assert!(statuses.iter().all(|status| *status == 200), "{weights}");
         assert_eq!(api.count() + canary.count(), total, "{weights}");
-        assert!((least..=most).contains(&canary.count()), "{weights}: {} of {total}", canary.count());
+        assert!(
+            (least..=most).contains(&canary.count()),
+            "{weights}: the canary got {} of {total} requests",
+            canary.count()
+        );
     }
 }
 
@@ -529,13 +533,13 @@ fn one_client_reaches_all_weighted_upstreams() {
     for _ in 0..40 {
         assert_eq!(client.get("/").status, 200);
     }
-    assert!(api.count() >= 27 && canary.count() >= 7, "{} and {}", api.count(), canary.count());
+    assert!(api.count() >= 27 && canary.count() >= 7, "{} and {} requests", api.count(), canary.count());
 }
 
 #[test]
 fn weighted_upstream_that_is_down_keeps_its_share() {
     let api = Upstream::start();
-    // Bound but not listening: the port stays reserved, and connections are refused.
+    // The socket is bound but does not listen: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let down = socket.local_addr().unwrap().as_socket().unwrap();
@@ -547,7 +551,7 @@ fn weighted_upstream_that_is_down_keeps_its_share() {
     let statuses = crate::support::client::load(&[gateway.address], 4, 100, "/", &[]);
     let failed = statuses.iter().filter(|status| **status == 502).count();
     assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 100 - failed);
-    assert!((22..=28).contains(&failed), "{failed} of 100");
+    assert!((22..=28).contains(&failed), "{failed} of 100 requests failed");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Route selection over the wire, and requests that are rejected before it.
+//! Route selection over the wire, and requests that are rejected before a route is selected.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -19,7 +19,7 @@ use sluicegate::routing::pattern::PathPattern;
 use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 use tokio::time::timeout;
 
-/// Name, path and further criteria of the routes. Each responds with its name.
+/// Name, path and further criteria of the routes. Each route responds with its own name.
 const ROUTES: &[(&str, &str, &str)] = &[
     ("root", "/", ""),
     ("admin", "/admin", ""),
@@ -67,14 +67,15 @@ fn gateway() -> Gateway {
     Gateway::start(&config(ROUTES.iter()))
 }
 
-/// Send one request on a new connection.
+/// Send one request on a new connection. Return the response.
 fn once(gateway: &Gateway, request: &[u8]) -> Reply {
     let mut client = gateway.client();
     client.send(request);
-    client.reply().unwrap_or_else(|| panic!("no answer to {:?}", String::from_utf8_lossy(request)))
+    client.reply().unwrap_or_else(|| panic!("no response to {:?}", String::from_utf8_lossy(request)))
 }
 
-/// Method, Host, target, header lines, and the route that responds.
+/// A case: method, Host header, target, further headers, and the name of the expected route or the status of the
+/// rejection.
 type Case = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)], &'static str);
 
 const ROUTED: &[Case] = &[
@@ -262,7 +263,7 @@ fn http_1_0_request_needs_no_host() {
     let mut client = gateway.client();
     for _ in 0..2 {
         client.send(b"GET /where HTTP/1.0\r\nConnection: keep-alive\r\n\r\n");
-        assert_eq!(client.reply().unwrap().text(), "where-any", "a connection that is kept alive");
+        assert_eq!(client.reply().unwrap().text(), "where-any", "an HTTP/1.0 connection that is kept alive");
     }
 }
 
@@ -334,9 +335,9 @@ fn target_longer_than_max_uri_is_414() {
     let mut client = gateway.client();
     let path = |length: usize| format!("/files/{}", "a".repeat(length - "/files/".len()));
     let query = |length: usize| format!("/admin?{}", "a".repeat(length - "/admin?".len()));
-    assert_eq!(client.get(&path(1024)).text(), "files", "a path of exactly the bound");
+    assert_eq!(client.get(&path(1024)).text(), "files", "a path of exactly the maximum length");
     client.get(&path(1025)).assert_problem(414, "a path of one more");
-    assert_eq!(client.get(&query(1024)).text(), "admin", "a query up to the bound");
+    assert_eq!(client.get(&query(1024)).text(), "admin", "a query of exactly the maximum length");
     client.get(&query(1025)).assert_problem(414, "a query of one more");
     let default = self::gateway();
     let mut client = default.client();
@@ -348,9 +349,9 @@ fn target_longer_than_max_uri_is_414() {
 fn head_beyond_its_bounds_is_431() {
     let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
     let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
-    // The length of the head without the long value.
+    // The length of the header section without the value of `x-long`.
     const HEAD: usize = "GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: \r\n\r\n".len();
-    // Host counts as a header.
+    // The number of headers includes Host.
     let lines = |count: usize| (1..count).map(|index| format!("x-{index}: 1\r\n")).collect::<String>();
     let long = |length: usize| format!("x-long: {}\r\n", "a".repeat(length));
     for (what, headers, expected) in [
@@ -365,10 +366,10 @@ fn head_beyond_its_bounds_is_431() {
         let reply = once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\n{headers}\r\n").as_bytes());
         assert_eq!(reply.status, expected, "{what}");
     }
-    // A head without end is rejected while it arrives.
+    // An unfinished header section is rejected as soon as it exceeds the maximum size.
     let reply =
         once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: {}", "a".repeat(9 << 10)).as_bytes());
-    assert_eq!(reply.status, 431, "a head without an end");
+    assert_eq!(reply.status, 431, "an unfinished header section");
     assert_eq!(gateway.get("/admin").text(), "admin");
 }
 
@@ -411,7 +412,7 @@ fn invalid_http_is_400_and_affects_no_other_request() {
         let what = String::from_utf8_lossy(request);
         let mut client = gateway.client();
         client.send(request);
-        let reply = client.reply().unwrap_or_else(|| panic!("no answer to {what:?}"));
+        let reply = client.reply().unwrap_or_else(|| panic!("no response to {what:?}"));
         assert_eq!(reply.status, 400, "{what:?}");
         client.assert_closed(&what);
         assert_eq!(gateway.get("/admin").text(), "admin", "after {what:?}");
@@ -482,7 +483,7 @@ fn http2_by_prior_knowledge_is_routed_alike() {
         assert_eq!((parts.status.as_u16(), &*body), (200, "limited"));
         assert_eq!(parts.headers["ratelimit-policy"], "\"hourly\";q=100;w=3600");
         assert_eq!(parts.headers["ratelimit"], "\"hourly\";r=99;t=3600");
-        // Streams of one connection do not wait for each other.
+        // A stream does not wait for other streams of its connection.
         let (first, second) = (send("GET", "http://a.test/limited", &[]), send("GET", "http://a.test/file", &[]));
         let ((_, second), (first, _)) = (second.await, first.await);
         assert_eq!(
@@ -518,7 +519,7 @@ fn allow_lists_the_methods_of_all_matching_hosts() {
     }
 }
 
-/// Servers take the first line, the last one, or both joined with a comma.
+/// If a header occurs several times, servers take its first value, its last one, or all values joined by commas.
 #[test]
 fn several_lines_of_a_header_select_no_route() {
     let gateway = Gateway::start(
@@ -577,7 +578,7 @@ fn route_matches_each_of_its_hosts() {
 
 const TWO_LISTENERS: &str = "[[listener]]\nname = \"NAMES\"\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.1:0\"\nname = \"OTHER\"\n";
 
-/// A reload changes the names, and the routes of open connections.
+/// A reload changes the names of the listeners, and the routes of open connections change as well.
 #[test]
 fn routes_of_a_listener_match_only_its_connections() {
     let listeners = |first: &str, second: &str| TWO_LISTENERS.replace("NAMES", first).replace("OTHER", second);
@@ -604,7 +605,7 @@ fn routes_of_a_listener_match_only_its_connections() {
     expect(&mut clients, [["of-plain", "404", "of-both"], ["of-any", "of-second", "of-both"]]);
     reloads(&gateway, &format!("{}{routes}", listeners("second", "plain")));
     expect(&mut clients, [["of-any", "of-second", "of-both"], ["of-plain", "404", "of-both"]]);
-    // Listeners come after host and path.
+    // Host and path take precedence over listeners.
     let routes = [
         route("of-plain", "path = \"/{*rest}\"\nlisteners = [\"a\"]\nhosts = [\"h.test\"]"),
         route("of-any", "path = \"/x\""),
@@ -668,13 +669,13 @@ fn conditions_on_headers_and_query_select_a_route() {
             expected => assert_eq!(reply.text(), expected, "{what}"),
         }
     }
-    // Only the method is missing.
+    // Only routes that fail because of the method alone appear in Allow.
     let methods = Gateway::start(&route("post", "path = \"/x\"\nmethods = [\"POST\"]\nmatch.query.a.exact = \"1\""));
     assert_eq!(methods.get("/x?a=1").header("allow"), Some("POST"));
     methods.get("/x?a=2").assert_problem(404, "the condition fails as well");
 }
 
-/// Servers take the first value, the last one, or all of them.
+/// If a header or a parameter occurs several times, servers take its first value, its last one, or all values.
 #[test]
 fn several_values_meet_only_present() {
     let tests = ["exact = \"gold\"", "prefix = \"go\"", "regex = 'gold|free'", "present = true", "absent = true"];
@@ -738,7 +739,7 @@ fn expressions_match_whole_canonical_paths() {
         ("GET", "h.test", "/x/v1/abc", "rest"),
         ("GET", "a.test", "/v1/abc", "of-host"),
         ("GET", "a.test", "/v3/abc", "first"),
-        // The canonical path is matched.
+        // The expression matches the canonical path.
         ("GET", "h.test", "//v17/./x/../%61bc", "first"),
         ("GET", "h.test", "/v17/abc?x=/", "first"),
         ("GET", "h.test", "/v17/%2e%2e/login", "any-case"),
@@ -818,12 +819,12 @@ fn trailing_slash_is_strict_same_or_redirected() {
     assert_eq!(
         client.request("POST", "/r/", &[], b"").header("location"),
         Some("/r"),
-        "methods are those of the route"
+        "the redirect applies to the methods of the route"
     );
     client.request("PUT", "/r/", &[], b"").assert_problem(405, "a method that the route does not have");
 }
 
-/// Headers that routes match are protected as those that identify clients.
+/// Headers that routes match are protected in the same way as headers that identify clients.
 #[test]
 fn matched_headers_reach_the_upstream_as_matched() {
     let upstream = Upstream::start();
@@ -848,7 +849,7 @@ const PATHS: [&str; 10] = ["/", "/a", "/a/", "/{x}", "/a/b", "/a/{x}", "/{x}/b",
 
 const EXPRESSIONS: [&str; 3] = ["/a.*", "/[ab]/[ab]", ".*b"];
 
-/// The lookup agrees with a comparison of all routes by the rules of the manual.
+/// The route lookup agrees with a comparison of all routes by the rules in the manual.
 #[test]
 fn lookup_agrees_with_the_documented_ranking() {
     const TARGETS: [&str; 9] = ["/", "/a", "/a/", "/b", "/a/b", "/b/b", "/a/b/c", "/b/", "/c/d"];
@@ -944,20 +945,20 @@ impl Modelled {
         self.text.ends_with("{*r}")
     }
 
-    /// A segment decides from the left: literal before parameter before rest.
+    /// Compare paths segment by segment from the left: a literal ranks before a parameter, a parameter before a rest.
     fn path_rank(&self) -> Vec<usize> {
         let rank = |segment: &str| usize::from(segment.starts_with('{')) + usize::from(segment.starts_with("{*"));
         self.text[1..].split('/').map(rank).collect()
     }
 
-    /// Listeners, then methods, then the number of conditions.
+    /// Rank by listeners, then by methods, then by the number of conditions.
     fn rank(&self) -> impl Ord + use<> {
         let RouteMatch { listeners, methods, conditions, .. } = &self.route;
         (listeners.is_empty(), methods.is_empty(), Reverse(conditions.len()))
     }
 }
 
-/// Return the best route by the rules of the manual, one after the other.
+/// Return the best route by applying the rules of the manual one after the other.
 fn best(routes: &[Modelled], request: &RouteRequest<'_>) -> Option<usize> {
     let host_rank = |one: &Modelled| one.route.hosts.first().map_or(2, |host| usize::from(host.starts_with('*')));
     let matching: Vec<_> = routes.iter().filter(|one| one.matches(request)).collect();
@@ -967,7 +968,7 @@ fn best(routes: &[Modelled], request: &RouteRequest<'_>) -> Option<usize> {
     if let Some(found) = by_path.filter(|found| !found.has_rest()) {
         return Some(found.index);
     }
-    // The expressions in the order of the first route of each, and only then a catch-all path.
+    // Order expressions by the first route that has each of them. A catch-all path ranks after all expressions.
     let order = |one: &Modelled| {
         let same = |other: &&Modelled| (&other.route.hosts, other.text) == (&one.route.hosts, one.text);
         routes.iter().find(same).map(|first| first.index)

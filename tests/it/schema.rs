@@ -1,4 +1,5 @@
-//! The JSON Schema matches the gateway: words, bounds, defaults, and the tables of the documents.
+//! The JSON Schema agrees with the gateway in enumerated values, bounds and defaults, and with the tables in the
+//! documentation.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -50,7 +51,7 @@ fn documents_match_the_configuration_types() {
     let mut known: BTreeSet<_> = tables.cloned().collect();
     known.insert("consumer".to_owned());
     let shown: BTreeSet<_> = reference::sections(&page).into_iter().map(str::to_owned).collect();
-    assert_eq!(shown, known, "each table of the file has one in docs/reference/configuration.md");
+    assert_eq!(shown, known, "docs/reference/configuration.md must describe each table of the file");
 }
 
 #[test]
@@ -80,7 +81,7 @@ fn valid_files_match_the_schema() {
     assert_eq!(Validator::new(schema::consumers().to_value()).validate_toml(&consumers), Ok(()));
 }
 
-/// A file with a minimal route, to which a case adds one table or key.
+/// A configuration with a minimal route, to which each case adds a table or a key.
 const BASE: &str =
     "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
 
@@ -112,13 +113,13 @@ fn invalid_values_fail_the_schema() {
     ] {
         assert!(schema.validate_toml(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
-    // The value of the variable is unknown.
+    // The schema accepts a variable, because its value is unknown.
     for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
         assert_eq!(schema.validate_toml(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }
 }
 
-/// A file in which every key of the schema can be set.
+/// A configuration in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
         "server": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
@@ -148,7 +149,7 @@ fn every_key() -> Value {
     })
 }
 
-/// Load a file. Return the compiled configuration as text, or the errors.
+/// Load a configuration. Return the compiled configuration as text, or the errors.
 fn load(file: &Value) -> Result<String, String> {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("consumers.toml"), "").unwrap();
@@ -220,7 +221,7 @@ fn load(file: &Value) -> Result<String, String> {
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
 
-/// Return the value at a path. `*` is any name, a list is its first element.
+/// Return the value at a path. In the path, `*` stands for any name or for the first element of a list.
 fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     path.iter().try_fold(file, |value, key| match value {
         Value::Array(items) => items.first_mut(),
@@ -232,7 +233,7 @@ fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     })
 }
 
-/// Return the leaves of a schema with their paths.
+/// Collect all parts of a schema with their paths.
 fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>) {
     let deeper = |key: &str| path.iter().cloned().chain([key.to_owned()]).collect::<Vec<_>>();
     let forms = schema["anyOf"].as_array().into_iter().flatten();
@@ -250,7 +251,7 @@ fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>
     found.push((path.to_vec(), schema.clone()));
 }
 
-/// A file in which the key of a path is valid. Some keys need others.
+/// Return a configuration in which the key at this path is valid. Some keys require other keys.
 fn file_with(path: &str) -> Value {
     let mut file = every_key();
     let mut set = |path: &str, value: Value| {
@@ -310,7 +311,8 @@ fn file_with(path: &str) -> Value {
     file
 }
 
-/// A default that is written changes nothing; words and ends of ranges are accepted, values beyond them are rejected.
+/// A default that is written explicitly changes nothing. Enumerated values and the ends of ranges are accepted, and
+/// values beyond them are rejected.
 #[test]
 fn schema_defaults_words_and_bounds_match_the_gateway() {
     let mut found = Vec::new();
@@ -320,7 +322,8 @@ fn schema_defaults_words_and_bounds_match_the_gateway() {
         let name = path.join(".");
         let with = |value: &Value| {
             let mut file = file_with(&name);
-            *at(&mut file, &path).unwrap_or_else(|| panic!("no place for {name}")) = value.clone();
+            *at(&mut file, &path).unwrap_or_else(|| panic!("the configuration has no place for {name}")) =
+                value.clone();
             load(&file)
         };
         if !schema["default"].is_null() {

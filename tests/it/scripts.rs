@@ -1,6 +1,7 @@
-//! The files of `lua/`: each is valid Lua by itself, and `lua/generated/` has the scripts that the gateway composes.
+//! The files in `lua/`: each file is valid Lua by itself, and `lua/generated/` contains the scripts that the gateway
+//! composes.
 //!
-//! After a change of `lua/`, `UPDATE_GENERATED=1 cargo test --test it scripts::` writes `lua/generated/`.
+//! After a change in `lua/`, run `UPDATE_GENERATED=1 cargo test --test it scripts::` to rewrite `lua/generated/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ fn lua_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("lua")
 }
 
-/// The Lua files of a folder, by name.
+/// Return the Lua files of a folder, sorted by name.
 fn lua_files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<_> =
@@ -21,7 +22,7 @@ fn lua_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The name and the text of each file in `lua/generated/`.
+/// Return the name and the text of each file in `lua/generated/`.
 fn generated() -> Vec<(String, String)> {
     let named = |variant: ScriptVariant, counts_usage: bool| {
         let (name, driver) = match variant {
@@ -51,14 +52,14 @@ fn every_lua_file_parses_by_itself() {
     let texts = names.zip(files.iter().map(|file| fs::read_to_string(file).unwrap()));
     let mut parsed = 0;
     for (name, text) in texts.chain(generated()) {
-        // SCRIPT LOAD compiles with Lua 5.1 and runs nothing.
+        // SCRIPT LOAD compiles the script with Lua 5.1 and does not run it.
         let loaded = redis::cmd("SCRIPT").arg("LOAD").arg(&text).exec(&mut connection);
         loaded.unwrap_or_else(|error| panic!("lua/{name}: {error}"));
         lua_5_4.load(&text).into_function().unwrap_or_else(|error| panic!("lua/{name}: {error}"));
         parsed += 1;
     }
-    // Three drivers, six algorithms, the scripts of overrides, fenced hashes, usage and quota events, and what
-    // is composed.
+    // Three drivers, six algorithms, four more scripts (overrides, fenced hashes, usage and quota events), and the
+    // generated scripts.
     assert_eq!(parsed, 3 + 6 + 4 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
 }
 

@@ -17,15 +17,15 @@ use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
 use serde_json::{Value, json};
 
-/// This text is in every secret and nowhere else.
+/// Secrets contain this text, and nothing else does.
 const MARK: &str = "planted";
 
-/// The first bytes by which encoded secrets are recognized.
+/// Encoded secrets do not contain `MARK`. They are recognized by this many first bytes.
 const START: usize = 20;
 
 const FORMATS: [&str; 2] = ["json", "text"];
 
-/// The secrets of the configuration, in the file or the environment.
+/// The secrets of the gateway's configuration, from its file or from the environment.
 const OWN: [&str; 6] = [
     "planted-admin-token",
     "planted-store-password",
@@ -35,7 +35,7 @@ const OWN: [&str; 6] = [
     "planted-user",
 ];
 
-/// A request with secrets.
+/// A request that contains secrets.
 struct Planted {
     target: String,
     headers: Vec<(&'static str, String)>,
@@ -80,7 +80,7 @@ fn one(number: usize, path: &str, signer: &Key) -> Planted {
     Planted { target, headers, secrets }
 }
 
-/// The key of one of ten consumers.
+/// Return the API key of one of ten consumers.
 fn consumer_key(number: usize) -> String {
     format!("planted-consumer-{}", number / 10 % 10)
 }
@@ -130,7 +130,7 @@ fn config(format: &str, port: u16, upstream: &Upstream, broken: &Upstream, colle
     .concat()
 }
 
-/// Collected output and its source.
+/// Collected output, each piece with its source.
 #[derive(Default)]
 struct Seen(Vec<(String, Vec<u8>)>);
 
@@ -144,7 +144,7 @@ impl Seen {
         self.add(place, reply.body.clone());
     }
 
-    /// All secrets have the mark, except encoded ones.
+    /// Assert that the output contains no secret. All secrets contain `MARK`, except for encoded ones.
     fn assert_has_none_of(&self, secrets: &BTreeSet<String>) {
         let (marked, encoded): (Vec<_>, Vec<_>) = secrets.iter().partition(|secret| secret.contains(MARK));
         assert!(marked.len() > 800 && encoded.len() > 400, "{} and {}", marked.len(), encoded.len());
@@ -165,7 +165,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
     let signer = Key::ed("k");
     let requests = planted(1_000, &signer);
     let mut secrets: BTreeSet<_> = requests.iter().flat_map(|planted| planted.secrets.clone()).collect();
-    // The header of a JWT is not secret.
+    // The header of a JWT is not a secret.
     secrets.remove(signer.token(&json!({})).split('.').next().unwrap());
     assert!(secrets.len() >= 1_000, "{}", secrets.len());
     secrets.extend(OWN.map(str::to_owned));
@@ -205,9 +205,9 @@ fn thousand_secrets_of_requests_appear_nowhere() {
         eventually("the breaker opens", || gateway.log().contains("redis at"));
         gateway.terminate();
         assert!(gateway.wait().success());
-        // The requests cover all outcomes.
+        // The requests produce all of these statuses.
         for status in [200, 400, 401, 404, 429, 502, 503] {
-            assert!(statuses.contains(&status), "{status} is missing in {statuses:?}");
+            assert!(statuses.contains(&status), "no request has the status {status}: {statuses:?}");
         }
         let lines = fs::read_to_string(gateway.directory().join("access.log")).unwrap();
         assert_eq!(lines.lines().count(), 1_000 + 1_000_usize.div_ceil(7));
@@ -264,7 +264,8 @@ fn error_reports_show_no_secret() {
     }
 }
 
-/// Collect the keys of a schema that take a string, with their tables. `[]` is a list, `NAME` a name.
+/// Collect the keys of a schema that take a string, each with the tables around it. `[]` stands for a list, `NAME` for
+/// any name.
 fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Vec<String>>) {
     if path.len() > 8 {
         return;
@@ -292,7 +293,7 @@ fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Ve
     }
 }
 
-/// Return a value at a path.
+/// Return a document that has this value at this path.
 fn nested(path: &[String], value: &str) -> Value {
     match path.split_first() {
         None => json!(value),
@@ -301,7 +302,7 @@ fn nested(path: &[String], value: &str) -> Value {
     }
 }
 
-/// Return the keys of a file that take a string.
+/// Return the keys that take a string, according to the schema of this file.
 fn keys_of(file: &str) -> Vec<Vec<String>> {
     let path = format!("{}/docs/{file}.schema.json", env!("CARGO_MANIFEST_DIR"));
     let schema: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -320,7 +321,7 @@ fn secret_at_any_key_of_the_schema_is_not_reported() {
     let path = directory.path().join("gateway.toml");
     for key in &keys {
         for value in ["http://planted:planted@host/?pass=planted", "/?token=planted"] {
-            // Next to an unknown key, so that there is always an error.
+            // The unknown key `foo` makes sure that there is always an error.
             let mut written = nested(key, value);
             written["foo"] = json!("redis://planted@host");
             fs::write(&path, toml::to_string(&written).unwrap()).unwrap();
@@ -357,7 +358,7 @@ fn secret_at_any_key_of_consumers_is_not_reported() {
                 continue;
             }
             let mut written = nested(key, value);
-            // In a consumer with a name, so that all of it is validated; next to an unknown key, so that there is
+            // A consumer is validated completely only if it has a name. The unknown key `foo` makes sure that there is
             // always an error.
             let consumer = &mut written["consumer"][0];
             if consumer["name"].is_null() {

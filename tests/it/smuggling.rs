@@ -1,5 +1,5 @@
-//! Request smuggling: two framings, malformed lengths and chunks, upgrades. The tests check what the upstream
-//! received. Faults 1, 2 and 7 in docs/testing.md.
+//! Request smuggling by conflicting framings, malformed lengths and chunks, and upgrades. The tests check what the
+//! upstream received. Faults 1, 2 and 7 in docs/testing.md.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -10,7 +10,8 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
 
-/// One worker, so that all requests share the upstream connections, as smuggling needs.
+/// Start a gateway with one worker, so that all requests share the upstream connections. Smuggling requires shared
+/// connections.
 fn gateway(upstream: &str) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
@@ -18,11 +19,11 @@ fn gateway(upstream: &str) -> Gateway {
     ))
 }
 
-/// Send all bytes at once and read until the gateway closes.
+/// Send all bytes at once and read until the gateway closes the connection.
 fn exchange(gateway: &Gateway, bytes: &[u8], half_close: bool) -> Vec<u8> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
-    // A rejected client may get an error while it still sends.
+    // If the gateway rejects the request, writing the rest may fail.
     let _ = stream.write_all(bytes);
     if half_close {
         let _ = stream.shutdown(Shutdown::Write);
@@ -40,25 +41,25 @@ fn statuses(answer: &[u8]) -> Vec<u16> {
     text.split("HTTP/1.1 ").skip(1).map(|rest| rest[..3].parse().unwrap()).collect()
 }
 
-/// A last request that closes the connection.
+/// A last request, after which the gateway closes the connection.
 const LAST: &[u8] = b"GET /last HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n";
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a.test\r\n\r\n";
 
-/// The expected handling of two framings.
+/// How the gateway must handle a request with two framings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Framing {
-    /// Chunked applies, and the connection is closed: Content-Length was false.
+    /// Chunked framing applies. The connection is closed, because Content-Length contradicts it.
     Both,
-    /// Chunked applies; there is no Content-Length.
+    /// Chunked framing applies. The request has no Content-Length.
     Chunks,
-    /// Content-Length applies; there is no Transfer-Encoding.
+    /// Content-Length applies. The request has no Transfer-Encoding.
     Length,
-    /// Ambiguous: rejected with this status, and the connection is closed.
+    /// The framing is ambiguous: the request is rejected with this status, and the connection is closed.
     Refused(u16),
 }
 use Framing::{Both, Chunks, Length, Refused};
 
-/// Name, section, header lines with `$` for the length, and the handling.
+/// Name, RFC and section, headers (`$` stands for the length), and the handling.
 const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
     ("length, then chunks", "9112 6.3", "Content-Length: $\r\nTransfer-Encoding: chunked", Both),
     ("chunks, then length", "9112 6.3", "Transfer-Encoding: chunked\r\nContent-Length: $", Both),
@@ -181,9 +182,11 @@ const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
 fn request_with_two_framings_is_never_read_as_two() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
-    // By the chunks the body ends at once and the second request follows; by the length it is part of the body.
+    // With chunked framing, the body ends at once, and the second request follows. With Content-Length, the second
+    // request is part of the body.
     let after = format!("0\r\n\r\n{SMUGGLED}");
-    // By the chunks the second request is the body; by the length it follows the first line.
+    // With chunked framing, the second request is the body. With Content-Length, the second request follows the first
+    // line of the body.
     let first = format!("{:x}\r\n", SMUGGLED.len());
     let inside = format!("{first}{SMUGGLED}\r\n0\r\n\r\n");
     let mut variants = 0;
@@ -192,7 +195,7 @@ fn request_with_two_framings_is_never_read_as_two() {
             .into_iter()
             .flat_map(|method| [(method, (after.len(), &after)), (method, (first.len(), &inside))])
         {
-            // With one valid framing, the following bytes are the next request.
+            // If only one framing is valid, the second request is legitimate.
             let plain = if body == &after { Chunks } else { Length };
             if *framing == plain {
                 continue;
@@ -239,11 +242,11 @@ fn request_with_two_framings_is_never_read_as_two() {
         TWO_FRAMINGS.len()
     );
     assert!(TWO_FRAMINGS.len() >= 40);
-    // The last requests used the upstream connections of the first ones.
+    // The upstream connections, which all requests shared, still work.
     assert_eq!(Client::connect(gateway.address).get("/").status, 200);
 }
 
-/// Malformed lengths for the body `hello`.
+/// Malformed Content-Length headers for the body `hello`.
 const LENGTHS: &[(&str, &str, &[u8])] = &[
     ("a sign", "9110 8.6", b"Content-Length: +5"),
     ("below zero", "9110 8.6", b"Content-Length: -5"),
@@ -285,7 +288,7 @@ const LENGTHS: &[(&str, &str, &[u8])] = &[
     ("HTTP/1.0 knows no chunks", "9112 6.1", b"Connection: keep-alive"),
 ];
 
-/// Malformed chunked bodies (RFC 9112 §7.1). `hello` has five bytes.
+/// Malformed chunked bodies (RFC 9112 §7.1). The data `hello` has five bytes.
 const CHUNKS: &[(&str, &[u8])] = &[
     ("no size", b"\r\nhello\r\n0\r\n\r\n"),
     ("no chunk", b"hello\r\n0\r\n\r\n"),
@@ -327,7 +330,7 @@ const CHUNKS: &[(&str, &[u8])] = &[
     ("a trailer with a space before the colon", b"5\r\nhello\r\n0\r\nx : y\r\n\r\n"),
 ];
 
-/// Bodies that end early because the client closes.
+/// Bodies that are truncated, because the client closes its side of the connection.
 const TRUNCATED: &[(&str, &[u8])] = &[
     ("a length", b"Content-Length: 5\r\n\r\nhell"),
     ("a huge length", b"Content-Length: 1073741824\r\n\r\nhello"),
@@ -365,7 +368,7 @@ fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
         for method in ["POST", "GET"] {
             let head = format!("{method} / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
             let answer = exchange(&gateway, &[head.as_bytes(), body, LAST].concat(), false);
-            // A client that is reset while it sends may miss the response.
+            // If the connection is reset while the client sends, the client may miss the response.
             let statuses = statuses(&answer);
             assert!(statuses == [400] || statuses.is_empty() && body.len() > 10_000, "{method}, {name}: {statuses:?}");
             assert_eq!(upstream.count(), 0, "{method}, {name}: no body is completed");
@@ -374,18 +377,18 @@ fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
     for (name, rest) in TRUNCATED {
         let answer = exchange(&gateway, &[b"POST / HTTP/1.1\r\nHost: a.test\r\n", *rest].concat(), true);
         assert!(!statuses(&answer).contains(&200), "{name}: {}", answer.escape_ascii());
-        assert_eq!(upstream.count(), 0, "{name}: no body is completed");
+        assert_eq!(upstream.count(), 0, "{name}: the truncated request is not completed");
     }
     assert_eq!(Client::connect(gateway.address).get("/after").status, 200);
-    assert_eq!(upstream.count(), 1, "no rest of a request is part of the next one");
+    assert_eq!(upstream.count(), 1, "no truncated request becomes part of the next request");
     assert_eq!(upstream.last().target(), "/after");
     let variants = LENGTHS.len() + bodies.count() + TRUNCATED.len();
     println!("fault 2: {variants} anomalies, 0 forwarded or completed");
     assert!(variants >= 45);
 }
 
-/// Trailer sections with lines that end in a bare LF: hyper reads what follows as trailers, other servers read a
-/// request.
+/// Trailer sections with lines that end in a bare LF. hyper reads the bytes after such a line as trailers. Other
+/// servers read them as a request.
 const TRAILERS: &[(&str, &str, u16)] = &[
     ("no field", "\n", 400),
     ("a field", "x: y\n\r\n", 200),
@@ -395,7 +398,7 @@ const TRAILERS: &[(&str, &str, u16)] = &[
 
 #[test]
 fn connection_closes_after_a_request_with_trailers() {
-    // One upstream responds after the whole request, the other one before.
+    // One upstream responds after the whole request, the other one before its end.
     let whole = Upstream::start();
     let early = serve(|mut stream| {
         while let Some(head) = read_head(&mut stream) {
@@ -420,11 +423,11 @@ fn connection_closes_after_a_request_with_trailers() {
             let mut answer = Vec::new();
             stream.write_all(head.as_bytes()).unwrap();
             if upstream == "early" {
-                // The response arrives before the end of the request.
+                // Wait for the response before the end of the request is sent.
                 answer.resize(12, 0);
                 stream.read_exact(&mut answer).unwrap();
             }
-            // The connection may be closed already.
+            // The gateway may already have closed the connection.
             let _ = stream.write_all(format!("0\r\n{trailers}{SMUGGLED}{last}{last}").as_bytes());
             if let Err(error) = stream.read_to_end(&mut answer) {
                 assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{what}: not closed");
@@ -456,14 +459,15 @@ fn valid_framings_are_normalized_for_the_upstream() {
     ] {
         for method in ["POST", "GET", "HEAD", "DELETE", "PURGE"] {
             client.send(format!("{method} / HTTP/1.1\r\nHost: a.test\r\n{framing}\r\n\r\n{body}").as_bytes());
-            // A response to HEAD has no body. This upstream sends one.
+            // A response to HEAD has no body, but this upstream sends one.
             if method == "HEAD" {
                 assert_eq!(client.head().unwrap().status, 200, "{method}, {what}");
                 client = gateway.client();
             } else {
                 let reply = client.reply().unwrap();
                 assert_eq!(reply.status, 200, "{method}, {what}");
-                // hyper does not report where trailers end, so the bytes after them are not read as a request.
+                // hyper does not report where trailers end, so the gateway must not read the bytes after them as a
+                // request.
                 let last = what == "trailers";
                 assert_eq!(reply.header("connection"), last.then_some("close"), "{method}, {what}");
                 if last {
@@ -481,7 +485,7 @@ fn valid_framings_are_normalized_for_the_upstream() {
     }
 }
 
-/// Upgrade requests: name, section, header lines.
+/// Upgrade requests: name, RFC and section, headers.
 const UPGRADES: &[(&str, &str, &str)] = &[
     (
         "WebSocket",
@@ -516,7 +520,7 @@ const UPGRADES: &[(&str, &str, &str)] = &[
     ("CONNECT's own field", "8441 4", "Connection: Upgrade\r\nUpgrade: websocket\r\nProtocol: websocket"),
 ];
 
-/// The bytes after the head that a tunnel would forward.
+/// Bytes after the request headers, which a tunnel would forward.
 const TUNNELLED: &[u8] = b"\x81\x85\x01\x02\x03\x04tunnelled\r\n\r\n";
 
 #[test]
@@ -539,18 +543,18 @@ fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
     for (name, section, lines) in UPGRADES {
         let what = format!("{name} (RFC {section})");
         let head = format!("GET /chat HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n\r\n");
-        // An upstream that switches without permission.
+        // The upstream switches protocols although the gateway has not requested it.
         let answer = exchange(&closed, &[head.as_bytes(), TUNNELLED].concat(), false);
         assert!(!statuses(&answer).contains(&101), "{what}: {}", answer.escape_ascii());
         assert_eq!(statuses(&answer).first(), Some(&502), "{what}: {}", answer.escape_ascii());
-        // An upstream that responds: the following bytes are an invalid request.
+        // The upstream does not switch protocols. The bytes after the headers are an invalid request.
         let answer = exchange(&open, &[head.as_bytes(), TUNNELLED].concat(), false);
         assert_eq!(statuses(&answer), [200, 400], "{what}: {}", answer.escape_ascii());
         let seen = polite.last();
         for field in ["connection", "upgrade"] {
             assert_eq!(seen.headers(field), [""; 0], "{what}: {field} in {}", seen.head);
         }
-        // With a valid body.
+        // The same headers in a request with a valid body.
         let head = format!("POST /chat HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n{lines}\r\n\r\nhello");
         let answer = exchange(&open, &[head.as_bytes(), LAST].concat(), false);
         assert_eq!(statuses(&answer), [200, 200], "{what}: {}", answer.escape_ascii());

@@ -1,4 +1,4 @@
-//! Start and stop: the shipped configuration, the command line, ports in use, signals.
+//! Starting and stopping the gateway: the shipped configuration, the command line, ports in use, and signals.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -21,7 +21,7 @@ const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = {
 
 #[test]
 fn shipped_configuration_runs_without_redis_and_upstream() {
-    // The shipped file with a free port: other tests run at the same time.
+    // Use the shipped file with free ports, because other tests run at the same time.
     let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
     let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
     assert!(shipped.contains("address = \"127.0.0.1:8080\""));
@@ -53,7 +53,7 @@ fn help_and_version_are_printed() {
     let (code, out, _) = run(&["--version"]);
     assert_eq!(code, Some(0));
     let lines: Vec<_> = out.lines().collect();
-    let [name, commit, rustc, target, pgo] = lines[..] else { panic!("five lines: {out}") };
+    let [name, commit, rustc, target, pgo] = lines[..] else { panic!("the version has five lines: {out}") };
     assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
     // Development builds contain no commit.
     assert_eq!(commit, "commit: unknown");
@@ -99,7 +99,7 @@ fn every_listener_is_served_in_both_threading_models() {
         let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();
         assert_eq!(addresses.len(), 2, "{log}");
         for address in addresses {
-            // Enough connections to reach the socket of every worker.
+            // Open enough connections to reach the socket of every worker.
             for _ in 0..20 {
                 let reply = crate::support::client::Client::connect(address.parse().unwrap()).get("/hello");
                 assert_eq!(reply.status, 200, "{layout} {address}");
@@ -129,7 +129,7 @@ fn requests_in_flight_finish_after_sigterm_and_new_connections_are_refused() {
     gateway.terminate();
     eventually("the idle connection is closed", || idle.stream.get_mut().read(&mut [0]).is_ok_and(|count| count == 0));
     eventually("no new connection is accepted", || std::net::TcpStream::connect(gateway.address).is_err());
-    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for what runs");
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the gateway waits for the running request");
 
     for _ in &clients {
         release.send(()).unwrap();
@@ -161,7 +161,8 @@ fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
 
 #[test]
 fn connections_without_a_request_are_closed() {
-    // The longer timeout applies after the shorter one.
+    // `header_timeout` closes connections without a complete request. The longer `idle_timeout` closes the last
+    // connection.
     let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1500ms\"\n{HELLO}"));
     let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
     let clients = starts.map(|start| {
@@ -171,15 +172,15 @@ fn connections_without_a_request_are_closed() {
     });
     for (start, mut client) in clients {
         let mut rest = Vec::new();
-        // HTTP/2 may send GOAWAY first. On an open connection the read would time out.
+        // The server may send GOAWAY over HTTP/2 first. If the connection stays open, the read times out.
         client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
     }
     let mut client = gateway.client();
     assert_eq!(client.get("/hello").status, 200);
-    assert!(client.reply().is_none(), "idle for too long");
+    assert!(client.reply().is_none(), "the idle connection is closed");
 }
 
-/// A slow head on a reused connection has `header_timeout`, and the pause before it has `idle_timeout`.
+/// On a reused connection, `idle_timeout` applies to the pause before a request, and `header_timeout` to its headers.
 #[test]
 fn slow_head_on_a_reused_connection_has_header_timeout() {
     let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
@@ -212,7 +213,7 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
                         client.stream.into_inner()
                     }
                 };
-                // Silent for longer than `header_timeout`, but not within a head.
+                // This pause is longer than `header_timeout`, but no request has begun.
                 crate::support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
                 stream.write_all(part).unwrap();
                 stream.set_read_timeout(Some(crate::support::MAX_WAIT)).unwrap();
@@ -223,7 +224,7 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
     });
 }
 
-/// A body that arrives after the response is no head: the connection stays open for `idle_timeout`.
+/// A request body that arrives after the response does not begin another request: only `idle_timeout` applies.
 #[test]
 fn drained_upload_is_no_slow_head() {
     let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
@@ -266,12 +267,12 @@ fn access_log_has_one_record_per_request_and_no_secrets() {
         {
             assert!(words.iter().all(|word| line.contains(word)), "{line} lacks one of {words:?}");
         }
-        assert!(!(text + &gateway.log()).contains("planted"), "no secret is logged");
+        assert!(!(text + &gateway.log()).contains("planted"), "the log must not contain secrets");
         std::fs::remove_file(&path).unwrap();
     }
 }
 
-/// A child process that is killed with the test.
+/// A child process that is killed at the end of the test.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -281,7 +282,7 @@ impl Drop for Killed {
     }
 }
 
-/// Listeners of which one address covers the other: `check` rejects what `run` rejects.
+/// Pairs of listeners on the same port: `check` rejects exactly the pairs that `run` cannot bind.
 #[test]
 fn check_rejects_listeners_that_cannot_bind_together() {
     let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
@@ -324,7 +325,7 @@ fn check_rejects_listeners_that_cannot_bind_together() {
     }
 }
 
-/// A closed terminal or an unread pipe delays neither requests nor the end of the process.
+/// A closed or unread standard error delays neither requests nor the end of the process.
 #[test]
 fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
     for (what, is_full) in [("the other end is closed", false), ("the other end is not read", true)] {
@@ -348,16 +349,20 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
         let mut command = binary();
         command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
         let mut gateway = Killed(command.spawn().unwrap());
-        // Otherwise this process keeps the end of the pipe open.
+        // Drop this process's copy of the end of the pipe, so that the gateway has the only one.
         drop(command);
         eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         let other_end = is_full.then_some(other_end);
         let mut client = Client::connect(([127, 0, 0, 1], port).into());
         for _ in 0..3 {
-            assert_eq!(client.get("/none").status, 502, "{what}: what is logged of it is written nowhere");
+            assert_eq!(
+                client.get("/none").status,
+                502,
+                "{what}: the request is served although its log record is lost"
+            );
             assert_eq!(client.get("/hello").status, 200, "{what}");
         }
-        // Reloads are logged by another thread.
+        // Another thread logs reloads.
         std::fs::write(&path, "no toml").unwrap();
         signal(&gateway.0, "HUP");
         eventually("the reload is over", || {

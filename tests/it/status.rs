@@ -1,4 +1,4 @@
-//! `/api/status` and `sluicegate status`: one page about a running gateway.
+//! `/api/status` and `sluicegate status`: one page about the state of a running gateway.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::support::reload::{ADMIN, ask};
 use crate::support::server::{Behaviour, Server};
 use serde_json::{Value, json};
 
-/// Run a command in a terminal of 70 columns.
+/// A Python script that runs a command in a terminal of 70 columns.
 const TERMINAL: &str = r#"
 import fcntl, os, pty, struct, subprocess, sys, termios
 terminal, inside = pty.openpty()
@@ -26,7 +26,7 @@ while True:
 sys.exit(command.wait())
 "#;
 
-/// A configuration with two listeners, two limits, and two upstreams: `api`, and `web` with the last server.
+/// A configuration with two listeners, two limits and two upstreams. `web` has the last server, `api` all others.
 fn config(store: &str, servers: &[&Server]) -> String {
     let urls: Vec<_> = servers.iter().map(|server| server.url()).collect();
     let (web, api) = urls.split_last().unwrap();
@@ -62,11 +62,11 @@ fn output(command: &mut Command) -> String {
     let output = command.output().unwrap();
     let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
     assert!(output.status.success() && err.is_empty(), "{out}{err}");
-    assert!(out.is_ascii() && !out.contains('\u{1b}'), "plain ASCII in a pipe: {out}");
+    assert!(out.is_ascii() && !out.contains('\u{1b}'), "output to a pipe is plain ASCII: {out}");
     out
 }
 
-/// Return the words of the first line that starts with a word.
+/// Return the words of the first line whose first word is `first`.
 fn words<'a>(page: &'a str, first: &str) -> Vec<&'a str> {
     let lines = page.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     lines.into_iter().find(|words| words.first() == Some(&first)).unwrap_or_else(|| panic!("no {first} in\n{page}"))
@@ -84,7 +84,7 @@ fn status_shows_each_part_of_the_gateway() {
     gone.stop();
     let addresses = gateway.addresses();
     let mut kept: Vec<_> = (0..3).map(|_| gateway.client()).collect();
-    // A request that fails at a server ejects it, or makes it unreachable.
+    // A failed request ejects its server or marks it as unreachable.
     (0..6).for_each(|index| drop(kept[index % 3].get(["/api", "/web"][index % 2])));
     let mut statuses: Vec<_> = (0..6).map(|index| kept[index % 3].get("/id/a").status).collect();
     statuses.sort_unstable();
@@ -130,7 +130,7 @@ fn status_shows_each_part_of_the_gateway() {
     assert_eq!(words(&page, "gate.test")[1], "file", "{page}");
     assert_eq!(words(&page, "id")[..4], ["id", "5", "5", "path:id=a"], "{page}");
 
-    // As other commands: a URL with the token.
+    // Like other commands, `status` accepts a URL, with the token in the environment.
     let url = format!("http://{}", gateway.admin());
     let elsewhere = |token: &str| {
         let mut command = command(&gateway, &["--admin", &url]);
@@ -164,7 +164,7 @@ fn status_shows_a_rejected_reload_and_the_revision_of_the_configuration() {
     assert!(page.contains("  the last reload was rejected ") && page.contains("1/eon"), "{page}");
     assert_eq!(revision(&gateway), first, "the active configuration has not changed");
 
-    // Neither comments nor the secret count.
+    // Changes of comments and of the secret token do not change the revision.
     let same =
         config("", &[&server, &server]).replace("sesame", "thistle").replace("[limit.id]", "# a comment\n[limit.id]");
     gateway.put(&same);
@@ -186,7 +186,7 @@ fn status_fits_the_width_of_the_terminal() {
     (0..3).for_each(|_| drop(gateway.get("/id/a-client-with-a-long-name-that-does-not-fit-into-a-narrow-terminal")));
     let whole = output(&mut command(&gateway, &[]));
     let longest = |page: &str| page.split_once("\n\n").unwrap().1.lines().map(str::len).max().unwrap();
-    assert!(longest(&whole) > 120 && !whole.contains("..."), "nothing is cut in a pipe: {whole}");
+    assert!(longest(&whole) > 120 && !whole.contains("..."), "output to a pipe is not truncated: {whole}");
     for width in [60, 80, 100] {
         let page = output(command(&gateway, &[]).env("COLUMNS", width.to_string()));
         assert!(longest(&page) <= width && page.contains("..."), "{width}: {page}");
@@ -208,7 +208,7 @@ fn status_fits_the_width_of_the_terminal() {
     };
     let page = terminal(false);
     assert!((61..=70).contains(&longest(&page)) && !page.contains('\u{1b}'), "{page}");
-    assert!(terminal(true).contains("\u{1b}[31m"), "no server is healthy: red");
+    assert!(terminal(true).contains("\u{1b}[31m"), "an upstream without healthy servers is red");
 }
 
 #[test]

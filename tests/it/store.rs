@@ -1,4 +1,4 @@
-//! The contract of every store in single cases. `invariants.rs` tests it on random ones.
+//! The contract of every store in single cases. `invariants.rs` tests the contract in random cases.
 
 use std::sync::Arc;
 use std::task::{Context, Waker};
@@ -35,9 +35,9 @@ async fn every_algorithm_admits_its_limit_and_returns_the_retry_delay() {
         ("aligned", window(3, 60 * SECOND, ALIGNED), 50 * SECOND),
         ("first", window(3, 60 * SECOND, WindowStart::FirstRequest), 60 * SECOND),
         ("log", log(3, 60 * SECOND), 60 * SECOND),
-        // 20 s into the next window, a third of the full window before has passed.
+        // 20 s into the next window, the weight of the previous window is two thirds: 2 of 3 tokens remain counted.
         ("window", sliding(3, 60 * SECOND, 1), 70 * SECOND),
-        // All in the part that began at 6 s, which is out of the window 66 s later.
+        // All requests are in the part from 6 s to 12 s. This part leaves the window at 72 s, 62 s after the requests.
         ("buckets", buckets(3, 60 * SECOND, 10), 62 * SECOND),
     ] {
         stores.clock.set(START + 10 * SECOND);
@@ -53,11 +53,19 @@ async fn every_algorithm_admits_its_limit_and_returns_the_retry_delay() {
             "{name}"
         );
         let other = stores.call(Operation::Check, &[limit.charge(2, 1)]).await;
-        assert_eq!(other.granted, 1, "{name}: another identity has its own");
+        assert_eq!(other.granted, 1, "{name}: another identity has its own quota");
         stores.clock.set(START + 10 * SECOND + retry - 1);
-        assert_eq!(stores.call(Operation::Check, &[limit.charge(1, 1)]).await.granted, 0, "{name}: one µs too early");
+        assert_eq!(
+            stores.call(Operation::Check, &[limit.charge(1, 1)]).await.granted,
+            0,
+            "{name}: denied 1 µs before the end of the retry delay"
+        );
         stores.clock.set(START + 10 * SECOND + retry);
-        assert_eq!(stores.call(Operation::Check, &[limit.charge(1, 1)]).await.granted, 1, "{name}: as promised");
+        assert_eq!(
+            stores.call(Operation::Check, &[limit.charge(1, 1)]).await.granted,
+            1,
+            "{name}: admitted after the retry delay"
+        );
         let never = stores.call(Operation::Check, &[limit.charge(1, 4)]).await;
         assert_eq!(never.outcomes[0].status, Status::CostTooLarge, "{name}: a cost beyond the limit");
     }
@@ -98,7 +106,7 @@ async fn shadow_limits_never_deny_and_deferred_ones_are_charged_later() {
         assert_eq!(stores.call(Operation::Charge, &[post_paid]).await.outcomes[0].remaining, after);
     }
     let denied = stores.call(Operation::Check, &[post_paid]).await;
-    // A debt of 140 in a bucket of 100: 41 tokens at 600 ms each until one is free.
+    // The bucket of 100 tokens was charged 140. Until one token is free, 41 tokens must refill, at 600 ms each.
     assert_eq!((denied.granted, denied.outcomes[0].retry_us), (0, 41 * 600_000));
 }
 
@@ -108,11 +116,12 @@ async fn lower_rate_does_not_revive_repaid_debt() {
     let stores = Stores::new(&server, "lowered");
     let [fast, slow] = [100, 1].map(|rate| Limit::new("limit", bucket(rate, SECOND, 100)));
     assert_eq!(stores.call(Operation::Check, &[fast.charge(1, 100)]).await.granted, 1);
-    // 99 of 100 tokens have refilled. From the state alone, the rate may have been two thirds of this one.
+    // At the old rate, 99 of 100 tokens have refilled. The state reveals the old rate only through the key's expiry,
+    // which has slack. It proves that 66 tokens have refilled.
     stores.clock.set(START + 990_000);
     let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
     assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 65));
-    // The lower rate applies from here on.
+    // From this time on, tokens refill at the lower rate.
     stores.clock.set(START + 990_000 + 3 * SECOND);
     let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
     assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 67));
@@ -142,7 +151,8 @@ async fn calendar_windows_begin_with_their_calendar_unit() {
 #[tokio::test]
 async fn gateway_with_a_wrong_clock_takes_the_time_of_redis() {
     let server = Redis::start();
-    // The boundaries are computed for a year ago; the server has the current time.
+    // The gateway's clock is a year behind: it sends the window boundaries of a year ago. The server has the current
+    // time.
     let store = redis_store(&server, "off", Clock::Skewed(-365 * 86_400 * SECOND as i64));
     let limit = Limit::new("day", calendar(2, CalendarUnit::Day, "UTC"));
     for left in [1, 0] {
@@ -198,7 +208,7 @@ async fn invalid_script_arguments_write_nothing() {
     assert!(server.keys().is_empty());
 }
 
-/// The bytes of a group with one limit.
+/// The length in bytes of a group with one limit.
 const GROUP: usize = 25 + 42;
 
 #[tokio::test]
@@ -211,7 +221,8 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     let mut good = script::start_argument(0, 2, 2);
     script::append_group(&mut good, 1, Operation::Check, &terms);
     script::append_group(&mut good, 1, Operation::Check, &terms);
-    // Offsets in the second group: number of requests, operation, number of limits, kind, flags, cost.
+    // Replace bytes of the second group. Its fields are: number of requests, operation, number of limits, kind, flags,
+    // cost.
     let with = |at: usize, bytes: &[u8]| {
         let mut argument = good.clone();
         let at = 8 + GROUP + at;
@@ -247,14 +258,14 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
             let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
             let call = call.arg(text).arg(2).arg("good").arg("bad").arg(&argument);
-            // Not `query`, which reports an error of one request in an array as an error of the whole call.
+            // Do not use `query`: it reports an error of one request in an array as an error of the whole call.
             match connection.req_packed_command(&call.get_packed_command()).unwrap() {
                 redis::Value::ServerError(error) => {
                     assert_eq!(error.code(), "RLARG", "{what}, {frame:?}: {error}");
                     assert!(server.keys().is_empty(), "{what}, {frame:?}: an error of the whole call writes nothing");
                 }
-                // This variant knows shadow and deferred limits. It rejects a single request only for an unknown
-                // kind.
+                // The generic script supports shadow and deferred limits. It rejects a single request only for an
+                // unknown kind.
                 _ => assert_eq!(frame, ScriptVariant::Generic, "{what}"),
             }
             redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -269,7 +280,8 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     }
 }
 
-/// Check several requests of one tick, with every algorithm and with several limits, and compare with the model.
+/// Check several requests in one tick, with every algorithm and with several limits, and compare the verdicts with the
+/// model.
 async fn check_in_one_tick(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
     let store = redis_store(server, "round", stores.clock.clone());
     let model = MemoryStore::new(1_000_000, stores.clock.clone());
@@ -290,8 +302,8 @@ async fn check_in_one_tick(server: &Redis, stores: &Stores, alone: &[Limit], tog
         let calls = server.calls("evalsha") + server.calls("eval") - before;
         let verdicts: Vec<_> = verdicts.into_iter().map(Result::unwrap).collect();
         assert_eq!(verdicts, expected, "round {round}");
-        // The first call gets NOSCRIPT.
-        assert_eq!(calls, if round == 0 { 2 } else { 1 }, "{} requests in round {round}", asked.len());
+        // In the first round, EVALSHA fails with NOSCRIPT and the call is repeated.
+        assert_eq!(calls, if round == 0 { 2 } else { 1 }, "calls for {} requests in round {round}", asked.len());
     }
 }
 
@@ -346,7 +358,7 @@ async fn broken_state_fails_its_request_alone_in_a_batch() {
             }
         }
     }
-    // All or none: the other limit of the broken request was not charged.
+    // A request is charged to all of its limits or to none: the other limit of the broken request was not charged.
     let verdict = call(&store, Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
     assert_eq!(verdict.outcomes[0].remaining, 3);
 }
@@ -363,7 +375,7 @@ async fn rejected_write_fails_its_request_alone() {
     };
     for count in 1..=limits.len() {
         let charges: Vec<_> = limits[..count].iter().map(|limit| limit.charge(count as u128, 1)).collect();
-        // The first write of a state, and one into it.
+        // The first round creates the state, the second updates it.
         for left in [9, 8] {
             memory("1");
             let refused = call(&store, Operation::Check, &charges).await;
@@ -380,7 +392,7 @@ fn max_memory(server: &Redis, bytes: &str) {
     redis::cmd("CONFIG").arg(&["SET", "maxmemory", bytes]).exec(&mut server.connection()).unwrap();
 }
 
-/// Return keys and values.
+/// Return all keys with their serialized values.
 fn content(server: &Redis) -> Vec<(String, Vec<u8>)> {
     let mut keys = server.keys();
     keys.sort();
@@ -405,7 +417,8 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
         for lease in 1..=3 {
             call(&store, Operation::Check, &[charge(lease)]).await.unwrap();
         }
-        // On an existing state, after its first entries have expired, and after the clock was set back.
+        // Charge an existing state, then again after its first entries have expired, and then after the clock was set
+        // back.
         for now in [start + SECOND, start + 61 * SECOND, start - 10 * SECOND] {
             clock.set(now);
             let before = content(&server);
@@ -421,9 +434,9 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
                 );
             }
             max_memory(&server, "0");
-            assert_eq!(content(&server), before, "{shape} at {now}");
+            assert_eq!(content(&server), before, "{shape} at {now}: rejected charges write nothing");
         }
-        // A denied request may move a state from the future to the present.
+        // A denied check could move a state from the future to the present. It must not write in this case either.
         clock.set(start - 1000);
         let before = content(&server);
         max_memory(&server, "1");
@@ -467,15 +480,15 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
         let calls = server.calls("evalsha") + server.calls("eval") - calls;
         max_memory(&server, "0");
         let shape = limit.rule.shape();
-        // The first call with this algorithm set gets NOSCRIPT.
-        assert!(calls <= 2, "{shape}: all are in one call: {calls}");
+        // The first call with this combination of algorithms gets NOSCRIPT and is repeated.
+        assert!(calls <= 2, "{shape}: all requests are in one call: {calls}");
         for ((operation, charges), answer) in asked.iter().zip(&answers) {
             let what = format!("{shape}: {operation:?} of {charges:?}: {answer:?}");
             match operation {
                 Operation::Check | Operation::Charge => {
                     assert!(matches!(answer, Err(StoreError::WritesRejected(_))), "{what}");
                 }
-                // Decided after the charges, one request after the other.
+                // The script handles these requests after the charges, one after the other.
                 _ => assert_eq!(answer.as_ref().unwrap().granted, 1, "{what}"),
             }
         }
@@ -496,7 +509,7 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
         call.query::<Vec<i64>>(&mut server.connection()).map(|reply| reply[0])
     };
     put("limit one").unwrap();
-    // Expired in 1970.
+    // This override expired in 1970.
     redis::cmd("HSET").arg(&["overrides", "limit ended", "1 1/s"]).exec(&mut server.connection()).unwrap();
     let before = content(&server);
     max_memory(&server, "1");
@@ -542,7 +555,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let charge = [Charge { key, rule: &plan.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage }];
     let pending = || vec![pending.clone()];
     let set = CheckGroup { id: 1, prefetch: 0 };
-    // The first is sent alone. The others are coalesced when it has its reply.
+    // The first check is sent alone. The other checks are coalesced when its reply has arrived.
     let checks = (0..6).map(|_| coalescer.check(&ledger, set, &charge, monotonic(), pending));
     let verdicts: Vec<_> = all(checks).await.into_iter().map(Result::unwrap).collect();
     assert_eq!(verdicts.iter().map(|verdict| verdict.charged_later).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
@@ -582,7 +595,7 @@ async fn large_batch_is_split_into_several_calls() {
     let mut remaining: Vec<_> = verdicts.into_iter().map(|verdict| verdict.unwrap().outcomes[0].remaining).collect();
     remaining.sort_unstable();
     assert_eq!(remaining, (699..999).collect::<Vec<_>>(), "each token was granted once");
-    assert_eq!(server.calls("evalsha") - before, 3, "of at most 128 keys");
+    assert_eq!(server.calls("evalsha") - before, 3, "each call has at most 128 keys");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -622,7 +635,7 @@ fn memory_store_is_bounded_and_evicts() {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
     let limit = Limit::new("limit", window(10, 60 * SECOND, ALIGNED));
-    // Distributed over all shards.
+    // The identities are distributed over all shards.
     let identity = |number: u64| IdentityHasher::new("test").hash(&number.to_be_bytes()).0;
     for number in 0..20_000 {
         store.decide(Operation::Check, &[limit.charge(identity(number), 1)]);
@@ -633,11 +646,12 @@ fn memory_store_is_bounded_and_evicts() {
         store.decide(Operation::Check, &[limit.charge(identity(number % 50), 1)]);
     }
     let live = store.len();
-    assert!(live < 1024, "sweeping makes room: {live}");
+    assert!(live < 1024, "sweeping deletes expired states: {live} remain");
 }
 
-/// Return the maximum admitted in any 60 s (half open) to a client that knows the algorithm: `first` tokens at
-/// `start`, and all that it can get from `greedy` on. Instants are ms after a whole minute.
+/// Return the maximum that is admitted in any half-open interval of 60 s to a client that knows the algorithm. The
+/// client takes `first` tokens at `start`, and from `greedy` on all that it can get. Times are in ms after a full
+/// minute.
 fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
@@ -676,7 +690,8 @@ fn greedy_client_gets_the_documented_worst_case() {
         ("sliding-buckets", buckets(100, 60 * SECOND, 10), 100),
         ("sliding-log", log(100, 60 * SECOND), 100),
     ] {
-        // Greedy from the start of a window, from its end, at its end after a request that opened it, and so on.
+        // The client is greedy from the start of a window, from its end, from its end after a request that opened it,
+        // and so on.
         let strategies = [(0, 0, 0), (0, 0, 59_995), (0, 1, 59_995), (30_000, 1, 89_995), (0, 50, 30_000)];
         let most = strategies.map(|(start, first, greedy)| most_admitted(&rule, start, first, greedy));
         assert_eq!(most.iter().max(), Some(&expected), "{name}: {most:?}");

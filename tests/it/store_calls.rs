@@ -1,4 +1,4 @@
-//! Fewer Redis calls with exact limits: cached denials and coalesced checks.
+//! Cached denials and coalesced checks reduce the number of Redis calls, and limits stay exact.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -89,7 +89,7 @@ fn denied_client_causes_no_redis_calls() {
     let mut client = gateway.client();
     let replies: Vec<_> = (0..1000).map(|_| client.get("/r")).collect();
     assert_eq!(replies.iter().filter(|reply| reply.status == 200).count(), 5);
-    // Five are admitted, one is denied by Redis, the rest by the denial cache.
+    // Five requests are admitted, Redis denies one, and the denial cache denies the rest.
     assert_eq!(redis.calls("evalsha"), 6);
     let (asked, remembered) = (&replies[5], &replies[999]);
     let retry = |reply: &crate::support::client::Reply| reply.header("retry-after").unwrap().parse::<u64>().unwrap();
@@ -128,8 +128,8 @@ fn cached_denial_has_the_retry_after_of_the_cost() {
         }
     };
     let (cheap, dear) = (wait("/cheap"), wait("/dear"));
-    // One token per minute.
-    assert!(cheap <= 60 && dear > 240, "{cheap} s for one, {dear} s for five");
+    // One token refills per minute.
+    assert!(cheap <= 60 && dear > 240, "retry delay of {cheap} s for one token, {dear} s for five");
 }
 
 #[test]
@@ -146,8 +146,8 @@ fn cached_denial_ends_when_redis_would_admit() {
             times.push(started.elapsed());
         }
     }
-    // A greedy client gets one token per 50 ms. If denials were cached for too long, it would always get fewer; a
-    // busy machine delays only some.
+    // A greedy client gets one token per 50 ms. If denials were cached for too long, all pauses would be longer. A busy
+    // machine makes only some of them longer.
     let between: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
     let prompt = between.iter().filter(|pause| **pause < Duration::from_millis(75)).count();
     assert!(prompt >= 5, "{between:?}");
@@ -177,14 +177,14 @@ fn refund_invalidates_a_cached_denial() {
     assert_eq!(["/ok", "/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429, 429]);
     fail.send(()).unwrap();
     assert_eq!(slow.reply().unwrap().status, 500);
-    assert_eq!(["/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429], "one was refunded");
+    assert_eq!(["/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429], "one request was refunded");
 }
 
 #[test]
 fn larger_quota_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let consumer = |rest: &str| {
-        // printf %s acme-key | sha256sum
+        // The hash is the output of `printf %s acme-key | sha256sum`.
         let hash = "sha256:afacab3575137afa4e00d9cbcafcb14c9ae25f779d964eb0ea5b2c4eb5dfd163";
         format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{hash}\"]\n{rest}\n")
     };
@@ -206,9 +206,9 @@ fn hanging_store_rejects_few_requests_until_the_breaker_opens() {
     signal(&redis.child, "STOP");
     let statuses = load(&[gateway.address], 64, 640, "/r", &[]);
     let rejected = statuses.iter().filter(|status| **status == 503).count();
-    // The breaker opens after two timeouts. On a busy machine some clients start only then.
+    // The breaker opens after two timeouts. On a busy machine, some clients start late and add a third rejection.
     assert!((1..=3 * 64).contains(&rejected), "{rejected} rejected");
-    assert_eq!(admitted(&statuses) + rejected, 640, "all others pass without it");
+    assert_eq!(admitted(&statuses) + rejected, 640, "all other requests are admitted without the store");
     signal(&redis.child, "CONT");
     eventually("the store decides again", || gateway.get("/r").header("ratelimit").is_some());
 }
@@ -223,8 +223,9 @@ fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
         eventually("the store decides", || gateway.get("/r").status == 200);
         gateway
     };
-    // If the time of a check began after the hanging call, it would end after 4 s. A worker that other processes delay
-    // may add up to 1 s to each timeout (`MAX_WORKER_DELAY`), and the bound between both is far from either.
+    // If the timeout of a check began only after the hanging call, the check would end after 4 s. Other processes may
+    // delay a worker by up to 1 s per timeout (`MAX_WORKER_DELAY`). The response of `later` after 3.5 s is the bound,
+    // far from both.
     let (first, later) = (within("2s"), within("3500ms"));
     signal(&redis.child, "STOP");
     let (answered, order) = mpsc::channel();
@@ -238,6 +239,6 @@ fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
     });
     signal(&redis.child, "CONT");
     let [others @ .., last]: [_; 4] = order.try_iter().collect::<Vec<_>>().try_into().unwrap();
-    assert_eq!(others, [(503, first.address); 3], "their time begins when they ask");
+    assert_eq!(others, [(503, first.address); 3], "the timeout of a check begins with its request");
     assert_eq!(last, (503, later.address));
 }

@@ -1,4 +1,4 @@
-//! Connections to Redis: TLS with a private CA and a client certificate, unix sockets, users with minimal
+//! Connections to Redis: TLS with a private CA and a client certificate, Unix sockets, and users with minimal
 //! permissions.
 
 use std::io::Write;
@@ -11,11 +11,11 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::{eventually, upstream};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 
-/// A limit of each algorithm, so that every command of the scripts is used.
+/// One limit per algorithm, so that the scripts use all of their commands.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
-/// A gateway on this store that denies requests in an outage.
+/// Start a gateway with this store. It denies requests in an outage.
 fn gateway(store: &str) -> Gateway {
     let limit = |kind: &&str| {
         let quota = if *kind == "concurrency" { "3" } else { "3/24h" };
@@ -33,11 +33,11 @@ fn assert_counts(gateway: &Gateway, what: &str) {
     assert_eq!(statuses, [200, 200, 200, 429, 429], "{what}\n{}", gateway.log());
 }
 
-/// Write a CA and certificates that it signed as PEM files.
+/// Write a CA certificate, and certificates that this CA has signed, as PEM files.
 fn certificates(folder: &Path, authority: &str, names: &[&str]) {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    // A certificate with the name of its issuer would look self-signed.
+    // If a certificate had the same name as its issuer, it would look self-signed.
     params.distinguished_name.push(DnType::CommonName, authority);
     let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     std::fs::write(folder.join(authority), ca.pem()).unwrap();
@@ -73,7 +73,7 @@ fn redis_over_tls_needs_a_valid_certificate() {
         ("no certificate", ca.clone()),
         ("a certificate of another CA", format!("{ca}, {other_ca}")),
     ] {
-        // Rejected connections wait for the timeout.
+        // Rejected connections take the whole timeout, so use a shorter one.
         let gateway = gateway(&store(&tls).replace("5s", "2s"));
         gateway.get("/r").assert_problem(503, what);
         eventually(what, || gateway.log().contains("the store is down"));
@@ -107,7 +107,7 @@ fn redis_is_reached_over_a_unix_socket() {
 #[test]
 fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
-    // The commands of the manual.
+    // Run the commands of the manual.
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let line =
         manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER ")).expect("the manual has the user");
@@ -125,7 +125,7 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert!(calls > 0, "scripts were called");
     eventually("overrides are polled", || redis.calls("hgetall") > 0);
     assert!(!right.log().contains("cannot read overrides"), "{}", right.log());
-    // Overrides need separate permissions.
+    // Reading overrides requires separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
     eventually("it is logged", || right.log().contains("cannot read overrides"));
     let before = redis.calls("evalsha");
@@ -171,7 +171,7 @@ fn redis_of_a_test_writes_into_its_own_directory() {
     assert_eq!(Path::new(&directory), redis.directory.path().canonicalize().unwrap());
 }
 
-/// One sentence per error of a URL, the same in `check`, `doctor` and the log of the gateway.
+/// Each error of a store URL has one sentence. It is the same in `check`, `doctor` and the gateway's log.
 #[test]
 fn store_errors_say_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
@@ -208,7 +208,7 @@ fn store_errors_say_what_to_do() {
             format!("redis+unix://{here}/none.sock"),
             format!("there is no socket {here}/none.sock; start Redis with this socket"),
         ),
-        // A label of more than 63 characters is invalid, so no name server is asked.
+        // A label of more than 63 characters is invalid, so no name server is queried.
         (
             format!("redis://{long}.invalid"),
             format!("the host name of {long}.invalid:6379 does not resolve; correct the host"),
@@ -245,7 +245,7 @@ fn store_errors_say_what_to_do() {
         (format!("redis://{page}"), format!("the server at {page} is a web server; correct the address")),
         (format!("redis://{mail}"), format!("the server at {mail} is not Redis; correct the address")),
     ] {
-        // A silent server takes the whole timeout.
+        // A silent server delays the command by the whole timeout.
         let timeout = if expected.contains("in time") { "300ms" } else { "5s" };
         let config = format!(
             "[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -265,7 +265,7 @@ fn store_errors_say_what_to_do() {
         assert!(said.contains("  failed    ") && said.contains(&expected), "{url}: {said}\nlacks {expected}");
         gateways.push((Gateway::start(&config), url, expected));
     }
-    // The gateways have tried meanwhile.
+    // Meanwhile, the gateways have tried to connect.
     for (gateway, url, expected) in gateways {
         eventually("the store is down", || gateway.log().contains("the store is down"));
         assert!(gateway.log().contains(&expected), "{url}: {}\nlacks {expected}", gateway.log());
@@ -280,7 +280,7 @@ fn missing_redis_permission_is_named() {
     let set_user = |words: &[&str]| redis::cmd("ACL").arg("SETUSER").arg(words).exec(&mut redis.connection()).unwrap();
     set_user(&user);
     let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
-    // Permissions needed to connect: `check` reports them as well.
+    // Without a permission that connecting requires, `check` reports the error as well.
     set_user(&["gateway", "-script"]);
     let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/how-to/redis.md lists";
     let without = gateway(&store);
@@ -289,10 +289,10 @@ fn missing_redis_permission_is_named() {
     let check = binary().arg("check").arg("--config").arg(without.directory().join("gateway.toml")).output().unwrap();
     let said = String::from_utf8(check.stdout).unwrap();
     assert!(check.status.success() && said.contains(&format!("warning: store: {expected}\n")), "{said}");
-    // Permissions needed to decide: reported with the first decision.
+    // Without a permission that decisions require, the first decision reports the error.
     set_user(&["gateway", "+script", "-set"]);
     let without = gateway(&store);
-    // Redis 7.0 does not name the command of a script, later versions do.
+    // Redis 7.0 does not name the command that a script may not run. Later versions do.
     let expected = |named: &str| {
         format!("the Redis user lacks a permission that the gateway needs, {named}; grant the permissions")
     };

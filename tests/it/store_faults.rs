@@ -1,4 +1,4 @@
-//! Redis replies with errors or with something that is no verdict, or hangs: fault 19 in docs/testing.md.
+//! Redis replies with errors, replies with something other than a verdict, or hangs: fault 19 in docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -16,7 +16,7 @@ use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::verdict::{Operation, StoreError};
 
-/// One route per `on_store_error`, and one with a shadow limit.
+/// Start a gateway with one route per value of `on_store_error`, and one route with a shadow limit.
 fn gateway(url: &str, timeout: &str) -> Gateway {
     let routes: String = ["allow", "deny", "local", "shadow"]
         .map(|name| {
@@ -35,7 +35,7 @@ fn get(gateway: &Gateway, path: &str, id: &str) -> Reply {
     gateway.client().get_with(path, &[("x-id", id)])
 }
 
-/// Return whether the store decided.
+/// Return whether the store decided the request and admitted it.
 fn is_decided(reply: &Reply) -> bool {
     reply.status == 200 && reply.header("ratelimit").is_some()
 }
@@ -48,7 +48,7 @@ fn log_count(gateway: &Gateway, what: &str) -> usize {
     gateway.log().matches(what).count()
 }
 
-/// A healthy server until the test sets a reply for all script calls.
+/// Start a healthy fake Redis. Once the test sets a text, this text is the reply to all script calls.
 fn failing_redis() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     let fault = Arc::<Mutex<Option<String>>>::default();
     let told = fault.clone();
@@ -59,7 +59,7 @@ fn failing_redis() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     (fake, fault)
 }
 
-/// Error replies that prove that nothing ran and that may be temporary.
+/// Error replies that may be temporary, and after which no command of the script has run.
 const PASSING: [&str; 5] = [
     "LOADING Redis is loading the dataset in memory",
     "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
@@ -72,7 +72,7 @@ const PASSING: [&str; 5] = [
 fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store_error() {
     let slow = Arc::<std::sync::atomic::AtomicBool>::default();
     let told = slow.clone();
-    // It exceeds the timeout for requests and replies to the probes that follow, so it works.
+    // The server exceeds the timeout for requests, but replies to the probes that follow. It is therefore not down.
     let fake = FakeRedis::start(move |command| {
         if command.is_script() && !command.is_probe() && told.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(400));
@@ -89,7 +89,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
         } else {
             assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
         }
-        // Behind another slow call, the probe would be late as well.
+        // Stop the delay: behind another slow call, the probe would be late as well.
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
@@ -117,9 +117,9 @@ fn retryable_error_is_retried_and_charged_once() {
         left.store(3, Ordering::SeqCst);
         assert!(is_decided(&get(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
         assert_eq!((fake.calls().len() - calls, granted.load(Ordering::SeqCst) - before), (4, 1), "{text}");
-        assert_eq!(log_count(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store"), 0, "the retries are not logged: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
-        assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
+        assert_eq!(fake.connections(), connections, "the gateway reconnects if a replica replied: {text}");
         println!("fault 19: {text}: retried, charged once");
     }
 }
@@ -134,7 +134,7 @@ fn retried_call_without_reply_is_not_sent_again() {
     });
     let gateway = gateway(&fake.url(), "500ms");
     get(&gateway, "/deny", "a").assert_problem(503, "no reply");
-    assert_eq!(fake.calls().len(), 2, "what may have run is not sent again");
+    assert_eq!(fake.calls().len(), 2, "a call that may have run is not repeated");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn noscript_and_stale_window_boundaries_are_sent_once_more() {
     ));
     assert_eq!(gateway.get("/r").status, 200);
     let sent: Vec<_> = fake.calls().iter().map(|call| call.words[4..].to_vec()).collect();
-    assert!(sent.len() == 2 && sent[0] != sent[1], "with boundaries of then: {sent:?}");
+    assert!(sent.len() == 2 && sent[0] != sent[1], "the repeated call has other window boundaries: {sent:?}");
     println!("fault 19: NOSCRIPT, RLSTALE: sent once more");
 }
 
@@ -177,13 +177,13 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
         ("+OK\r\n", "the reply of the store is malformed"),
         ("*2\r\n:1\r\n:2\r\n", "the reply of the store is malformed"),
         ("$8\r\n12345678\r\n", "the reply of the store is malformed"),
-        // Decoded as doubles, tiny numbers.
+        // Decoded as doubles, these bytes are tiny numbers.
         ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "the reply of the store is malformed"),
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
     let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
-    // The cases mostly wait, so four run concurrently, each with its own gateway.
+    // The cases mostly wait, so four of them run concurrently, each with its own gateway.
     for some in cases.chunks(4) {
         std::thread::scope(|scope| {
             for (reply, reason) in some {
@@ -193,12 +193,13 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
     }
 }
 
-/// From some time on the store replies `reply`. The log has the `reason`.
+/// Assert that the breaker opens when the store begins to send `reply`, and that the log reports this once, with
+/// `reason`.
 fn assert_breaker_opens_once(reply: &str, reason: &str) {
     let (fake, fault) = failing_redis();
     let gateway = gateway(&fake.url(), "1s");
     decides(&gateway);
-    // On a busy machine, the first connection may take longer than the timeout.
+    // On a busy machine, the first connection may take longer than the timeout. Wait until such an outage has ended.
     let outages = log_count(&gateway, "the store is down");
     eventually("its end is logged", || log_count(&gateway, "the store answers again") == outages);
     let calls = fake.calls().len();
@@ -212,7 +213,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     eventually("the breaker opens", || {
         let is_open = log_count(&gateway, "the store is down") == outages + 1;
         if !is_open {
-            // A check of a busy worker may be late, which is no failure of the store.
+            // If a busy worker is late, the check does not count as a failure of the store. Send another request.
             request();
         }
         is_open
@@ -220,17 +221,17 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
     let made = fake.calls().len() - calls;
     if PASSING.iter().any(|text| text.starts_with(reason)) {
-        assert!(made > 5, "{reason}: {made} calls, some again");
+        assert!(made > 5, "{reason}: {made} calls, including retries");
     } else {
-        assert!((5..=requests.into_inner()).contains(&made), "{reason}: {made} calls, some again");
+        assert!((5..=requests.into_inner()).contains(&made), "{reason}: {made} calls, including retries");
     }
-    // Only probes are sent now.
+    // While the breaker is open, only probes are sent.
     assert_eq!(get(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
     assert_eq!(get(&gateway, "/allow", "a").status, 200, "{reason}");
     assert_eq!(get(&gateway, "/local", "a").status, 200, "{reason}");
     let probes = fake.probes();
     eventually("probes are sent", || fake.probes() >= probes + 3);
-    assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
+    assert_eq!(fake.calls().len() - calls, made, "{reason}: no request calls the store");
     assert_eq!(log_count(&gateway, "the store is down"), outages + 1, "{reason}: {}", gateway.log());
     assert_eq!(log_count(&gateway, "the store answers again"), outages, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
@@ -272,7 +273,7 @@ fn store_that_rejects_writes_still_decides_denials() {
             if !command.is_script() {
                 Answer::Usual
             } else if denied.lock().unwrap().iter().any(|key| command.keys().contains(key)) {
-                // A denial writes nothing.
+                // A denial writes nothing, so Redis does not reject it.
                 command.denied()
             } else if refuses.load(Ordering::SeqCst) {
                 error(&reply)
@@ -341,8 +342,8 @@ fn broken_state_rejects_its_identity_and_no_other() {
             assert_eq!(get(&gateway, "/shadow", "broken").status, 200, "{text}: shadow limits reject nothing");
         }
         let said_broken = log_count(&gateway, "rejecting requests of an identity");
-        assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
-        assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
+        assert!((1..4).contains(&said_broken), "{text}: logged at intervals: {}", gateway.log());
+        assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: the log names the limits: {}", gateway.log());
         assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());
         println!("fault 19: {text}: 503 for one identity");
     }
@@ -375,7 +376,7 @@ fn errors_of_a_real_redis_are_handled_alike() {
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
-        // A server that rejects writes is left for a new connection, which finds the reason.
+        // The gateway replaces the connection to a server that rejects writes. The new connection finds the reason.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
         (
             "lacks a permission that the gateway needs",
@@ -446,7 +447,7 @@ fn server_that_stays_a_replica_receives_few_connections() {
     });
     let most = 2 + 2 * started.elapsed().as_secs() as usize + 1;
     assert!(fake.connections() <= most, "{} connections in {:?}", fake.connections(), started.elapsed());
-    assert!(fake.requests() > 16 * 10, "all tried again and again: {}", fake.requests());
+    assert!(fake.requests() > 16 * 10, "all requests are retried many times: {}", fake.requests());
 }
 
 #[test]
@@ -467,14 +468,14 @@ fn broken_connection_fails_its_calls_and_is_replaced() {
     });
     let gateway = gateway(&fake.url(), "5s");
     get(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
-    assert_eq!(fake.calls().len(), 1, "what may have run is not sent again");
+    assert_eq!(fake.calls().len(), 1, "a call that may have run is not repeated");
     assert!(is_decided(&get(&gateway, "/deny", "a")));
 }
 
 #[tokio::test]
 async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
     const ASKED: usize = 20_000;
-    // The length of the queue, and the window of calls in flight.
+    // The length of the queue, and the possible numbers of checks in flight.
     const QUEUED: usize = 16_384;
     const IN_FLIGHT: std::ops::RangeInclusive<usize> = 0..=16 * 128;
     let (release, released) = mpsc::channel::<()>();
@@ -512,14 +513,14 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
     }
     tokio::task::yield_now().await;
     let rejected = overloaded.load(Ordering::SeqCst);
-    assert!(IN_FLIGHT.contains(&(ASKED - QUEUED - rejected)), "{rejected} rejected at once");
+    assert!(IN_FLIGHT.contains(&(ASKED - QUEUED - rejected)), "{rejected} checks rejected by the full queue");
     drop(release);
     let mut answered = 0;
     for task in tasks {
         answered += usize::from(task.await.unwrap());
     }
     assert_eq!((answered, overloaded.load(Ordering::SeqCst)), (ASKED - rejected, rejected));
-    assert_eq!(fake.requests(), answered, "the others were not sent");
+    assert_eq!(fake.requests(), answered, "rejected checks were not sent");
     assert!(!store.is_open());
 }
 
@@ -537,7 +538,7 @@ async fn redirects_of_a_cluster_node_do_not_open_its_breaker() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(fake.calls().len(), 100, "none is made again here");
+    assert_eq!(fake.calls().len(), 100, "a redirected call is not repeated on this node");
 }
 
 fn settings(timeout: Duration) -> RedisSettings {

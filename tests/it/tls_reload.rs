@@ -1,4 +1,5 @@
-//! Certificate files that change: a valid one is used at once, an invalid one is rejected and the old one stays.
+//! Changed certificate files: a valid certificate is used at once. If the new one is invalid, the gateway keeps the old
+//! one.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -39,7 +40,7 @@ fn trusting(pairs: &[&Pair]) -> Arc<ClientConfig> {
     tls(&pairs.iter().map(|pair| &pair.der).collect::<Vec<_>>(), None, &[&TLS13])
 }
 
-/// Return whether a new client gets this certificate.
+/// Return whether new clients get this certificate.
 fn is_used(gateway: &Gateway, pair: &Pair) -> bool {
     TlsClient::handshake(&trusting(&[pair]), gateway.address, NAME).is_ok()
 }
@@ -63,11 +64,11 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     assert_eq!(running.get("/hello").status, 200);
     assert_eq!(running.peer_certificate(), &old.der);
 
-    // One file after the other, as tools do. In between they do not match.
+    // Replace one file after the other, as tools do. In between, certificate and key do not match.
     put(folder.path(), "server.pem", &new.cert);
     eventually("the mismatched pair is detected", || refusals(&gateway) == 1);
     assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
-    assert!(is_used(&gateway, &old), "as long as the key is missing");
+    assert!(is_used(&gateway, &old), "the old certificate is used until the new key is written");
     put(folder.path(), "server.key", &new.key);
     eventually("the new certificate is used", || is_used(&gateway, &new));
     assert!(!is_used(&gateway, &old));
@@ -88,12 +89,13 @@ fn certificate_files_written_in_place_are_used() {
     write(folder.path(), &new);
     eventually("the new certificate is used", || is_used(&gateway, &new));
     eventually("it is logged", || gateway.log().contains("reloaded"));
-    assert_eq!(gateway.log().matches("reloaded").count(), 1, "two files, one certificate:\n{}", gateway.log());
+    assert_eq!(gateway.log().matches("reloaded").count(), 1, "two changed files cause one reload:\n{}", gateway.log());
 }
 
 #[test]
 fn replaced_symlink_of_a_certificate_is_used() {
-    // As Kubernetes does: `server.pem` → `..data/server.pem`, `..data` → a directory with a generated name.
+    // Kubernetes mounts files like this: `server.pem` → `..data/server.pem`, `..data` → a directory with a generated
+    // name.
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     for (name, pair) in [("..1", &old), ("..2", &new)] {
@@ -142,8 +144,8 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
         let line = last();
         assert!(line.contains("server.pem") && line.contains("WARN"), "{reason}: {line}");
         assert!(!line.contains("PRIVATE KEY"), "{line}");
-        assert!(is_used(&gateway, &old), "{reason}: the old one stays");
-        // A valid certificate is used again.
+        assert!(is_used(&gateway, &old), "{reason}: the old certificate stays");
+        // After an error, the gateway accepts a valid certificate again.
         let reloads = || gateway.log().matches("reloaded").count();
         let before = reloads();
         put(folder.path(), "server.pem", &old.cert);
@@ -154,13 +156,13 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
     eventually("the loss is detected", || {
         gateway.log().lines().any(|line| line.contains("cannot read the file") && line.contains("server.key"))
     });
-    assert!(is_used(&gateway, &old), "a missing file");
+    assert!(is_used(&gateway, &old), "the old certificate stays if a file is missing");
     assert_eq!(running.get("/hello").status, 200, "an open connection continues");
 }
 
 #[test]
 fn sighup_reloads_certificates() {
-    // The file watcher does not see a change behind a symlink to another directory.
+    // The file watcher does not see changes behind a symlink to another directory.
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(elsewhere.path(), &old);
@@ -172,7 +174,7 @@ fn sighup_reloads_certificates() {
     write(elsewhere.path(), &new);
     signal(&gateway.child, "HUP");
     eventually("the new certificate is used", || is_used(&gateway, &new));
-    // Nothing has changed, and the reload is logged nevertheless, because it was requested.
+    // A reload that was requested is logged even if the files have not changed.
     eventually("it is logged", || gateway.log().matches("reloaded").count() == 1);
     signal(&gateway.child, "HUP");
     eventually("it is logged again", || gateway.log().matches("reloaded").count() == 2);
@@ -204,7 +206,7 @@ fn expired_certificate_at_start_is_a_warning() {
     let check = crate::support::gateway::binary().arg("check").arg("--config").arg(config).output().unwrap();
     let out = String::from_utf8(check.stdout).unwrap();
     assert!(out.contains("warning: ") && out.contains(warning), "{out}");
-    assert!(!is_used(&gateway, &past), "the client refuses it");
+    assert!(!is_used(&gateway, &past), "the client rejects the expired certificate");
     write(folder.path(), &now);
     eventually("the renewed certificate is used", || is_used(&gateway, &now));
 }
@@ -219,7 +221,7 @@ fn sessions_are_resumed_by_every_worker() {
     {
         let gateway = gateway(folder.path(), &format!("[server]\nworkers = 4\nthreading = \"{layout}\"\n"));
         let client = tls(&[&pair.der], None, &[version]);
-        // Enough connections to reach the socket of every worker.
+        // Open enough connections to reach the socket of every worker.
         for count in 0..20 {
             let mut connection = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
             assert_eq!(connection.get("/hello").status, 200);

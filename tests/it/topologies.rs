@@ -14,7 +14,8 @@ use crate::support::redis::Redis;
 use crate::support::sentinel::Sentinels;
 use sluicegate::limiter::clock::monotonic;
 
-/// Windows of ten years, so that none begins while the test runs.
+/// A configuration of `limits` on one route. The tests use windows of ten years, so that no window begins during a
+/// test.
 fn config(url: &str, deadline: &str, limits: &[(&str, &str)]) -> String {
     let tables = limits.iter().map(|(name, rest)| format!("[limit.{name}]\n{rest}\n"));
     let names: Vec<_> = limits.iter().map(|(name, _)| format!("\"{name}\"")).collect();
@@ -32,7 +33,7 @@ fn count(statuses: &[u16], wanted: u16) -> usize {
 
 const FIXED: &str = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\non_store_error = \"deny\"\n";
 
-/// Return an identity whose key is on this master, and its slot.
+/// Return an identity whose key is on this master, and the key's slot.
 fn identity_of(cluster: &Cluster, master: &Redis, gateway: &Gateway) -> (String, u16) {
     let mut client = gateway.client();
     for number in 0.. {
@@ -58,7 +59,7 @@ fn cluster_counts_each_identity_exactly_on_any_master() {
         assert_eq!((count(&statuses, 200), count(&statuses, 429)), (20, 44), "identity {identity}");
     }
     for master in cluster.masters() {
-        assert!(!master.keys().is_empty(), "every master keeps some");
+        assert!(!master.keys().is_empty(), "each master has some of the keys");
         master.assert_every_key_expires();
     }
     let mut client = gateways[0].client();
@@ -66,7 +67,7 @@ fn cluster_counts_each_identity_exactly_on_any_master() {
     for identity in 0..requests {
         assert_eq!(client.get_with("/r", &[("x-id", &identity.to_string())]).status, 429);
     }
-    assert_eq!(cluster.calls("evalsha") - before, requests, "all limits of an identity are one call");
+    assert_eq!(cluster.calls("evalsha") - before, requests, "all limits of an identity are checked in one call");
     assert!(!gateways[0].log().contains("WARN"), "{}", gateways[0].log());
 }
 
@@ -105,7 +106,7 @@ fn denied_request_is_refunded_to_limits_of_other_identities() {
         denied.assert_problem(429, "the narrow one is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
     }
-    // Charges that the denied request did not make are not refunded.
+    // The denied requests did not charge these limits, so nothing is refunded to them.
     for (limit, header, remaining) in [("shadow", "x-e=e", 0), ("paid", "x-g=g", 997)] {
         let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}"));
         assert_eq!(reply.json()["limits"][0]["remaining"], remaining, "{limit}: {}", reply.text());
@@ -113,7 +114,7 @@ fn denied_request_is_refunded_to_limits_of_other_identities() {
     let other = client.get_with("/r", &headers("another"));
     assert_eq!((other.status, other.remaining("narrow")), (200, 2));
     for limit in ["wide", "log", "bucket"] {
-        assert_eq!(other.remaining(limit), 996, "{limit}: what was denied is not charged");
+        assert_eq!(other.remaining(limit), 996, "{limit}: denied requests are not charged");
     }
     cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
 }
@@ -131,7 +132,7 @@ fn parallel_requests_of_several_identities_admit_no_more_than_the_limit() {
     let statuses = load(&[gateway.address], 16, 400, "/r", &[("x-one", "1"), ("x-two", "2")]);
     assert_eq!(count(&statuses, 200) + count(&statuses, 429), 400);
     assert!(count(&statuses, 200) <= 50, "{} admitted", count(&statuses, 200));
-    // The refunded tokens are available: a single client gets all of the rest, and no more.
+    // The refunded tokens are available: a single client gets exactly the rest of the quota.
     let rest = load(&[gateway.address], 1, 60, "/r", &[("x-one", "1"), ("x-two", "2")]);
     assert_eq!(count(&statuses, 200) + count(&rest, 200), 50);
 }
@@ -157,12 +158,12 @@ fn counts_are_exact_while_a_slot_migrates() {
     ask(20, "one key here, one key there");
     migration.finish();
     ask(20, "moved");
-    // The slot migrates back, and new keys during the migration are missing on both nodes.
+    // The slot migrates back. During this migration, the new keys exist on neither node.
     let migration = cluster.begin_migration(slot, to, from);
     migration.move_keys(1000);
     ask(20, "all keys gone, the slot not yet");
     migration.finish();
-    // Back and forth without a pause, under load.
+    // Migrate the slot back and forth without a pause, under load.
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -179,7 +180,7 @@ fn counts_are_exact_while_a_slot_migrates() {
     assert_eq!(count(&statuses, 200) + admitted, 300, "exactly the limit");
     assert_eq!(count(&statuses, 429), admitted);
     cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
-    // The gateway learns the new owner: no call is redirected any longer.
+    // The gateway learns the new owner of the slot: calls are not redirected in the end.
     let mut client = gateway.client();
     let moved = || cluster.masters().iter().map(|master| master.errors("MOVED")).sum::<u64>();
     eventually("calls go straight to the owner", || {
@@ -197,7 +198,8 @@ fn new_identities_are_admitted_while_their_slot_migrates() {
     let (id, slot) = identity_of(&cluster, cluster.masters()[0], &gateway);
     let [from, to] = [cluster.masters()[0], cluster.masters()[1]];
     let migration = cluster.begin_migration(slot, from, to);
-    // The keys are deleted: the node asks for several missing keys with one call each.
+    // Delete the keys. For a call with several missing keys, the nodes reply TRYAGAIN, and the gateway sends one call
+    // per key.
     for key in from.keys() {
         redis::cmd("DEL").arg(key).exec(&mut from.connection()).unwrap();
     }
@@ -207,7 +209,7 @@ fn new_identities_are_admitted_while_their_slot_migrates() {
     assert_eq!(keys.len(), 2, "{keys:?}");
     migration.finish();
     let reply = gateway.client().get_with("/r", &[("x-id", &id)]);
-    assert_eq!(reply.status, 429, "the same after the move");
+    assert_eq!(reply.status, 429, "the denial stays after the migration");
 }
 
 #[test]
@@ -240,7 +242,7 @@ fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
             alive += 1;
         }
     }
-    assert!(cluster.calls("evalsha") - before >= alive, "the other masters get their calls");
+    assert!(cluster.calls("evalsha") - before >= alive, "the other masters still get calls");
     cluster.wait_for_promotion();
     eventually("the replica decides", || {
         let before = cluster.calls("evalsha");
@@ -274,7 +276,7 @@ fn sentinel_failovers_are_followed_and_give_one_fresh_limit_each() {
         });
     };
     decides(sentinels.master(), &mut || ask(&mut admitted));
-    // The old master continues as a replica that rejects writes.
+    // The old master stays connected as a replica, which rejects writes.
     sentinels.fail_over_by_command();
     decides(sentinels.master(), &mut || ask(&mut admitted));
     sentinels.fail_over_by_kill();
@@ -283,11 +285,11 @@ fn sentinel_failovers_are_followed_and_give_one_fresh_limit_each() {
         ask(&mut admitted);
     }
     println!("fault 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
-    assert!((60..=180).contains(&admitted), "at most one fresh burst for each: {admitted}");
+    assert!((60..=180).contains(&admitted), "at most one fresh burst per failover: {admitted}");
     sentinels.master().assert_every_key_expires();
 }
 
-/// Run a command of the binary on a configuration.
+/// Run a command of the binary with a configuration. Return its exit code and its output.
 fn run(command: &str, config: &str) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -303,7 +305,7 @@ fn check_and_doctor_examine_every_master() {
     let other = ("b", "by = \"ip\"\nquota = \"5/3650d\"");
     let (code, said) = run("check", &config(&cluster.url(), "5s", &[one]));
     assert!(code == Some(0) && !said.contains("calls at the same time"), "{said}");
-    assert_eq!(said.matches("warning: store").count(), 3, "one for each master: {said}");
+    assert_eq!(said.matches("warning: store").count(), 3, "one warning per master: {said}");
     let (code, said) = run("check", &config(&cluster.url(), "5s", &[one, other]));
     assert!(code == Some(0) && said.contains("note: route `r` makes up to 2 calls at the same time"), "{said}");
     let (code, said) = run("doctor", &config(&cluster.url(), "5s", &[one, other]));
@@ -312,7 +314,7 @@ fn check_and_doctor_examine_every_master() {
     }
     assert_eq!(said.matches("2 algorithms tried").count(), 3, "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
-    // With the Redis default, one lost master affects all identities.
+    // With the default of Redis, the loss of one master affects all identities.
     let coverage = "CONFIG SET cluster-require-full-coverage no";
     assert_eq!(said.matches("warning   full coverage").count(), 3, "{said}");
     assert!(said.contains(coverage), "{said}");
@@ -330,7 +332,7 @@ fn check_and_doctor_examine_every_master() {
     assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", sentinels.master_port())), "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
 
-    // Each kind of server behind the URL of another kind.
+    // URLs for another kind of server than the one that is running.
     let (node, sentinel) = (cluster.masters()[0].port, sentinels.sentinels[0].port);
     let single = sentinels.master_port();
     let unknown = sentinels.url().replace("mymaster", "nomaster");
@@ -391,7 +393,7 @@ fn failed_check_is_refunded_by_every_master_that_charged_it() {
             "by = \"header:{header}\"\nalgorithm = \"{algorithm}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\""
         )
     };
-    // A sliding log refunds the entry of the instant at which its own master charged.
+    // A refund to a sliding log deletes the entry of the time at which that limit's master charged.
     let limits = ["x-a", "x-b", "x-c"].map(|header| [by(header, "token-bucket"), by(header, "sliding-log")]);
     let [[a, d], [b, e], [c, f]] = &limits;
     let limits = [("a", &**a), ("b", b), ("c", c), ("d", d), ("e", e), ("f", f)];
@@ -399,7 +401,7 @@ fn failed_check_is_refunded_by_every_master_that_charged_it() {
     let gateway = Gateway::start(&fails);
     let mut client = gateway.client();
     for _ in 0..10 {
-        // The refund is complete before the response head.
+        // The refund is complete before the response headers arrive.
         let reply = client.get_with("/r", &[("x-a", "a"), ("x-b", "b"), ("x-c", "c")]);
         assert_eq!(reply.status, 500);
         for limit in ["a", "b", "c", "d", "e", "f"] {
@@ -431,7 +433,7 @@ fn charges_of_a_client_that_disconnects_are_refunded_by_every_master() {
     };
     let charges = || masters.iter().map(|master| master.calls("set") + master.calls("rpush")).sum::<u64>();
     let before = charges();
-    // The bus of the cluster goes on, so the masters stay available. A pause of writes also pauses scripts.
+    // Pausing writes also pauses scripts. The cluster bus continues, so that the masters do not count as failed.
     client_command(&["PAUSE", "60000", "WRITE"]);
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\nx-a: a\r\nx-b: b\r\nx-c: c\r\n\r\n");
     eventually("a master has the first call", || {
@@ -479,7 +481,10 @@ fn denied_flood_across_masters_takes_no_tokens_of_a_shared_bucket() {
     });
     let after = ask(&mut client, "after").remaining("shared");
     let refilled = (20.0 * began.elapsed().as_secs_f64()) as u64;
-    assert!(after + 4 >= (before + refilled).min(100), "{before} and {refilled} that refilled, but {after} remain");
+    assert!(
+        after + 4 >= (before + refilled).min(100),
+        "{before} tokens and {refilled} refilled ones, but only {after} remain"
+    );
 }
 
 #[test]
@@ -498,9 +503,12 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
         ask();
         new.calls("evalsha") > before
     });
-    // Sentinel closes all connections when it turns the server into a replica, this one as well.
+    // When Sentinel turns the server into a replica, it closes all connections, including this one.
     let role = || redis::cmd("ROLE").query::<redis::Value>(&mut old.connection()).map(|role| format!("{role:?}"));
-    assert!(role().is_ok_and(|role| role.contains("master")), "the connections have moved before");
+    assert!(
+        role().is_ok_and(|role| role.contains("master")),
+        "the gateway reconnects before the server becomes a replica"
+    );
     eventually("Sentinel makes it a replica", || {
         ask();
         role().is_ok_and(|role| role.contains("slave"))
@@ -528,7 +536,7 @@ fn charge_is_refunded_if_another_master_rejects_it() {
     let set_maxmemory = |bytes: &str| {
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).exec(&mut full.connection()).unwrap();
     };
-    // The master answers a peek and rejects the charge after it: nothing ran there.
+    // The master that is full answers a peek and rejects the charge after it, so it charges nothing.
     set_maxmemory("1");
     let statuses: Vec<_> = (0..IDENTITIES).map(|id| send(id).status).collect();
     assert!(count(&statuses, 200) > 0 && count(&statuses, 503) > 0, "{statuses:?}");

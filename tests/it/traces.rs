@@ -21,7 +21,7 @@ use rustls::version::TLS13;
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 
-/// A collector that accepts exports until the test makes it refuse.
+/// A collector that accepts exports until the test sets `refuses`.
 struct Collector {
     server: Upstream,
     refuses: Arc<AtomicBool>,
@@ -42,12 +42,12 @@ impl Collector {
         format!("[log]\naccess = \"off\"\ntrace_endpoint = \"{}\"\n", self.server.url())
     }
 
-    /// Return all spans so far.
+    /// Return all spans received so far.
     fn spans(&self) -> Vec<Span> {
         self.server.seen.lock().unwrap().iter().flat_map(|seen| spans(seen).1).collect()
     }
 
-    /// Return the spans of a trace once there are `count` of them.
+    /// Wait until `count` spans of a trace have arrived. Return them.
     fn trace(&self, id: &str, count: usize) -> Vec<Span> {
         let of = || self.spans().into_iter().filter(|span| hex(&span.trace_id) == id).collect::<Vec<_>>();
         eventually("the spans arrive", || of().len() >= count);
@@ -94,7 +94,8 @@ fn traceparent(flags: &str) -> String {
     format!("00-{TRACE}-{PARENT}-{flags}")
 }
 
-/// A limited route to an upstream, one to an unreachable upstream, and further lines.
+/// A configuration with a route to `upstream`, a limited route to it, a route to an unreachable upstream, and further
+/// settings.
 fn config(upstream: &Upstream, rest: &str) -> String {
     with_admin(&format!(
         "{rest}[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
@@ -117,7 +118,7 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     let headers = [("traceparent", &*given), ("tracestate", "vendor=1")];
     assert_eq!([0, 1].map(|_| client.get_with("/limited?token=planted", &headers).status), [200, 429]);
     let spans = collector.trace(TRACE, 5);
-    assert_eq!(spans.len(), 5, "three of the first, and two of the one that was denied: {spans:#?}");
+    assert_eq!(spans.len(), 5, "three spans of the first request, two of the denied one: {spans:#?}");
     // The span of the first request.
     let sent = of_kind(&spans, SpanKind::Client);
     let request = spans.iter().find(|span| span.span_id == sent.parent_span_id).unwrap();
@@ -153,11 +154,11 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
         assert!(request.start_time_unix_nano <= from && from < to && to <= request.end_time_unix_nano, "{spans:#?}");
     }
     assert!(decision.end_time_unix_nano <= sent.start_time_unix_nano, "{spans:#?}");
-    // The upstream continues below the client span.
+    // The parent of the upstream's spans is the client span.
     let seen = upstream.last();
     assert_eq!(seen.headers("traceparent"), [format!("00-{TRACE}-{}-01", hex(&sent.span_id))]);
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
-    // The span of the denied request: 429 is no error of a server span.
+    // The span of the denied request: a 429 is not an error of a server span.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
     assert_attributes(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
@@ -184,7 +185,7 @@ fn request_without_a_trace_starts_one() {
         let [told] = seen.headers("traceparent")[..] else { panic!("{seen:?}") };
         let parts: Vec<_> = told.split('-').collect();
         assert!(parts[0] == "00" && parts[1] != TRACE && parts[3] == "01", "{told}");
-        assert!(seen.headers("tracestate").is_empty(), "it belongs to no trace: {seen:?}");
+        assert!(seen.headers("tracestate").is_empty(), "a new trace has no tracestate: {seen:?}");
         let spans = collector.trace(parts[1], 2);
         let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
         assert!(request.parent_span_id.is_empty() && hex(&sent.span_id) == parts[2], "{spans:#?}");
@@ -217,7 +218,7 @@ fn trace_context_is_forwarded_unchanged_without_a_collector() {
         assert_eq!((seen.headers("traceparent"), seen.headers("tracestate")), (vec![&*given], vec!["vendor=1"]));
     }
     assert_eq!(client.get("/up/1").status, 200);
-    assert!(upstream.last().headers("traceparent").is_empty(), "none is made");
+    assert!(upstream.last().headers("traceparent").is_empty(), "the gateway adds no traceparent");
 }
 
 #[test]
@@ -257,7 +258,7 @@ fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let dropped = || metric(&gateway, "sluicegate_trace_spans_dropped_total");
     eventually("all are abandoned", || dropped() == 200.0);
     assert!(gateway.log().contains("cannot export spans"), "{}", gateway.log());
-    // The collector gets the spans when it accepts again.
+    // When the collector accepts exports again, it gets new spans.
     collector.refuses.store(false, Ordering::SeqCst);
     assert_eq!(client.get_with("/up/1", &[("traceparent", &traceparent("01"))]).status, 200);
     assert_eq!(collector.trace(TRACE, 2).len(), 2);

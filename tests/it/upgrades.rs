@@ -1,4 +1,4 @@
-//! WebSocket and other protocol upgrades: where they are allowed, and how long tunnels last.
+//! WebSocket and other protocol upgrades: on which routes they are allowed, and how long tunnels last.
 
 #![allow(clippy::result_large_err)] // the callback of tungstenite
 
@@ -24,10 +24,10 @@ use tungstenite::{Message, WebSocket};
 const SWITCH: [(&str, &str); 2] = [("Connection", "keep-alive, Upgrade"), ("Upgrade", "chat/2")];
 const SWITCHED: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2\r\n\r\n";
 
-/// `/ws` may upgrade, `/plain` may not, `/quick` takes a permit as well.
+/// `/ws` allows upgrades, `/plain` does not. `/quick` has the same limit as `/ws`.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]\n" } else { "" };
-    // The permit TTL is `response_timeout` and 5 s.
+    // The permit TTL is `response_timeout` plus 5 s.
     let response_timeout = if rest.contains("concurrency") { "2s" } else { "30s" };
     format!(
         "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
@@ -46,7 +46,7 @@ fn assert_permits_free(gateway: &Gateway) {
     });
 }
 
-/// A WebSocket server that echoes messages, closes on `bye` and records heads.
+/// A WebSocket server that echoes messages, closes the connection on `bye` and records request headers.
 fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
     let heads = Arc::<Mutex<Vec<http::HeaderMap>>>::default();
     let seen = heads.clone();
@@ -56,7 +56,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
             Ok(response)
         };
         let Ok(mut socket) = tungstenite::accept_hdr(stream, note) else { return };
-        // Reading on answers a close frame.
+        // Reading until the end also replies to a close frame.
         while let Ok(message) = socket.read() {
             match message {
                 Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
@@ -71,7 +71,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
 fn connect_websocket<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
     let mut request = uri.into_client_request().unwrap();
     request.headers_mut().insert("x-forwarded-for", "203.0.113.7".parse().unwrap());
-    tungstenite::client(request, stream).unwrap_or_else(|error| panic!("no WebSocket: {error}"))
+    tungstenite::client(request, stream).unwrap_or_else(|error| panic!("the handshake failed: {error}"))
 }
 
 fn connect(gateway: &Gateway) -> WebSocket<TcpStream> {
@@ -96,7 +96,7 @@ fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     }
 }
 
-/// Assert that the other side is gone: neither bytes nor a timeout.
+/// Assert that the peer has closed the connection: neither bytes nor a timeout.
 fn assert_gone(stream: &mut impl Read) {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -111,7 +111,7 @@ fn request_upgrade(client: &mut Client, path: &str) {
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
 }
 
-/// An upstream that upgrades to `chat/2` and gives its side to the test.
+/// An upstream that upgrades to `chat/2` and passes its end of the tunnel to the test.
 struct Switching {
     address: SocketAddr,
     streams: Receiver<TcpStream>,
@@ -130,7 +130,7 @@ impl Switching {
         Switching { address, streams }
     }
 
-    /// Open a tunnel. Return both ends.
+    /// Open a tunnel. Return the client's end and the upstream's end.
     fn tunnel(&self, gateway: &Gateway) -> (TcpStream, TcpStream) {
         let mut client = gateway.client();
         request_upgrade(&mut client, "/ws");
@@ -172,7 +172,7 @@ fn websocket_messages_pass_both_ways_until_the_client_closes() {
         assert_eq!(socket.read().unwrap(), message);
     }
     let written = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
-    assert_eq!(written(), "", "the record is written at the end");
+    assert_eq!(written(), "", "the log record is written at the end of the tunnel");
     socket.close(None).unwrap();
     assert_closed_well(&mut socket);
     drop(socket);
@@ -289,7 +289,7 @@ fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
             assert_eq!(seen.headers(name), [""; 0], "{what}: {}", seen.head);
         }
         assert_eq!(seen.body, body.as_bytes(), "{what}");
-        // The following bytes are a request, not bytes of a tunnel.
+        // The bytes that follow are a request, not bytes of a tunnel.
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
         assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: it is routed");
     }
@@ -388,13 +388,18 @@ fn tunnel_longer_than_the_permit_ttl_keeps_its_permit() {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let (upstream, _) = echo();
-                // A permit TTL of 7 s.
+                // The permit TTL is 7 s.
                 let gateway = Gateway::start(&config(upstream, &format!("{store}{PLACES}")));
                 let (_other, mut socket) = (connect(&gateway), connect(&gateway));
                 let started = monotonic();
                 while started.elapsed() < Duration::from_secs(15) {
-                    assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
-                    // Wait for two permit TTLs, in which no bytes may arrive.
+                    assert_eq!(
+                        gateway.get("/quick").status,
+                        429,
+                        "both tunnels hold their permits after {:?}",
+                        started.elapsed()
+                    );
+                    // The loop lasts for two permit TTLs, in which no bytes may arrive.
                     assert_silent(socket.get_mut(), Duration::from_millis(100));
                 }
                 send_text(&mut socket, "still here");
@@ -413,7 +418,7 @@ fn body_idle_timeout_does_not_apply_to_tunnels() {
     let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
     let (mut client, mut server) = upstream.tunnel(&gateway);
-    // From the start, and after bytes from each side.
+    // The tunnel is silent from its start, then again after bytes from each side.
     for _ in 0..2 {
         assert_silent(&mut client, Duration::from_millis(900));
         pass(&mut server, &mut client, b"still here");
@@ -433,7 +438,7 @@ fn tunnel_idle_timeout_applies_with_any_body_idle_timeout() {
         }
         let silent = monotonic();
         assert_gone(&mut client);
-        assert!(silent.elapsed() > Duration::from_millis(800), "ended after {:?}", silent.elapsed());
+        assert!(silent.elapsed() > Duration::from_millis(800), "the tunnel ended after {:?}", silent.elapsed());
         assert_gone(&mut server);
     }
 }
@@ -445,13 +450,13 @@ fn idle_tunnel_is_closed_and_bytes_of_either_side_keep_it_open() {
     let (mut client, mut server) = upstream.tunnel(&gateway);
     let started = monotonic();
     while started.elapsed() < Duration::from_secs(5) {
-        // Bytes from one side are sufficient.
+        // Bytes from one side are sufficient to keep the tunnel open.
         pass(&mut server, &mut client, b"tick");
         assert_silent(&mut client, Duration::from_millis(100));
     }
     let silent = monotonic();
     assert_gone(&mut client);
-    assert!(silent.elapsed() > Duration::from_millis(1500), "ended after {:?}", silent.elapsed());
+    assert!(silent.elapsed() > Duration::from_millis(1500), "the tunnel ended after {:?}", silent.elapsed());
     assert_gone(&mut server);
 }
 

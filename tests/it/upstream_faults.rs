@@ -1,5 +1,5 @@
-//! Faulty upstreams, and clients that disconnect: the right status in time, visible truncation, and no leaked
-//! resources.
+//! Faulty upstreams, and clients that disconnect: clients get the right status in time, truncation is visible, and no
+//! resources leak.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -16,13 +16,14 @@ use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{MAX_WAIT, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// The timeout of connects, of response heads, and of silence in a body.
+/// The timeout for connecting, for response headers, and for pauses in a body.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay that a busy machine may add.
+/// Delay on a busy machine that the tests accept.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Status line and headers of a response, and whether it is valid. The body is `ok`, chunked if the headers say so.
+/// Name, status line with the framing headers, and whether the response is valid. The body is `ok`, chunked if the
+/// headers say so.
 const FRAMINGS: &[(&str, &str, bool)] = &[
     ("a length", "200 OK\r\nContent-Length: 2", true),
     ("zeros in front of a length", "200 OK\r\nContent-Length: 002", true),
@@ -86,7 +87,7 @@ fn responses_without_one_framing_are_502() {
 fn response_head_beyond_the_bound_is_502() {
     let bad = Upstream::responding(|seen| {
         let length: usize = seen.headers("x-length")[0].parse().unwrap();
-        // In several lines, as real heads have.
+        // Send several headers, as real servers do, instead of a single long one.
         let lines = format!("x: {}\r\n", "y".repeat(1019)).repeat(length >> 10);
         format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{lines}\r\nok").into_bytes()
     });
@@ -99,7 +100,7 @@ fn response_head_beyond_the_bound_is_502() {
     }
 }
 
-/// A server that announces a body where there is none may send it later.
+/// A server that announces a body for a response that cannot have one may send the body later.
 #[test]
 fn unexpected_response_body_is_not_the_next_response() {
     for lines in [
@@ -111,7 +112,7 @@ fn unexpected_response_body_is_not_the_next_response() {
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
             write_text(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
-            // The rest arrives when the connection is reused.
+            // If the gateway reuses the connection, the body arrives as another response.
             if read_head(&mut stream).is_some() {
                 write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 read_all(&mut stream);
@@ -126,7 +127,7 @@ fn unexpected_response_body_is_not_the_next_response() {
     }
 }
 
-/// Bytes of an upstream on an idle connection close it and are not the next response.
+/// Bytes that an upstream sends on an idle connection close the connection. They are not read as the next response.
 #[test]
 fn bytes_on_an_idle_connection_are_not_the_next_response() {
     for (method, lines) in [
@@ -162,10 +163,10 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
 
 // ---- fault 23 in docs/testing.md: failing upstreams ----------------------------------------------
 
-/// What an upstream does with the connection of a request.
+/// What an upstream does with a connection after it has read the request headers.
 type Act = fn(TcpStream);
 
-/// When a response is due.
+/// When the gateway must respond.
 #[derive(Clone, Copy, PartialEq)]
 enum Due {
     AtOnce,
@@ -179,7 +180,7 @@ fn read_all(stream: &mut TcpStream) {
 }
 
 fn write_text(stream: &mut TcpStream, text: &str) {
-    // The client may close when it has read enough.
+    // The gateway may close the connection before it has read everything.
     let _ = stream.write_all(text.as_bytes());
 }
 
@@ -187,7 +188,8 @@ fn reset(stream: &TcpStream) {
     socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-/// Name, the action after the head of a request, the resulting status, a word of the detail, and the time.
+/// Name, action of the upstream after the request headers, expected status, a part of the expected detail, and the
+/// expected time.
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
@@ -215,8 +217,8 @@ const FAULTS: &[Fault] = &[
         "the upstream did not respond in time",
         Due::After(TIMEOUT),
     ),
-    // The timeout starts when the upstream stops reading. Four times the timeout distinguishes it from twice the
-    // timeout.
+    // The timeout starts when the upstream stops reading. It is four times as long as in the other cases: with a
+    // shorter one, the test could not distinguish it from twice the timeout.
     (
         "never reads",
         |_stream| std::thread::park_timeout(MAX_WAIT),
@@ -255,7 +257,7 @@ const FAULTS: &[Fault] = &[
     ),
 ];
 
-/// A gateway whose `/bad` goes to a faulty upstream and `/good` to a working one.
+/// Start a gateway that forwards `/bad` to a faulty upstream and `/good` to a working one.
 fn gateway(bad: SocketAddr, good: SocketAddr, timeout: Duration) -> Gateway {
     let ms = timeout.as_millis();
     Gateway::start(&format!(
@@ -276,7 +278,8 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
     assert!(time >= least && time <= most, "{what}: {time:?}");
 }
 
-/// Assert a rejection in time with a correct detail, a log line with the request ID, and no effect on other clients.
+/// Assert that the request is rejected in time with the right detail, that the log has its request ID, and that other
+/// clients are not affected.
 fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due) {
     let good = Upstream::start();
     let timeout = if let Due::After(timeout) = due { timeout } else { TIMEOUT };
@@ -288,12 +291,12 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
     if what == "never reads" {
         client.send(b"POST /bad HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1000000000000\r\n\r\n");
         let mut writer = client.stream.get_ref().try_clone().unwrap();
-        // More than any buffer holds, until the response ends it.
+        // Send more than all buffers hold, until the response ends the connection.
         std::thread::spawn(move || while writer.write_all(&[b'x'; 256 << 10]).is_ok() {});
     } else {
         client.send(b"GET /bad HTTP/1.1\r\nHost: a.test\r\n\r\n");
     }
-    assert_eq!(other.get("/good").status, 200, "{what}: others are served");
+    assert_eq!(other.get("/good").status, 200, "{what}: other clients are served");
     let reply = client.reply().unwrap_or_else(|| panic!("{what}: no response"));
     assert_due(what, due, begun);
     let _ = client.stream.get_ref().shutdown(Shutdown::Both);
@@ -309,8 +312,8 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
         gateway.log().lines().any(|line| line.contains(id) && line.contains("`bad`"))
     });
     let grown = gateway.memory().saturating_sub(before);
-    assert!(grown < 16 << 20, "{what}: {grown} bytes more");
-    assert_eq!(other.get("/good").status, 200, "{what}: others go on");
+    assert!(grown < 16 << 20, "{what}: the memory has grown by {grown} bytes");
+    assert_eq!(other.get("/good").status, 200, "{what}: other clients are still served");
 }
 
 #[test]
@@ -331,17 +334,17 @@ fn upstream_without_a_valid_response_is_502_or_504_in_time() {
 
 #[test]
 fn unreachable_upstream_is_502_or_504_in_time() {
-    // Bound but not listening: the port stays reserved, and connections are refused.
+    // The socket is bound but does not listen: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
     assert_refused("refuses", address, 502, "no connection", Due::AtOnce);
-    // Not accepting, with a full backlog: the kernel drops new connections.
+    // The socket listens but does not accept. Once its backlog is full, the kernel drops new connections.
     socket.listen(0).unwrap();
     let mut queue = Vec::new();
     while let Ok(stream) = TcpStream::connect_timeout(&address, Duration::from_millis(300)) {
         queue.push(stream);
-        assert!(queue.len() < 100, "the queue has an end");
+        assert!(queue.len() < 100, "the backlog is never full");
     }
     assert_refused("does not accept", address, 502, "connecting to the upstream timed out", Due::After(TIMEOUT));
 }
@@ -369,7 +372,7 @@ fn truncated_upstream_body_is_visible_to_the_client() {
         for (what, end, due) in ENDS {
             let what = format!("{what} in a body with {framing}");
             if due != Due::AtOnce && framing == "chunks" {
-                continue; // such a stream may be silent
+                continue; // a chunked stream may pause for longer
             }
             let (go_on, wait) = channel();
             let wait = Mutex::new(wait);
@@ -393,7 +396,7 @@ fn truncated_upstream_body_is_visible_to_the_client() {
                 Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{what}: the connection ends"),
             }
             assert_due(&what, due, begun);
-            assert_eq!(String::from_utf8_lossy(&body), seen, "{what}: no end that looks like one");
+            assert_eq!(String::from_utf8_lossy(&body), seen, "{what}: the truncated body must not look complete");
         }
     }
 }
@@ -417,7 +420,7 @@ fn truncated_upstream_body_resets_an_http_1_0_client() {
         });
         let gateway = gateway(bad, bad, TIMEOUT);
         let mut client = gateway.client();
-        // HTTP/1.0 has no chunks: the end of the connection is the end of the response.
+        // HTTP/1.0 has no chunks: the response ends with the connection.
         client.send(b"GET /bad HTTP/1.0\r\nHost: a.test\r\n\r\n");
         let head = client.head().unwrap();
         assert_eq!((head.status, head.header("content-length"), head.header("transfer-encoding")), (200, None, None));
@@ -447,8 +450,8 @@ impl Chance {
     }
 }
 
-/// Read requests and respond with their target. Close or reset connections that were used before at random moments:
-/// before a request, within it, after it. Count the completely read requests.
+/// An upstream that reads requests and responds with their target. At random moments, it closes or resets a connection
+/// that was used before: before a request, within it, or after it. Count the requests that were read completely.
 fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
     serve(move |stream| {
         let mut chance = Chance(u64::from(stream.peer_addr().map_or(1, |peer| peer.port())) * 0x9e37_79b9);
@@ -463,7 +466,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
                 if target.is_empty() {
                     target = line.split(' ').nth(1).unwrap().to_owned();
                     if answered > 0 && chance.below(16) == 0 {
-                        return; // unread bytes cause a reset
+                        return; // closing with unread bytes resets the connection
                     }
                 }
                 if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length: ") {
@@ -483,7 +486,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
             }
             match chance.below(8) {
                 0 => return,
-                // When the next request may be in flight.
+                // Close the connection while the next request may be in flight.
                 1 => {
                     std::thread::sleep(Duration::from_micros(chance.below(500)));
                     return;
@@ -559,12 +562,12 @@ fn connections_closed_at_random_fail_no_get_and_repeat_no_post() {
 
 // ---- fault 25 in docs/testing.md: clients that disconnect ----------------------------------------
 
-/// An upstream that leaves requests in the state that their path names.
+/// An upstream that keeps each request in the state that its path names.
 struct Leaving {
     address: SocketAddr,
-    /// Requests that have reached their state.
+    /// Number of requests that have reached their state.
     begun: Arc<AtomicUsize>,
-    /// The targets of closed connections, with the time.
+    /// The target of each closed connection, with the time.
     closed: Receiver<(String, Instant)>,
 }
 
@@ -637,7 +640,9 @@ fn disconnected_clients_leave_no_descriptor_and_no_permit() {
             leave();
         }
         for _ in 0..EACH {
-            let (target, at) = closed.recv_timeout(MAX_WAIT).unwrap_or_else(|_| panic!("{kind}: an upstream waits on"));
+            let (target, at) = closed
+                .recv_timeout(MAX_WAIT)
+                .unwrap_or_else(|_| panic!("{kind}: the upstream connection is not closed"));
             times.push(at.saturating_duration_since(left[&target]));
         }
     }

@@ -1,4 +1,4 @@
-//! TLS towards upstreams: trust roots, client certificates, error reports, and forwarding.
+//! TLS towards upstreams: trust roots, client certificates, error reports and forwarding.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -25,7 +25,7 @@ use tungstenite::Message;
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const BOTH: &[&SupportedProtocolVersion] = &[&TLS13, &TLS12];
 
-/// A gateway with one worker, so that all requests share its connections.
+/// A configuration with one worker, so that all requests share its upstream connections.
 fn config(url: &str, rest: &str) -> String {
     format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nwebsocket = {}\n\
@@ -38,19 +38,19 @@ fn gateway(url: &str, rest: &str, ca: &Authority) -> Gateway {
     Gateway::start_with(&config(url, rest), &[("ca.pem", &ca.pem())])
 }
 
-/// The same with a client certificate.
+/// Start a gateway that has a client certificate for the upstream.
 fn gateway_with_certificate(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     let rest = format!("tls = {{ ca = \"ca.pem\", cert = \"own.pem\", key = \"own.key\" }}\n{rest}");
     let files = [("ca.pem", &*ca.pem()), ("own.pem", &own.cert), ("own.key", &own.key)];
     Gateway::start_with(&config(url, &rest), &files)
 }
 
-/// Requests over HTTP/2, each with the handshake of its connection.
+/// Requests over HTTP/2, each with the TLS handshake of its connection.
 type Requests = Arc<Mutex<Vec<(Handshake, http::request::Parts)>>>;
 
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
-/// An upstream that responds to each request with `answer`, on connections that stay open.
+/// An upstream that responds to each request with `answer` and keeps its connections open.
 fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> TlsUpstream {
     TlsUpstream::serve(config, move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
@@ -113,12 +113,12 @@ fn url(host: &str, address: SocketAddr) -> String {
     format!("https://{host}:{}", address.port())
 }
 
-/// Assert that the client gets an error without the reason, and that the log says what to do.
+/// Assert that the response to the client does not contain the reason of an error, and that the log says what to do.
 fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
     let reply = gateway.get("/");
     reply.assert_problem(502, what);
     for secret in ["certificate", "TLS", "127.0.0.1", "localhost", "http://"] {
-        assert!(!reply.text().contains(secret), "{what}: the client is told of {secret}: {}", reply.text());
+        assert!(!reply.text().contains(secret), "{what}: the response discloses {secret}: {}", reply.text());
     }
     eventually(what, || gateway.log().contains(said));
 }
@@ -154,7 +154,7 @@ fn server_name_replaces_the_host() {
     assert_eq!(gateway.get("/").status, 200);
     let [shake] = &upstream.handshakes()[..] else { panic!("{:?}", upstream.handshakes()) };
     assert_eq!(shake.name.as_deref(), Some("api.internal"));
-    assert_eq!(shake.protocol, None, "HTTP/1.1 needs no agreement");
+    assert_eq!(shake.protocol, None, "HTTP/1.1 needs no ALPN");
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn certificate_must_have_the_ip_address() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["other.test", "127.0.0.1"], NOW), None, &[], BOTH));
     assert_eq!(gateway(&url("127.0.0.1", upstream.address), CA, &ca).get("/").status, 200);
-    assert_eq!(upstream.handshakes()[0].name, None, "addresses are not sent as names");
+    assert_eq!(upstream.handshakes()[0].name, None, "an IP address is not sent as server name");
     let upstream = ok(server(&ca.server(&["localhost", "127.0.0.2"], NOW), None, &[], BOTH));
     let gateway = gateway(&url("127.0.0.1", upstream.address), CA, &ca);
     assert_refused(&gateway, "is valid for localhost, 127.0.0.2, not for `127.0.0.1`;", "another address");
@@ -223,7 +223,7 @@ fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
             let rest = format!("{CA}protocol = \"{protocol}\"\n");
             let gateway = gateway(&url("localhost", upstream.address), &rest, &ca);
             assert_refused(&gateway, said, &format!("{what}, {protocol}"));
-            assert_eq!(upstream.handshakes(), [], "{what}: nothing is sent");
+            assert_eq!(upstream.handshakes(), [], "{what}: no TLS handshake succeeds");
         }
     }
 }
@@ -369,7 +369,7 @@ fn bodies_are_unchanged_over_upstream_tls() {
     }
 }
 
-/// Return bytes without a period, so that lost or repeated pieces are detected.
+/// Return bytes that never repeat, so that lost or repeated pieces are detected.
 fn noise(length: usize) -> Vec<u8> {
     let blocks = (0..length.div_ceil(32)).map(|index| digest(&SHA256, &index.to_le_bytes()));
     let mut noise: Vec<u8> = blocks.flat_map(|block| block.as_ref().to_vec()).collect();
@@ -389,7 +389,7 @@ fn response_without_close_notify_never_looks_complete() {
         let head = read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
         if head.starts_with("GET /whole") {
-            // close_notify, which only the holder of the keys can send (RFC 8446 §6.1).
+            // Only the holder of the keys can send close_notify (RFC 8446 §6.1).
             stream.conn.send_close_notify();
             stream.flush().unwrap();
         }
@@ -439,7 +439,7 @@ fn upstream_tls_sessions_are_resumed() {
 #[test]
 fn clear_text_upstream_at_https_is_named_in_the_log() {
     let ca = Authority::new("ca");
-    // One server responds with an error, the other closes the connection.
+    // One server responds with an error, the other one closes the connection.
     let answers = serve(|mut stream| {
         let _ = stream.read(&mut [0; 4096]);
         let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
@@ -513,7 +513,7 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
         let before = refusals();
         put(name, content);
         eventually(what, || refusals() > before);
-        assert_eq!(gateway.get("/").status, 200, "{what}: what was before stays");
+        assert_eq!(gateway.get("/").status, 200, "{what}: the previous configuration stays active");
     }
     let expired = clients.client(&[], PAST);
     put("ca.pem", &new.pem());
@@ -522,9 +522,9 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     let parts = ["cannot reload the file", "own.pem", "the certificate has expired"];
     let is_rejection = |line: &str| parts.iter().all(|part| line.contains(part));
     eventually("the expired one is rejected", || gateway.log().lines().any(is_rejection));
-    assert_eq!(gateway.get("/").status, 200, "it is not shown");
+    assert_eq!(gateway.get("/").status, 200, "the client certificate is not sent");
 
-    // Resumed sessions would skip the verification.
+    // After the change of the CA, the gateway must not resume sessions: a resumed session skips the verification.
     put("own.pem", &second.cert);
     put("own.key", &second.key);
     put("ca.pem", &old.pem());

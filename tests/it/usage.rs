@@ -1,4 +1,4 @@
-//! Usage totals: they equal the charged cost per identity and day, whatever happens to the requests.
+//! Usage totals equal the charged cost per identity and day, whatever happens to the requests.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -25,7 +25,7 @@ use sluicegate::limiter::store::RedisStore;
 use sluicegate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 
-/// 400 days, in seconds.
+/// The TTL of usage totals: 400 days, in seconds.
 const TTL_S: i64 = 400 * 86_400;
 
 /// An API key provider with the consumers `acme` and `beta`, whose keys equal their names.
@@ -40,12 +40,12 @@ fn consumers() -> String {
     consumer("acme") + &consumer("beta")
 }
 
-/// Start a gateway with the consumers.
+/// Start a gateway with the consumers file.
 fn start(config: &str) -> Gateway {
     Gateway::start_with(config, &[("consumers.toml", &consumers())])
 }
 
-/// A limit by API key whose usage is counted, on `/r`.
+/// A configuration with a limit by API key on `/r` that counts usage.
 fn by_key(store: &str, limit: &str) -> String {
     format!(
         "[server]\nworkers = 2\n{store}\n{KEYS}[limit.l]\nby = \"api-key\"\nusage = true\n{limit}\n\
@@ -53,12 +53,12 @@ fn by_key(store: &str, limit: &str) -> String {
     )
 }
 
-/// A route with the same limit and a cost of 3.
+/// A route that has the same limit and costs 3.
 const DEAR: &str = "[[route]]\nname = \"dear\"\npath = \"/dear\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\ncost = 3\n\
                     respond = { status = 200 }\n";
 
-/// Run `sluicegate usage` with the configuration of a gateway. Return standard output, and standard error with the
-/// exit code if it failed.
+/// Run `sluicegate usage` with the configuration in `directory`. Return standard output or, if the command failed, its
+/// exit code and standard error.
 fn usage(directory: &Path, arguments: &[&str]) -> Result<String, (Option<i32>, String)> {
     let mut command = binary();
     let output = command.arg("usage").arg("--config").arg(directory.join("gateway.toml")).args(arguments).output();
@@ -75,7 +75,7 @@ fn usage_json(gateway: &Gateway, arguments: &[&str]) -> Value {
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// Return the cost by consumer, or by hash.
+/// Return the cost per consumer. Other identities are named by their hash.
 fn costs(gateway: &Gateway) -> BTreeMap<String, i64> {
     let report = usage_json(gateway, &["--by", "identity", "--from", "2026-01-01"]);
     let entries = report["usage"].as_array().unwrap().iter();
@@ -100,7 +100,7 @@ fn admitted(statuses: &[u16]) -> i64 {
     statuses.iter().filter(|status| **status == 200).count() as i64
 }
 
-/// Assert that totals expire 400 days after their last day began to be counted.
+/// Assert that all totals expire 400 days after counting of their last day began.
 fn assert_totals_expire(redis: &Redis) {
     redis.assert_every_key_expires();
     let mut connection = redis.connection();
@@ -131,13 +131,17 @@ fn totals_of_two_gateways_equal_the_admitted_cost() {
             [spawn("acme", "/r", 600), spawn("acme", "/dear", 200), spawn("beta", "/r", 300), spawn("", "/r", 100)]
                 .map(|thread| thread.join().unwrap())
         });
-        assert!(acme + dear < 800, "{limit}: some requests of acme are denied");
+        assert!(acme + dear < 800, "{limit}: some requests of acme must be denied");
         assert_eq!((beta, anonymous), (300, 100), "{limit}");
         let totals = costs(&gateways[0]);
         assert_eq!(totals["acme"], acme + 3 * dear, "{limit}: {totals:?}");
         assert_eq!(totals["beta"], beta, "{limit}: {totals:?}");
         let unnamed: Vec<_> = totals.iter().filter(|(name, _)| name.len() == 32).map(|(_, cost)| *cost).collect();
-        assert_eq!((unnamed, totals.len()), (vec![anonymous], 3), "{limit}: others by hash: {totals:?}");
+        assert_eq!(
+            (unnamed, totals.len()),
+            (vec![anonymous], 3),
+            "{limit}: other identities are named by their hash: {totals:?}"
+        );
         assert_totals_expire(&redis);
         assert!(!redis.keys().iter().any(|key| key.contains("acme")), "{limit}: keys do not name identities");
     }
@@ -146,7 +150,7 @@ fn totals_of_two_gateways_equal_the_admitted_cost() {
 #[test]
 fn several_limits_of_a_request_have_their_own_totals() {
     let redis = Redis::start();
-    // Two limits with usage, one without, and a calendar window, which only the generic script supports.
+    // Three of the four limits count usage. A calendar window is supported only by the generic script.
     for (fourth, count) in [("quota = \"50/min\"", 4), ("algorithm = \"fixed-window\"\nquota = \"50/day\"", 4)] {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let gateway = start(&format!(
@@ -162,8 +166,8 @@ fn several_limits_of_a_request_have_their_own_totals() {
         assert_eq!(statuses, [200, 200, 200, 429, 429]);
         let report = usage_json(&gateway, &[]);
         let totals: Vec<_> = report["totals"].as_array().unwrap().iter().map(|total| total["cost"].clone()).collect();
-        // In the order of their names: four, one, three.
-        assert_eq!(totals, [3, 3, 15], "denied requests are in no total: {report}");
+        // The totals are sorted by the names of the limits: `four`, `one`, `three`.
+        assert_eq!(totals, [3, 3, 15], "denied requests are not counted: {report}");
         assert_eq!(report["usage"].as_array().unwrap().len(), 3, "{report}");
         assert_eq!(report["totals"][2]["unit"], "tokens");
         assert_eq!(redis.keys().len(), count + 3, "{:?}", redis.keys());
@@ -171,14 +175,14 @@ fn several_limits_of_a_request_have_their_own_totals() {
     }
 }
 
-/// Respond with the status and the header lines that the request names.
+/// Respond with the status and the headers that the request names.
 fn respond_as_asked(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
     format!("HTTP/1.1 {status}\r\n{lines}Content-Length: 0\r\n\r\n").into_bytes()
 }
 
-/// A limit by API key on `/r` with an upstream.
+/// A configuration with a limit by API key on `/r`, which forwards to `upstream`.
 fn proxied(store: &str, limit: &str, upstream: &Upstream) -> String {
     format!(
         "{store}\n{KEYS}[limit.l]\nby = \"api-key\"\nusage = true\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -213,13 +217,13 @@ fn refunds_and_costs_of_responses_change_the_total() {
     assert_eq!(ask("503 Down", "x-used: 50"), 503);
     assert_eq!(cost_of(&gateway, "acme"), 30, "a refunded response costs nothing");
     assert_eq!(ask("200 OK", "x-used: 1000"), 200);
-    assert_eq!(cost_of(&gateway, "acme"), 1030, "also beyond the quota");
+    assert_eq!(cost_of(&gateway, "acme"), 1030, "the cost is counted beyond the quota as well");
     assert_eq!(ask("200 OK", "x-used: 7"), 429);
     assert_eq!(cost_of(&gateway, "acme"), 1030);
     assert_totals_expire(&redis);
 }
 
-/// Respond as an LLM API does: 10 tokens for each request, and 404 for models that begin with `unknown`.
+/// Respond as an LLM API does: 10 tokens per request, and 404 for models whose name begins with `unknown`.
 fn respond_as_provider(request: &Seen) -> Vec<u8> {
     let body: Value = serde_json::from_slice(&request.body).unwrap();
     let is_known = !body["model"].as_str().is_some_and(|model| model.starts_with("unknown"));
@@ -255,7 +259,7 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
             assert_eq!(ask(index, "beta", &format!("m{index:02}")), 200);
         }
         assert_eq!(ask(0, "beta", "m05"), 200);
-        // The totals of the store `memory:` are in the gateway.
+        // With `memory:` as store, the totals are in the gateway: read them from its admin listener.
         let admin = format!("http://{}", gateways[0].admin());
         let by_model = if is_shared { vec!["--by", "model"] } else { vec!["--by", "model", "--admin", &admin] };
         let report = || usage_json(&gateways[0], &by_model);
@@ -277,7 +281,7 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
         assert_eq!(
             (beta.len(), beta.last().unwrap()),
             (65, &("other".to_owned(), 60)),
-            "64 models and the others: {beta:?}"
+            "64 models, and one entry for all others: {beta:?}"
         );
         assert!(beta.contains(&("m05".into(), 20)), "{beta:?}");
         let csv = usage(gateways[0].directory(), &[&by_model[..], &["--csv"]].concat()).unwrap();
@@ -337,7 +341,7 @@ fn prefetched_tokens_that_are_returned_are_in_no_total() {
             total += admitted(&load(&addresses(&gateways), 16, 32, "/r", &[("x-api-key", "acme")]));
             cost_of(&gateways[0], "acme") > total
         });
-        // At the end of the process, before they expire.
+        // Unused tokens are returned when the process ends, before they expire.
         for gateway in &mut gateways {
             gateway.terminate();
         }
@@ -371,8 +375,8 @@ fn local_admissions_of_an_outage_are_posted_after_it() {
             assert_eq!(ask("200 OK"), 200, "{on_store_error}");
             assert_eq!(ask("503 Down"), 503, "{on_store_error}");
         }
-        assert!(metric(&gateway, "sluicegate_memory_usage_totals") >= 1.0, "they wait to be posted");
-        // Without its data: what it counted before is lost with all states.
+        assert!(metric(&gateway, "sluicegate_memory_usage_totals") >= 1.0, "the totals are not posted yet");
+        // The new Redis has no data: the totals that the old one had are lost, like all states.
         let _redis = Redis::start_on(port).expect("the port is still free");
         eventually("the usage is posted", || metric(&gateway, "sluicegate_memory_usage_totals") == 0.0);
         assert_eq!(cost_of(&gateway, "acme"), 40, "{on_store_error}, {cost}: 20 requests, 20 were refunded");
@@ -394,13 +398,13 @@ fn usage_of_an_outage_is_lost_if_the_gateway_is_killed_before_it_is_posted() {
     let ask = |gateway: &Gateway| gateway.client().get_with("/r", &[("x-api-key", "acme")]).status;
     drop(redis);
     assert_eq!([(); 5].map(|()| ask(&gateway)), [200; 5]);
-    assert!(metric(&gateway, "sluicegate_memory_usage_totals") >= 1.0, "it waits to be posted");
+    assert!(metric(&gateway, "sluicegate_memory_usage_totals") >= 1.0, "the total is not posted yet");
     signal(&gateway.child, "KILL");
     gateway.wait();
     let _redis = Redis::start_on(port).expect("the port is still free");
     let next = Gateway::start_file(&gateway.directory().join("gateway.toml"));
     assert_eq!([(); 3].map(|()| ask(&next)), [200; 3]);
-    assert_eq!(cost_of(&gateway, "acme"), 3, "by the files of the first gateway");
+    assert_eq!(cost_of(&gateway, "acme"), 3, "only the three requests after the restart are counted");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -417,9 +421,9 @@ async fn post_that_is_sent_again_is_added_once() {
     };
     let first = post(1, 5, &[(22, 10), (23, -3)]);
     assert!(store.post_usage(&first).await.unwrap());
-    assert!(!store.post_usage(&first).await.unwrap(), "the reply was lost");
-    assert!(store.post_usage(&post(2, 1, &[(23, 4)])).await.unwrap(), "of another gateway");
-    assert!(store.post_usage(&post(1, 6, &[(23, 100)])).await.unwrap(), "the next one");
+    assert!(!store.post_usage(&first).await.unwrap(), "a post whose reply was lost is not added twice");
+    assert!(store.post_usage(&post(2, 1, &[(23, 4)])).await.unwrap(), "a post of another gateway is added");
+    assert!(store.post_usage(&post(1, 6, &[(23, 100)])).await.unwrap(), "the next post is added");
     assert!(!store.post_usage(&first).await.unwrap());
     let totals = usage_in_redis(&redis, "rl");
     let day = |day: &str| totals[&("l".to_owned(), 7, day.to_owned())];
@@ -446,7 +450,7 @@ async fn charges_around_midnight_are_in_the_total_of_their_day() {
     for (prefix, zone, midnight, days) in [
         ("utc", "UTC", "2026-12-01T00:00:00Z", ["2026-11-30", "2026-12-01"]),
         ("berlin", "Europe/Berlin", "2026-03-28T23:00:00Z", ["2026-03-28", "2026-03-29"]),
-        // The day with the end of daylight saving time has 25 hours.
+        // The day on which daylight saving time ends has 25 hours.
         ("summer", "Europe/Berlin", "2026-10-25T23:00:00Z", ["2026-10-25", "2026-10-26"]),
         ("angeles", "America/Los_Angeles", "2027-01-01T08:00:00Z", ["2026-12-31", "2027-01-01"]),
     ] {
@@ -458,7 +462,7 @@ async fn charges_around_midnight_are_in_the_total_of_their_day() {
             counted("two", bucket(1000, SECOND, 1000), zone),
             counted("three", log(1000, SECOND), zone),
         ];
-        // One limit, two limits, and one that only the generic script supports.
+        // One limit alone, two limits, and limits of which one is supported only by the generic script.
         for limits in [&limits[..1], &limits[1..2], &limits[..2], &limits[..]] {
             redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
             let charges = |cost| limits.iter().map(|limit| limit.charge(1, cost)).collect::<Vec<_>>();
@@ -472,7 +476,7 @@ async fn charges_around_midnight_are_in_the_total_of_their_day() {
             check(Operation::Check, 2).await;
             assert_eq!(totals(days[0]), vec![5; limits.len()], "{prefix}");
             assert_eq!(totals(days[1]), vec![2; limits.len()], "{prefix}");
-            // A refund changes the total of the day of the charge, a late charge that of its own day.
+            // A refund changes the total of the day of its charge. A late charge changes the total of its own day.
             check(Operation::Refund { charged_at: before.now_us }, 4).await;
             check(Operation::Charge, 9).await;
             check(Operation::Peek, 9).await;
@@ -523,11 +527,11 @@ async fn operations_add_to_the_total_what_they_charge() {
     run(Operation::Charge, ChargeMode::Enforced, 20, 30).await;
     let refund = Operation::Refund { charged_at: clock.now_us() };
     run(refund, ChargeMode::Enforced, 25, 5).await;
-    // All limits of a request or none.
+    // A request is counted for all of its limits or for none.
     let other = counted("other", bucket(100, SECOND, 100), "UTC");
     let both = [limit.charge(1, 6), other.charge(1, 6)];
     assert_eq!(call(&store, Operation::Check, &both).await.unwrap().granted, 0);
-    assert_eq!(usage_in_redis(&redis, "rl").len(), 1, "a request that one limit denies is in no total");
+    assert_eq!(usage_in_redis(&redis, "rl").len(), 1, "a request that one limit denies is not counted");
 }
 
 #[tokio::test]
@@ -546,9 +550,9 @@ async fn total_that_cannot_be_written_leaves_nothing_behind() {
         let () = redis.connection().set_ex(&key, "of another program", 100).unwrap();
         let error = call(&store, Operation::Check, &charges).await.unwrap_err();
         assert!(matches!(error, StoreError::CorruptState(_)), "{error}");
-        assert_eq!(redis.keys().len(), 1, "no state is charged: {:?}", redis.keys());
+        assert_eq!(redis.keys().len(), 1, "the state is not charged: {:?}", redis.keys());
         let () = redis.connection().del(&key).unwrap();
-        // Beyond `maxmemory` a charge is rejected, and so is its total.
+        // Beyond `maxmemory`, Redis rejects a charge together with its total.
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(1).exec(&mut redis.connection()).unwrap();
         let error = call(&store, Operation::Check, &charges).await.unwrap_err();
         assert!(matches!(error, StoreError::WritesRejected(_)), "{error}");
@@ -585,7 +589,7 @@ fn cluster_totals_are_exact_while_slots_migrate() {
         (cost(0), cost(1))
     };
     assert_eq!(limit_totals(&gateway), (30 * 2 + 30, 30));
-    // The state and the total of an identity on two nodes, in both orders, and neither of them there yet.
+    // The state and the total of an identity are on two nodes, in both orders, and then on neither node.
     let ask = |requests: i64, id: &str| {
         let statuses = load(&[gateway.address], 4, requests as usize, "/r", &[("x-id", id)]);
         assert_eq!(statuses, vec![200; requests as usize]);
@@ -624,9 +628,9 @@ fn cluster_totals_are_exact_while_slots_migrate() {
     assert!(!gateway.log().contains("WARN"), "{}", gateway.log());
 }
 
-/// Write totals of two months for the consumers and another identity.
+/// Write totals of two months for the consumers and for another identity.
 fn write_totals(redis: &Redis, gateway: &Gateway) -> String {
-    // One request of each: their keys have the hashes.
+    // Send one request per identity, because the keys in Redis contain their hashes.
     let mut other = String::new();
     for key in ["acme", "beta", "stranger"] {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
@@ -647,7 +651,7 @@ fn write_totals(redis: &Redis, gateway: &Gateway) -> String {
     ] {
         let () = connection.hset(format!("rl:{{{hash}}}:l:usage:{month}"), day, cost).unwrap();
         let () = connection.hset(format!("rl:{{{hash}}}:l:usage:{month}"), ".0123456789abcdef", 7).unwrap();
-        // A limit that the configuration does not have, and a state.
+        // Write a total of a limit that the configuration does not have, and a state.
         let () = connection.hset(format!("rl:{{{hash}}}:gone:usage:{month}"), day, 1).unwrap();
         let () = connection.set(format!("rl:{{{hash}}}:l:b"), "state").unwrap();
     }
@@ -782,11 +786,11 @@ fn missing_permission_for_totals_is_a_failure_of_the_store_until_it_is_granted()
         assert_eq!(ask(), 503);
         gateway.log().contains("the store is down")
     });
-    // Probes fail as the calls do.
+    // Probes fail in the same way as calls.
     let rejected = redis.rejections("hincrby");
     eventually("three probes", || redis.rejections("hincrby") >= rejected + 3);
     assert_eq!((ask(), gateway.log().matches("the store is down").count()), (503, 1));
-    assert_eq!(redis.keys().len(), 0, "no state without a total: {:?}", redis.keys());
+    assert_eq!(redis.keys().len(), 0, "a charge without a total is not written: {:?}", redis.keys());
     acl("+hincrby");
     eventually("the store decides", || ask() == 200);
     let admitted = 1 + (0..4).filter(|_| ask() == 200).count() as i64;
@@ -799,7 +803,7 @@ fn command_without_a_limit_with_usage_says_so() {
     let gateway = start(&by_key(&redis.store(), "quota = \"5/min\"").replace("usage = true\n", ""));
     let (exit, text) = usage(gateway.directory(), &[]).unwrap_err();
     assert!(exit == Some(1) && text.contains("no limit has `usage = true`"), "{exit:?} {text}");
-    // Totals of a limit that counted usage before can be read by name.
+    // The totals of a limit that counted usage in the past can be read by the limit's name.
     assert!(usage(gateway.directory(), &["--limit", "l"]).unwrap().starts_with("no usage"));
 }
 

@@ -1,4 +1,4 @@
-"""Check the manifests of ops/ against the Kubernetes schemas, and that their names match."""
+"""Check that the manifests in ops/ match the Kubernetes schemas, and that the names in them agree."""
 
 import pathlib
 import sys
@@ -7,7 +7,7 @@ import kubernetes_validate
 import yaml
 
 OPS = pathlib.Path(sys.argv[1])
-# Old and current Kubernetes versions.
+# An old and a current version of Kubernetes.
 VERSIONS = ["1.27", "1.37"]
 
 

@@ -1,4 +1,4 @@
-"""Read all metrics of a gateway with every feature switched on, by promtool and by the Prometheus client for Python.
+"""Read all metrics of a gateway that has every feature enabled, with promtool and with the Prometheus client for Python.
 
     metrics.py BINARY PROMTOOL
 """
@@ -104,7 +104,7 @@ upstream = "api"
 
 
 class Server(BaseHTTPRequestHandler):
-    """The upstream, the authentication server, and a collector and an issuer that do not work."""
+    """The upstream and the authentication server. It is also the trace collector and the issuer, which respond with errors."""
 
     def do_GET(self):
         self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -175,7 +175,7 @@ def main():
             prompt = b'{"model":"m","max_tokens":10,"messages":[]}'
             llm = status(f"{clear}/v1/chat/completions", {"content-type": "application/json"}, prompt)
             expect(llm == 200, f"a request to an LLM API: {llm}")
-            # Both are counted in the background.
+            # The gateway counts both in the background.
             for name in ['quota_events_total{destination="billing"', "limit_settled_total{"]:
                 while name not in scrape(gateway.admin, "text/plain"):
                     time.sleep(0.01)
@@ -183,16 +183,16 @@ def main():
     finally:
         store.kill()
         store.wait()
-    # Also lints: names, units, suffixes and help texts.
+    # promtool also checks names, units, suffixes and help texts.
     lint = subprocess.run([promtool, "check", "metrics"], input=pages[0], text=True, capture_output=True)
     expect(lint.returncode == 0, f"promtool check metrics: {lint.returncode}\n{lint.stdout}{lint.stderr}")
     text, strict = families(pages[0], parser.text_string_to_metric_families), families(
-        # This parser rejects violations of the format: order, units, suffixes, the end.
+        # This parser rejects violations of the format in order, units, suffixes and the end mark.
         pages[1],
         openmetrics.text_string_to_metric_families,
     )
     expect(sorted(text) == sorted(strict), f"the formats differ: {set(text) ^ set(strict)}")
-    # Every metric of the manual is in the scrape, so nothing is left out of the check.
+    # The scrape contains every metric of the manual, so the check is complete.
     manual = (ROOT / "docs/reference/metrics.md").read_text()
     listed = {line.split("`")[1] for line in manual.splitlines() if line.startswith("| `") and line.count(" | ") == 4}
     exported = {line.split()[2] for line in pages[0].splitlines() if line.startswith("# TYPE ")}

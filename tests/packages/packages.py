@@ -1,7 +1,8 @@
-"""packages.py DIST FOLDER [CHECK…]: check the packages in DIST in roots below FOLDER. Needs root and the programs of `make test-packages`.
+"""packages.py DIST FOLDER [CHECK…]: check the packages in DIST, in root file systems below FOLDER. Requires root and the programs that
+`make test-packages` installs.
 
-The root of the deb and the rpm is a minimal Debian of its own, made once. Its systemd does not run: the units are verified,
-and the program is started as they do.
+The deb and the rpm are installed into a minimal Debian, which is created once. Its systemd does not run. The check verifies the units and
+starts the program as the units would.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import yaml
 HERE = pathlib.Path(__file__).parent
 DIST, FOLDER = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
 CONFFILE = pathlib.PurePath("etc/sluicegate/gateway.toml")
-# Written by the package managers themselves, or copies that passwd makes before a change.
+# Files of the package managers, and the copies that passwd makes before a change.
 DATABASES = ("var/lib/dpkg", "var/lib/rpm", "usr/lib/sysimage/rpm", "var/log/dpkg.log", "var/cache", "root/.rpmdb", "etc/.pwd.lock")
 BACKUPS = {"etc/passwd-", "etc/group-", "etc/shadow-", "etc/gshadow-", "etc/subuid-", "etc/subgid-"}
 
@@ -65,7 +66,7 @@ def configuration(port, admin):
 
 @contextlib.contextmanager
 def served(command, admin):
-    """Start a gateway, wait until it is ready, and stop it. It must end by itself after SIGTERM."""
+    """Start a gateway, wait until it is ready, and send SIGTERM. Check that it ends."""
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for _ in range(200):
@@ -121,11 +122,11 @@ def tarball():
     return top / "sluicegate"
 
 
-# === deb and rpm, in a root of their own ===
+# === deb and rpm, in a separate root file system ===
 
 
 def make_root(name):
-    """Return a fresh copy of a minimal Debian with systemd."""
+    """Return a fresh root file system: a copy of a minimal Debian with systemd."""
     base = FOLDER / "base.tar"
     if not base.exists():
         sandbox = 'APT::Sandbox::User "root"'
@@ -143,7 +144,7 @@ def inside(root, *command, **options):
 
 
 def files(root):
-    """Return the content of each file of a root, but for what package managers keep about packages."""
+    """Return the content of each file in a root file system, except for the databases of package managers."""
     found = {}
     for path in root.rglob("*"):
         name = str(path.relative_to(root))
@@ -161,7 +162,7 @@ def difference(before, after):
 
 
 def newer_deb(deb, version, change):
-    """Return a deb with a higher version and, if `change`, another configuration."""
+    """Return a deb with a higher version and, if `change` is set, with another configuration file."""
     folder = FOLDER / "newer"
     shutil.rmtree(folder, ignore_errors=True)
     run("dpkg-deb", "--raw-extract", deb, folder)
@@ -177,7 +178,7 @@ def newer_deb(deb, version, change):
 
 
 def installed_service(root):
-    """What both packages have installed."""
+    """Check what both packages install."""
     version = inside(root, "/usr/bin/sluicegate", "--version").stdout.split()[1]
     passwd = (root / "etc/passwd").read_text()
     assert "\nsluicegate:" in passwd and "nologin" in passwd.split("\nsluicegate:")[1].splitlines()[0], passwd
@@ -208,7 +209,7 @@ def deb():
     inside(root, "dpkg", "--install", "/tmp/sluicegate.deb")
     version = installed_service(root)
 
-    # An upgrade keeps a configuration that was edited, also if the package has another one.
+    # An upgrade keeps an edited configuration file, even if the package contains another version of it.
     edited = (root / CONFFILE).read_text() + "# edited\n"
     (root / CONFFILE).write_text(edited)
     for newer, change in (("2.0.0-1", False), ("3.0.0-1", True)):
@@ -217,7 +218,7 @@ def deb():
         assert (root / CONFFILE).read_text() == edited, f"the upgrade to {newer} replaced the configuration"
     assert "another default" in (root / f"{CONFFILE}.dpkg-dist").read_text()
 
-    # Remove keeps what belongs to the administrator, purge does not.
+    # `remove` keeps the files of the administrator, `purge` deletes them.
     (root / "etc/sluicegate/environment").write_text("SLUICEGATE_ADMIN_TOKEN=x\n")
     for folder in ("var/lib/sluicegate", "var/log/sluicegate"):
         (root / folder).mkdir()
@@ -243,7 +244,7 @@ def rpm():
     assert configuration_files == ["/etc/logrotate.d/sluicegate", f"/{CONFFILE}"], configuration_files
     root = make_root("rpm")
     before = files(root)
-    # The root is a Debian: its database has no packages that could satisfy the dependencies.
+    # The root file system is a Debian, so the rpm database has no packages that could satisfy the dependencies.
     options = ["--root", root, "--nodeps", "--dbpath", "/var/lib/rpm"]
     run("rpm", *options, "--install", package)
     version = installed_service(root)
@@ -251,12 +252,12 @@ def rpm():
     run("rpm", *options, "--upgrade", "--replacepkgs", package)
     assert (root / CONFFILE).read_text() == "# edited\n", "the upgrade replaced the configuration"
     run("rpm", *options, "--erase", "sluicegate")
-    # rpm keeps an edited configuration under another name, and accounts are never removed.
+    # rpm keeps an edited configuration file under another name. Accounts are never removed.
     saved = root / f"{CONFFILE}.rpmsave"
     assert saved.read_text() == "# edited\n"
     left = difference(before, files(root))
     accounts = {"etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc/subuid", "etc/subgid"}
-    # Folders that systems with rpm have.
+    # Directories that exist on systems with rpm.
     common = {"usr/share/licenses", "usr/share/fish", "usr/share/fish/vendor_completions.d", "usr/share/zsh/site-functions"}
     assert set(left) - accounts - common == {"etc/sluicegate", str(saved.relative_to(root))}, left
     requires = run("rpm", "--query", "--requires", "--package", package).stdout
@@ -300,7 +301,7 @@ def image():
     mounted = FOLDER / "configuration"
     mounted.mkdir(exist_ok=True)
     (mounted / "gateway.toml").write_text(configuration(port, admin))
-    # The image as its config says: user, environment, folder and entry point, in a read-only root.
+    # Run the image as its config says, with its user, environment, working directory and entry point, in a read-only root file system.
     sandbox = [
         "bwrap", "--ro-bind", root, "/", "--dev", "/dev", "--proc", "/proc", "--ro-bind", mounted, "/etc/sluicegate",
         "--unshare-all", "--share-net", "--uid", user, "--gid", group, "--clearenv", "--chdir", settings["WorkingDir"],
@@ -341,7 +342,7 @@ def rendered(values):
     with tarfile.open(one("*-chart.tgz")) as archive:
         archive.extractall(folder, filter="data")
     version = yaml.safe_load((folder / "sluicegate/Chart.yaml").read_text())["version"]
-    # Debian's packages of Go are a GOPATH.
+    # The Go packages of Debian form a GOPATH.
     environment = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOCACHE": str(FOLDER / "go")}
     program = FOLDER / "render-chart"
     run("go", "build", "-o", program, HERE / "chart/main.go", env=environment)
@@ -349,7 +350,7 @@ def rendered(values):
 
 
 def as_deployed(deployment):
-    """What the chart and ops/kubernetes.yaml have in common: all but names, labels and the image."""
+    """Return what the chart and ops/kubernetes.yaml must have in common: everything except names, labels and the image."""
     pod = deployment["template"]["spec"]
     [container] = pod["containers"]
     kept = {key: value for key, value in container.items() if key not in ("image", "imagePullPolicy", "env")}
@@ -435,7 +436,7 @@ def reproducible(sluicegate):
 
 
 def tag():
-    """`make tag` in a clone: what it rejects, and the message of the tag."""
+    """Run `make tag` in a clone. Check what it rejects, and the message of the tag."""
     clone = FOLDER / "clone"
     shutil.rmtree(clone, ignore_errors=True)
     run("git", "clone", "--quiet", HERE.parent.parent, clone)

@@ -10,9 +10,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-# Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
+# Maximum time to wait in seconds, long enough for a busy machine. A wait ends as soon as its condition is true.
 PATIENCE = 40
-# The key of element references in the protocol.
+# The key of element references in the WebDriver protocol.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -21,7 +21,7 @@ FLAGS = [
 
 
 class Browser:
-    """A browser window. Its console messages and network requests are recorded."""
+    """A browser window that records its console messages and network requests."""
 
     def __init__(self):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -62,7 +62,7 @@ class Browser:
         self.call("POST", "/url", {"url": url})
 
     def run(self, script, *arguments):
-        """Return the result of a script, which may be a promise."""
+        """Run a script. Return its result. If the result is a promise, wait for its value."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def find(self, selector):
@@ -74,7 +74,7 @@ class Browser:
         self.call("POST", f"/element/{element}/value", {"text": text})
 
     def press(self, *keys):
-        """Press keys one after the other on the focused element."""
+        """Press keys, one after the other, on the element that has the focus."""
         strokes = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
 
@@ -85,12 +85,12 @@ class Browser:
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
 
     def rows(self, table):
-        """Return the cells of a table."""
+        """Return the cells of each row of a table."""
         return self.run("return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
                         ".map((row) => [...row.cells].map((cell) => cell.innerText))", table)
 
     def until(self, what, done):
-        """Wait until a condition holds. Return its value."""
+        """Wait until `done` returns a true value. Return this value."""
         end = time.monotonic() + PATIENCE
         while True:
             found = done()
@@ -112,7 +112,7 @@ class Browser:
         return self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, path):
-        """A screenshot of the whole page."""
+        """Write a screenshot of the whole page."""
         height = self.devtools("Page.getLayoutMetrics", {})["cssContentSize"]["height"]
         whole = {"x": 0, "y": 0, "width": self.width, "height": height, "scale": 1}
         shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})

@@ -3,7 +3,7 @@
 
     cors.py BINARY
 
-Exit with 1 if a check fails.
+Exits with 1 if a check fails.
 """
 
 import http.server
@@ -17,7 +17,7 @@ from gateway import Gateway, expect
 
 
 class Page(http.server.BaseHTTPRequestHandler):
-    """A page of another origin. A port of its own makes it another origin."""
+    """A page of another origin. Its port distinguishes it from the origin of the gateway."""
 
     def do_GET(self):
         body = b"<!doctype html><title>page</title>"
@@ -32,7 +32,7 @@ class Page(http.server.BaseHTTPRequestHandler):
 
 
 def origin():
-    """Serve pages on a free port. Return the origin."""
+    """Start a server of such pages on a free port. Return its origin."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"

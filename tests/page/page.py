@@ -3,7 +3,7 @@
 
     page.py BINARY PICTURES AXE
 
-Write screenshots into the folder PICTURES. AXE is the script of axe-core, which checks accessibility. Exit with 1 if a check fails.
+Screenshots are written to the folder PICTURES. AXE is the script of axe-core, which checks accessibility. Exits with 1 if a check fails.
 """
 
 import json
@@ -32,7 +32,7 @@ LEFT = "\ue012"
 
 
 class Redis:
-    """Start a redis-server on a free port."""
+    """A redis-server on a free port. It is stopped at the end of the `with` block."""
 
     def __enter__(self):
         with socket.socket() as free:
@@ -102,7 +102,7 @@ upstream = "api"
 
 
 def load(url, times, *more):
-    """Send `times` requests, 200 per second, in a process that ends by itself."""
+    """Start a process that sends `times` requests at 200 per second and then ends."""
     command = ["hey", "-n", str(times), "-c", "4", "-q", "50", *more, url]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -117,7 +117,7 @@ def status(url, user):
 
 
 def figure(browser, name):
-    """Return a figure at the top, or None while there is none."""
+    """Return the value of a tile at the top of the page, or None if it has no value yet."""
     tiles = browser.run("return Object.fromEntries([...document.querySelectorAll('#current div')]"
                         ".map((tile) => [tile.children[0].innerText, tile.children[1].innerText]))")
     text = tiles.get(name, "–").split(" ")[0].replace(",", "")
@@ -129,7 +129,7 @@ def signing_in(browser, admin):
     browser.until("the token is asked for", lambda: browser.text("#token-form h2"))
     expect(browser.run("return document.querySelector('#content').hidden"), "nothing is shown before")
     expect(not browser.log("browser"), "nothing to complain about")
-    # The field has the focus: the keyboard is sufficient.
+    # The input field has the focus, so the keyboard is sufficient.
     browser.press(*"wrong", ENTER)
     browser.until("the wrong token is refused", lambda: "Wrong token" in browser.text("#token-error"))
     refused = [entry["message"] for entry in browser.log("browser")]
@@ -156,7 +156,7 @@ def moving(browser):
         return len(lines) == 6 and all("L" in line for line in lines)
 
     browser.until("all lines are drawn", drawn)
-    # Each outcome is an area on top of the one before.
+    # Each outcome is an area on top of the previous one.
     tops = browser.run("return [...document.querySelectorAll('#rates .line')].map((line) => line.className.baseVal + ' ' + "
                        "Math.min(...[...line.getAttribute('d').matchAll(/[ML][0-9.]+ ([0-9.]+)/g)].map(([, y]) => y)))")
     heights = {kind: float(y) for _, kind, y in (top.split() for top in tops)}
@@ -175,7 +175,7 @@ def moving(browser):
     expect(rows["in-all"][1] == "100000/s calls", f"the unit is shown: {rows}")
     expect("free: 60/min, burst 10" in rows["per-key"][1], f"the tiers are shown: {rows}")
     spark = "document.querySelector('#limits tr[data-key=per-user] .spark svg')"
-    # The first interval ends after 10 seconds.
+    # The first interval ends after 10 s.
     browser.until("a limit has a small chart", lambda: browser.run(f"return {spark}.children[1].getAttribute('d')"))
     words = browser.run(f"return {spark}.getAttribute('aria-label')")
     expect(re.search(r"at most [0-9.,]+ allowed and (?!0 )[0-9.,]+ denied per second", words), f"and says it in words: {words}")
@@ -290,7 +290,7 @@ def top(browser):
         rows := {row[0]: row for row in browser.rows("#denied") if row[1] == "per-user"}) == 2 and rows)
     expect(f"user:x-user-id={HOSTILE}" in rows, f"text is text: {rows}")
     expect(browser.run("return document.querySelectorAll('img').length") == 0, "and no markup")
-    # By keyboard, while the table is updated.
+    # Use the keyboard while the table is updated.
     browser.run("document.querySelector('#denied button[aria-label*=\"=alice \"]').focus()")
     seen = figure(browser, "allowed/s"), browser.text("#denied")
     browser.until("the table has changed", lambda: browser.text("#denied") != seen[1])
@@ -419,16 +419,16 @@ return [...document.querySelectorAll('.wide')].filter((wide) => wide.checkVisibi
 
 
 def matching(tables):
-    """Return the tables if exactly those that scroll have a note."""
+    """Return the tables if those that scroll, and only those, have a note."""
     return all(scrolls == told for scrolls, told in tables) and tables
 
 
 def accessible(browser, name):
-    """Check with axe-core: all rules, for the page as it is."""
+    """Check the current page with all rules of axe-core."""
     found = browser.run("return axe.run(document, { resultTypes: ['violations'] })")
     problems = [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found["violations"]]
     expect(not problems, f"axe, {name}: {problems}")
-    # Behind a dialog the page is inert: fewer rules apply.
+    # While a dialog is open, the page behind it is inert, and fewer rules apply.
     expect(len(found["passes"]) > 10, f"axe has checked the page: {len(found['passes'])} rules passed")
 
 
@@ -453,7 +453,7 @@ def seeing(browser, pictures, axe):
 
 def stale(browser, gateway, pictures):
     expect(not browser.run("return document.body.classList.contains('stale')"), "the values are new")
-    # A stopped process keeps its connections, and sends nothing.
+    # A stopped process keeps its connections open but sends nothing.
     gateway.process.send_signal(signal.SIGSTOP)
     try:
         said = browser.until("a gateway that is silent is told", lambda: browser.text("#stale"))
@@ -474,13 +474,13 @@ def stale(browser, gateway, pictures):
 
 
 def quiet(browser, admin):
-    # An invalid identity or quota is a 400, which the browser logs to the console.
+    # An invalid identity or quota gets a 400, which the browser logs to the console.
     said = [entry for entry in browser.log("browser")
             if not re.search("/api/(identities|overrides).* 400 ", entry["message"])]
     expect(not said, f"the console says: {said}")
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
     urls = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    # The initial tab of the browser is chrome://.
+    # The initial tab of the browser has a chrome:// URL.
     asked = {urlsplit(url).netloc for url in urls if not url.startswith(("data:", "chrome"))} - {""}
     expect(asked == {urlsplit(admin).netloc}, f"another host was contacted: {asked}")
 
@@ -520,7 +520,7 @@ def main():
             for each in loads:
                 each.kill()
                 each.wait()
-        # A reloaded page has its history, its token and its time range.
+        # After a reload, the page still has its history, its token and its time range.
         browser.open(f"{admin}/")
         browser.until("the past is there at once", lambda: "L" in browser.run(
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))

@@ -1,4 +1,4 @@
-//! A gateway wired as in the application, and what its clients observe.
+//! A simulated gateway with the same components as the application, and what its clients observe.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +33,7 @@ const PREFIX: &str = "rl";
 
 pub struct Gateway {
     breaker: Arc<CircuitBreaker>,
-    /// In a cluster the topology has the circuit breakers.
+    /// In a cluster, the topology contains the circuit breakers.
     topology: Arc<ClusterMap>,
     pub workers: Vec<Arc<Limiter>>,
     pub operator: LimiterAdmin,
@@ -91,18 +91,18 @@ impl Gateway {
         Gateway { breaker, topology, workers, operator }
     }
 
-    /// Return how often a circuit breaker has opened.
+    /// Return how often the circuit breakers of the gateway have opened.
     pub fn open_count(&self) -> u64 {
         self.breaker.open_count() + self.topology.open_count()
     }
 
-    /// Return whether the breaker is open, and how often it has changed.
+    /// Return whether the breaker is open, and how often it has opened.
     fn breaker_state(&self) -> (bool, u64) {
         (self.breaker.is_open(), self.breaker.open_count())
     }
 }
 
-/// The response to the client.
+/// The outcome of a request from the client's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientOutcome {
     Admitted(DecidedBy),
@@ -111,18 +111,18 @@ pub enum ClientOutcome {
         is_from_cache: bool,
         retry_us: Option<u64>,
     },
-    /// 503
+    /// The response is a 503.
     Unavailable,
-    /// The client disconnected before.
+    /// The client disconnected before the response.
     Cancelled,
 }
 
-/// A limit of a request and its result.
+/// The result of a request for one of its limits.
 #[derive(Debug, Clone)]
 pub struct RequestLimit {
     pub limit: usize,
     pub state: StateId,
-    /// Whether a shadow limit would have denied.
+    /// Whether the limit is a shadow limit and would have denied the request.
     pub shadow_denied: bool,
     /// The cost charged after the response.
     pub charged_later: u64,
@@ -136,34 +136,34 @@ pub struct ObservedRequest {
     pub started_at: Duration,
     pub elapsed: Duration,
     pub outcome: ClientOutcome,
-    /// The instant of the decision by the clock of the store.
+    /// The time of the decision by the store's clock, in µs since the Unix epoch.
     pub now_us: u64,
     pub limits: Vec<RequestLimit>,
     /// Whether the breaker was closed throughout the request.
     pub breaker_closed: bool,
-    /// A cached denial at an instant at which the store would have admitted the request.
+    /// Whether a cached denial rejected the request at a time at which the store would have admitted it.
     pub stale_denial: bool,
-    /// Whether the request passed unchecked because of overload.
+    /// Whether the gateway admitted the request without a check because of overload.
     pub is_overloaded: bool,
 }
 
-/// Everything that is needed to send requests.
+/// Everything that the simulation needs to send requests.
 pub struct LoadGenerator {
     pub schedule: Arc<Schedule>,
     pub network: Arc<SimulatedNetwork>,
     pub gateways: Vec<Gateway>,
-    /// Ends all responses.
+    /// A token that is cancelled to end all responses that are still running.
     pub end_responses: CancellationToken,
-    /// For each concurrency limit, the number of requests that hold a permit, over time.
+    /// For each state of a concurrency limit, the requests that hold a permit.
     pub held_permits: std::sync::Mutex<std::collections::BTreeMap<StateId, HeldPermits>>,
 }
 
-/// The running requests that hold a permit of a state.
+/// The running requests that hold a permit of one state.
 #[derive(Debug, Default, Clone)]
 pub struct HeldPermits {
     pub by_store: u64,
     pub by_share: u64,
-    /// The instants at which requests ended.
+    /// The times at which requests released their permits.
     pub released_at: Vec<Duration>,
     pub max: u64,
     pub max_at: Duration,
@@ -200,7 +200,7 @@ impl LoadGenerator {
         let checks = self.checks(&request.route, request.client);
         let (started_at, before) = (self.network.now(), gateway.breaker_state());
         let check = Box::pin(limiter.check(&checks));
-        // A hanging check is abandoned long after its timeout.
+        // If a check hangs, cancel it 5 s after its timeout.
         let max_wait = request.client_timeout.unwrap_or(self.schedule.timeout + Duration::from_secs(5));
         let result = timeout(max_wait, check).await.ok();
         let request_limit = |limit: &usize| {
@@ -268,7 +268,7 @@ impl LoadGenerator {
         let charges: Vec<_> = checks.iter().filter(is_denying).map(|check| check.charge(DecidedBy::Store, 0)).collect();
         let now_us = self.network.now_us();
         let state = self.network.state();
-        // Limits with deferred costs admit while one token is left.
+        // A limit with deferred costs admits a request as long as one token remains.
         charges.iter().all(|charge| {
             let outcome = state.store.peek(now_us, *charge);
             if charge.mode.is_deferred() { outcome.remaining > 0 } else { outcome.status == Status::Ok }
@@ -310,7 +310,7 @@ impl LoadGenerator {
                 match due {
                     SettleAction::Charge(units) => observed.limits[place].charged_later = units,
                     SettleAction::Refund => observed.limits[place].is_refunded = true,
-                    // No schedule has reservations.
+                    // Schedules contain no reservations.
                     SettleAction::Nothing | SettleAction::Settle(_) => {}
                 }
             }
@@ -326,7 +326,7 @@ impl LoadGenerator {
                 });
             }
         }
-        // As in the gateway, the permits are released at the end of the request.
+        // Release the permits at the end of the request, as the gateway does.
         self.count_permits(observed, source, false);
         drop(decision.permits.take());
     }

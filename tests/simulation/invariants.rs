@@ -1,4 +1,4 @@
-//! The invariants of every schedule, checked on the observations of the clients and the decisions of the store.
+//! The invariants of every schedule. They are checked on what clients observe and on what the store decides.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,13 +19,14 @@ use crate::network::START_US;
 use crate::schedule::{Class, CostMode, Schedule, ScheduledLimit};
 use crate::store::{DecidedRequest, SimulatedRedis, StateId, charge, charges_by_state};
 
-/// A check takes no longer than the timeout and this slack: timers have a resolution of a millisecond.
+/// A check may take this much longer than the timeout, because timers have a resolution of 1 ms.
 const TIMER_SLACK: Duration = Duration::from_millis(15);
 
-/// The resolution of timers, µs.
+/// The resolution of timers in µs.
 const TIMER_US: u64 = 1000;
 
-/// Refunds that the store runs within this time were in flight.
+/// If the store runs a refund within this time after a charge, in µs, the refund may have been in flight at the time of
+/// the charge.
 const MAX_REFUND_DELAY_US: u64 = 300_000;
 
 /// A violated invariant.
@@ -47,10 +48,10 @@ impl fmt::Display for Violation {
     }
 }
 
-/// The events of a schedule.
+/// The events of a schedule, after its end.
 pub struct History<'a> {
     pub schedule: &'a Schedule,
-    /// The instant after all requests have ended and all refunds are made.
+    /// A time after all requests have ended and all refunds have been made.
     pub now_us: u64,
     pub store: &'a SimulatedRedis,
     pub requests: &'a [ObservedRequest],
@@ -59,7 +60,7 @@ pub struct History<'a> {
     pub open_counts: Vec<u64>,
 }
 
-/// The charges of a state with their instants, in order.
+/// The charges of a state with their times, in order.
 type TimedUnits = Vec<(u64, u64)>;
 
 impl History<'_> {
@@ -83,7 +84,7 @@ impl History<'_> {
         self.schedule.limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit of the schedule")
     }
 
-    /// Return whether the store decided every request in time, except those whose clients disconnected.
+    /// Return whether the store decided every request in time, except for requests whose clients disconnected.
     fn is_certain(&self) -> bool {
         self.schedule.is_prompt()
             && self.requests.iter().all(|observed| match observed.outcome {
@@ -97,7 +98,7 @@ impl History<'_> {
 
     fn every_check_ends(&self, violated: &mut impl FnMut(&'static str, String)) {
         for observed in self.requests {
-            // A stalled worker is late itself.
+            // If the event loop of a worker stalls, the worker reads replies and timers late.
             let max_lateness = if self.schedule.class == Class::Stalled { MAX_WORKER_DELAY } else { Duration::ZERO };
             if observed.elapsed > self.schedule.timeout + TIMER_SLACK + max_lateness {
                 let message =
@@ -118,21 +119,21 @@ impl History<'_> {
                 violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
             }
             let shadow_only = parts().all(|limit| limit.shadow);
-            // After an outage requests may be denied because of permits of the local share that others still hold.
+            // After an outage, a request may be denied because other requests still hold permits of the local share.
             let denied_without_store =
                 matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
-            // Two of three slow connections may open the breaker.
+            // With two of three connections slow, the breaker may open.
             let closed = !matches!(class, Class::Slow | Class::Uneven) || observed.breaker_closed;
-            // After an outage the local share decides about permits as well, until all gateways have registered
-            // theirs.
+            // After an outage, the local share also decides about permits until all gateways have registered their
+            // permits in the store.
             let settling = matches!(observed.outcome, ClientOutcome::Denied { .. })
                 && observed.limits.iter().any(|part| limits[part.limit].concurrency().is_some());
             if self.schedule.is_up() && without_store && !shadow_only && closed && !settling {
                 let message = format!("{when}: {:?}", observed.outcome);
                 violated("nothing is decided without the store while it is up", message);
             }
-            // A simulated node takes a millisecond per call, and requests of a cluster share no calls.
+            // In a simulated cluster, a call takes 1 ms on its node, and requests do not share calls.
             let prompt = self.schedule.is_prompt() && *class != Class::Cluster;
             if prompt && observed.outcome == ClientOutcome::Unavailable {
                 violated("a store that replies in time decides every request", when);
@@ -149,12 +150,14 @@ impl History<'_> {
             };
             let (decided, all) = (self.requests.iter().filter(by_store).count(), self.requests.len());
             if 2 * decided < all {
-                let message =
-                    format!("it replies after {:?}, and decided {decided} of {all}", self.schedule.round_trip);
+                let message = format!(
+                    "the store replies after {:?}, and decided {decided} of {all} requests",
+                    self.schedule.round_trip
+                );
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        // Two of three slow connections may delay nine in ten calls.
+        // With two of three connections slow, nine of ten calls may be late.
         if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.open_counts.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
@@ -174,7 +177,7 @@ impl History<'_> {
             );
             let parts = &observed.limits;
             let limits = || parts.iter().map(|part| &self.schedule.limits[part.limit]);
-            // Shadow limits reject nothing, and after an outage permits follow the local share for some time.
+            // Shadow limits reject nothing. After an outage, the local share decides about permits for some time.
             let exempt = limits().all(|spec| spec.limit.shadow) || limits().any(|spec| spec.concurrency().is_some());
             if without_store && !exempt && !parts.iter().any(is_there) {
                 let message = format!("the request of {:?} at gateway {}", observed.started_at, observed.gateway);
@@ -184,7 +187,8 @@ impl History<'_> {
     }
 
     fn denials_are_true(&self, violated: &mut impl FnMut(&'static str, String)) {
-        // The charge of a cancelled or late request is refunded. Its denial may be cached for a second afterwards.
+        // The charge of a cancelled or late request is refunded. A denial caused by this charge may be cached for up to
+        // 1 s after the refund.
         let was_refunded = |observed: &ObservedRequest| {
             let of = |done: &DecidedRequest| {
                 done.charges.iter().any(|asked| observed.limits.iter().any(|part| part.state == asked.state))
@@ -196,8 +200,8 @@ impl History<'_> {
                     && of(done)
             })
         };
-        // In a cluster, a request may be denied because of another request that is charged on this master and denied
-        // on another one.
+        // In a cluster, a request may be charged on one master and denied on another one. Until this charge is
+        // refunded, it may cause the denial of another request.
         let may_be_refunded = |observed: &ObservedRequest| {
             matches!(observed.outcome, ClientOutcome::Cancelled | ClientOutcome::Unavailable)
                 || self.schedule.nodes > 1 && observed.limits.len() == 1
@@ -207,12 +211,12 @@ impl History<'_> {
             if self.schedule.state_losses() == 0 && !(excused && was_refunded(observed)) {
                 let message =
                     format!("the request of {:?} is denied, and the store would admit it", observed.started_at);
-                violated("a remembered denial is true", message);
+                violated("a cached denial is correct", message);
             }
         }
     }
 
-    /// Return the admitted cost less refunds by state and source, and for a local share by gateway.
+    /// Return the admitted cost minus refunds, by state and source: the store or the local share of a gateway.
     fn admitted_units(&self) -> BTreeMap<(&StateId, Option<usize>), TimedUnits> {
         let mut all: BTreeMap<_, TimedUnits> = BTreeMap::new();
         for observed in self.requests {
@@ -245,7 +249,8 @@ impl History<'_> {
             };
             let fixed = matches!(rule, Rule::FixedWindow(_));
             let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.prefetch };
-            // A client sees the instant of the last of several masters. Its charge is earlier by less than the timeout.
+            // With several masters, a decision has the time of the last master. The charge on another master may be
+            // earlier, by less than the timeout.
             let uncertain_us = if self.schedule.nodes > 1 { self.schedule.timeout.as_micros() as u64 } else { 0 };
             let refunds = self.overlapping_refunds(state);
             for (window_us, most) in worst_cases(rule, spec) {
@@ -266,7 +271,7 @@ impl History<'_> {
                 };
                 if admitted > most {
                     let message = format!(
-                        "{state:x?}, {}: {admitted} units in {window_us} µs from {:?} on, at most {most}",
+                        "{state:x?}, {}: {admitted} tokens in {window_us} µs from {:?} on, at most {most}",
                         gateway
                             .map_or("by the store".to_owned(), |gateway| format!("by the share of gateway {gateway}")),
                         Duration::from_micros(at_us.saturating_sub(START_US)),
@@ -278,7 +283,7 @@ impl History<'_> {
         }
     }
 
-    /// Return the refunds of a token bucket: the instants of the charge and of the refund, and the units.
+    /// Return the refunds of a token bucket: for each, the time of the charge, the time of the refund, and the tokens.
     fn overlapping_refunds(&self, state: &StateId) -> Vec<(u64, u64, u64)> {
         if !matches!(self.spec(state).rule(), Rule::TokenBucket(_)) {
             return Vec::new();
@@ -294,10 +299,10 @@ impl History<'_> {
         refunds.filter_map(of_state).collect()
     }
 
-    /// Compare the tokens charged by the store with those admitted, by state and gateway.
+    /// Compare the tokens that the store charged with the admitted tokens, by state and gateway.
     fn charged_once(&self, violated: &mut impl FnMut(&'static str, String)) {
-        // In total and less refunds: a request that loses a race for the last token of one master refunds the charge
-        // of another master and retries.
+        // Sum the charges with and without refunds: a request that loses a race for the last token on one master
+        // refunds its charge on another master and is retried.
         let mut charged: BTreeMap<(&StateId, usize), (u64, i64)> = BTreeMap::new();
         for done in &self.store.history {
             for (index, requested) in done.charges.iter().enumerate() {
@@ -325,18 +330,18 @@ impl History<'_> {
             let (charged, kept) = charged.get(&(state, gateway)).copied().unwrap_or_default();
             let once = if self.schedule.nodes > 1 { u64::try_from(kept).unwrap_or(0) } else { charged };
             if once > asked && spec.limit.prefetch == 0 {
-                let message = format!("{state:x?} at gateway {gateway}: {once} units charged, {asked} asked for");
+                let message = format!("{state:x?} at gateway {gateway}: {once} tokens charged, {asked} requested");
                 violated("a request is charged at most once", message);
             }
             if admitted > charged {
-                let message = format!("{state:x?} at gateway {gateway}: {admitted} units admitted, {charged} charged");
+                let message = format!("{state:x?} at gateway {gateway}: {admitted} tokens admitted, {charged} charged");
                 violated("nothing is admitted without a charge", message);
             }
         }
     }
 
-    /// The totals of usage equal what the store charged less refunds, by identity and day, and what the gateways posted.
-    /// Each gateway posts what it charged by itself once, also if replies are lost.
+    /// Check that the usage totals equal the sum of what the store charged, minus refunds, and what the gateways
+    /// posted. Each gateway must post what it admitted locally exactly once, even if replies are lost.
     fn usage_totals_are_exact(&self, violated: &mut impl FnMut(&'static str, String)) {
         let [totals, expected] = self.store.usage();
         for total in totals.keys().chain(expected.keys()) {
@@ -376,7 +381,8 @@ impl History<'_> {
         }
     }
 
-    /// A gateway holds at most the prefetch of the limit and the costs of its waiting requests, for each state.
+    /// Check that a gateway holds, for each state, at most the number of tokens that the limit's `prefetch` allows,
+    /// plus the costs of its waiting requests.
     fn prefetched_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
         if !self.is_certain() {
             return;
@@ -404,7 +410,7 @@ impl History<'_> {
                         let told_us = began_us + observed.elapsed.as_micros() as u64;
                         match observed.outcome {
                             ClientOutcome::Admitted(_) if told_us < *at_us => used += 1,
-                            // Charges for disconnected clients are not refunded.
+                            // Charges for clients that disconnected are not refunded.
                             ClientOutcome::Cancelled if began_us <= *at_us => waiting += 1,
                             _ if began_us <= *at_us && told_us >= *at_us => waiting += 1,
                             _ => {}
@@ -417,7 +423,7 @@ impl History<'_> {
                     let most = spec.limit.prefetch as i64 + waiting + returning;
                     if outstanding - used > most {
                         let message = format!(
-                            "gateway {gateway} has {} units of {state:x?} at {:?}, at most {most}",
+                            "gateway {gateway} has {} tokens of {state:x?} at {:?}, at most {most}",
                             outstanding - used,
                             Duration::from_micros(at_us - START_US),
                         );
@@ -429,13 +435,13 @@ impl History<'_> {
         }
     }
 
-    /// The final charges equal the admitted cost less refunds.
+    /// Check that the final charges equal the admitted cost minus refunds.
     fn refunds_are_complete(&self, violated: &mut impl FnMut(&'static str, String)) {
         if !self.is_certain() {
             return;
         }
         let mut expected: BTreeMap<&StateId, i64> = BTreeMap::new();
-        // Tokens that may have been granted to clients at the instant at which they disconnected.
+        // Tokens that the store may have granted to clients at the moment at which they disconnected.
         let mut uncertain: BTreeMap<&StateId, i64> = BTreeMap::new();
         for observed in self.requests {
             for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
@@ -464,7 +470,7 @@ impl History<'_> {
             let uncertain = uncertain.get(state).copied().unwrap_or(0);
             if !(expected..=expected + uncertain).contains(&charged) {
                 let message = format!(
-                    "{state:x?}: {charged} units are charged in the end, {expected} were admitted and {uncertain} may have been"
+                    "{state:x?}: {charged} tokens are charged in the end, {expected} were admitted and {uncertain} may have been"
                 );
                 violated("charges of rejected requests are refunded", message);
             }
@@ -473,8 +479,8 @@ impl History<'_> {
             }
             let charge = |cost| charge(state, &spec.limit.default_variant.state_name, spec.rule(), cost);
             let remaining = self.store.peek(self.now_us, charge(0)).remaining;
-            // As if refunded requests had not been made, except that they open windows that begin with the first
-            // request.
+            // The result must be the same as without the refunded requests. Windows that begin with the first request
+            // are skipped, because a refunded request also opens a window.
             let most = match spec.rule() {
                 Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) => continue,
                 _ => {
@@ -497,14 +503,14 @@ impl History<'_> {
             };
             let least = if uncertain > 0 { 0 } else { least };
             if remaining > most || remaining < least {
-                let message = format!("{state:x?}: {remaining} units remain, expected {least} to {most}");
+                let message = format!("{state:x?}: {remaining} tokens remain, expected {least} to {most}");
                 violated("refunds equal the charges", message);
             }
         }
     }
 
-    /// Return whether the reply to a charge of this state may have arrived at the instant at which the client
-    /// disconnected. Charges of earlier and later disconnects are refunded.
+    /// Return whether the reply to a charge of this state may have arrived at the moment at which the client
+    /// disconnected. If the client disconnected earlier or later, the charge is refunded.
     fn may_be_granted(&self, observed: &ObservedRequest, state: &StateId) -> bool {
         let Schedule { round_trip, jitter, .. } = self.schedule;
         let ended_us = START_US + (observed.started_at + observed.elapsed).as_micros() as u64;
@@ -519,8 +525,8 @@ impl History<'_> {
         })
     }
 
-    /// Return whether two refunded requests ran concurrently. Their refunds may leave more tokens than without the
-    /// requests.
+    /// Return whether two refunded requests ran concurrently. If so, their refunds may leave more tokens than if the
+    /// requests had not been sent.
     fn refunds_overlap(&self, done: &[(usize, usize)]) -> bool {
         let done = || done.iter().map(|(done, _)| &self.store.history[*done]);
         let refunds = done().filter_map(|done| match done.operation {
@@ -533,14 +539,14 @@ impl History<'_> {
         })
     }
 
-    /// Return the least and the most that remains in a bucket if a refund credits the tokens that have not refilled
-    /// meanwhile. The refill first repays what the bucket lacked before the charge. Of several charges at one instant,
-    /// the refunded one may be the first or the last.
+    /// Return the minimum and the maximum of the remaining tokens of a bucket. A refund credits only tokens that have
+    /// not refilled since the charge. The refill first repays the debt from before the charge. Of several charges at
+    /// the same time, the refunded one may be the first or the last.
     fn bucket_remaining(&self, spec: &ScheduledLimit, done: &[(usize, usize)]) -> (u64, u64) {
         let remaining = |of_first: bool| {
             let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
             let (mut debt, mut last_us) = (0_u64, START_US);
-            // What the bucket lacked before a charge of an instant.
+            // The debt before the first or the last charge at each time.
             let mut before: BTreeMap<u64, u64> = BTreeMap::new();
             for (done, index) in done {
                 let each: &DecidedRequest = &self.store.history[*done];
@@ -566,7 +572,8 @@ impl History<'_> {
         (remaining(true), remaining(false))
     }
 
-    /// Redis rejects the first write of a script that needs memory, unless the script has freed some before.
+    /// Check that a store out of memory takes no charges. Redis rejects the first command of a script that needs
+    /// memory, unless the script has already executed another write command.
     fn full_store_takes_no_charges(&self, violated: &mut impl FnMut(&'static str, String)) {
         for done in self.store.history.iter().filter(|done| done.out_of_memory && done.needs_memory()) {
             let at = Duration::from_micros(done.at_us - START_US);
@@ -585,14 +592,14 @@ impl History<'_> {
             }
             let most = match class {
                 Class::Faulty | Class::FaultyMaster => {
-                    // A store that was away for longer than half of the permit TTL may have lost all permits.
+                    // A store that is unreachable for longer than half of the permit TTL may lose all permits.
                     let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.ttl / 2;
                     let lost =
                         incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.duration)).count();
                     let shares = *gateways as u64 * rule.limit.div_ceil(*gateways as u64);
                     rule.limit * (1 + lost as u64) + shares
                 }
-                // A store that is too slow is skipped: each gateway admits its local share.
+                // If the store is too slow, each gateway also admits requests within its local share.
                 Class::Slow => rule.limit + *gateways as u64 * rule.limit.div_ceil(*gateways as u64),
                 _ => rule.limit,
             };
@@ -604,7 +611,7 @@ impl History<'_> {
     }
 }
 
-/// Return the maximum admitted by a rule, with window lengths in µs.
+/// Return pairs of a window length in µs and the maximum that the rule admits in such a window.
 fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
     // A refunded request may have opened the window that other requests fill.
     let refundable = if spec.cost_mode == CostMode::Refundable { spec.cost } else { 0 };
@@ -624,8 +631,8 @@ fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
     }
 }
 
-/// Return the maximum in any half-open window, and the beginning of that window. A window may have more: the units of
-/// `refunds` that were charged before it and refunded in it.
+/// Return the start and the cost of the half-open window with the highest cost. The cost of a window is reduced by
+/// tokens in `refunds` that were charged before the window and refunded in it.
 fn max_in_any_window(units: &[(u64, u64)], window_us: u64, refunds: &[(u64, u64, u64)]) -> (u64, u64) {
     let (mut first, mut sum, mut max) = (0, 0, (0, 0));
     for (at_us, cost) in units {
@@ -646,8 +653,8 @@ fn max_in_any_window(units: &[(u64, u64)], window_us: u64, refunds: &[(u64, u64,
     max
 }
 
-/// Return the maximum in a window. `start` returns the start of the window around an instant, or `None` if the window is
-/// uncertain.
+/// Return the start and the cost of the window with the highest cost. `start` returns the start of the window around a
+/// time, or `None` if that window is uncertain.
 fn max_in_an_aligned_window(units: &[(u64, u64)], start: impl Fn(u64) -> Option<u64>) -> (u64, u64) {
     let mut windows: BTreeMap<u64, u64> = BTreeMap::new();
     for (at_us, cost) in units {

@@ -1,8 +1,8 @@
 //! A deterministic simulation of the whole limiter in virtual time: gateways with their real queues, batches, caches,
 //! circuit breakers, permits and overrides, on a simulated network and store.
 //!
-//! A seed gives a schedule of limits, requests and faults. `SCHEDULES=n` runs n schedules; `SEED=s` runs one and
-//! prints its events.
+//! A seed determines a schedule of limits, requests and faults. `SCHEDULES=n` runs n schedules. `SEED=s` runs one
+//! schedule and prints its events.
 
 #![allow(unreachable_pub, clippy::disallowed_methods)] // a separate test crate, with tokio's clock
 
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use run::{Played, collect_panics, play};
 
-/// The default number of schedules.
+/// The number of schedules, unless `SCHEDULES` is set.
 const SCHEDULES: u64 = 2000;
 
 fn number(name: &str) -> Option<u64> {
@@ -94,7 +94,7 @@ fn seed_repeats_its_schedule() {
     }
 }
 
-/// Return the events of a schedule and its violations.
+/// Return a text with the events of a schedule and its violations.
 fn report(seed: u64, played: &Played) -> String {
     let mut text = format!("SEED={seed}\n{:#?}\n", schedule::Schedule::new(seed).summary());
     for (at, event) in &played.trace {

@@ -18,15 +18,14 @@ use crate::random::Random;
 use crate::schedule::{Fault, Incident, Schedule};
 use crate::store::{SimulatedRedis, port_of};
 
-/// The instant of the store's clock at the start of a schedule: six seconds before midnight in [`TIME_ZONE`], in
-/// January 2027.
+/// The time of the store's clock at the start of a schedule: 6 s before midnight in [`TIME_ZONE`], in January 2027.
 ///
 /// [`TIME_ZONE`]: crate::schedule::TIME_ZONE
 pub const START_US: u64 = 30_000_000 * 60_000_000 - 6_000_000;
 
 type Command = Vec<Vec<u8>>;
 
-/// The store, the network to it, and the events.
+/// The network to the simulated store, with the store itself and a trace of events.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
     started_at: Instant,
@@ -43,27 +42,28 @@ pub struct State {
     pub store: SimulatedRedis,
     random: Random,
     active_incidents: Vec<Incident>,
-    /// One token per server, cancelled while it runs: waiting tasks continue in their order.
+    /// One token per server. It is cancelled while the server runs. If the server hangs, tasks wait until the token is
+    /// cancelled, and then continue in their order.
     running: Vec<CancellationToken>,
-    /// When each server has decided all its pending requests.
+    /// For each server, the time at which it will have processed all its pending requests.
     busy_until: Vec<Instant>,
     connections: BTreeMap<u64, SimulatedConnection>,
     next_connection: u64,
     /// The number of connections that each gateway has opened.
     opened_connections: BTreeMap<usize, u64>,
-    /// The trace, if enabled.
+    /// The trace of events, if enabled.
     trace: Option<Vec<(Duration, String)>>,
 }
 
 /// The state of an open connection.
 #[derive(Debug, Clone)]
 struct SimulatedConnection {
-    /// The number of connections that the gateway had opened before.
+    /// The number of connections that the gateway opened before this one.
     number_before: u64,
     node: usize,
-    /// The connection ends at once.
+    /// A token that is cancelled to end the connection at once.
     reset: CancellationToken,
-    /// The connection ends when the store has run its pending commands.
+    /// A token that is cancelled to end the connection after the store has run its pending commands.
     draining: CancellationToken,
     lose_requests: Arc<AtomicBool>,
     drop_replies: Arc<AtomicBool>,
@@ -159,7 +159,7 @@ impl SimulatedNetwork {
         self.state().trace.take().unwrap_or_default()
     }
 
-    /// Return half of the current round-trip time.
+    /// Return half of the round-trip time, with a random jitter.
     fn half_round_trip(&self) -> Duration {
         let state = &mut *self.state();
         let jitter_us = self.jitter.as_micros() as u64;
@@ -257,7 +257,7 @@ impl SimulatedNetwork {
         gateway_side
     }
 
-    /// Read commands. Each reaches the store half a round trip later.
+    /// Read commands from a gateway. Each command reaches the store half a round trip later.
     async fn deliver_commands(
         &self,
         mut read_half: ReadHalf<DuplexStream>,
@@ -293,7 +293,7 @@ impl SimulatedNetwork {
         self.state().active_incidents.iter().map(delay).sum()
     }
 
-    /// Run commands in order.
+    /// Run the commands of a connection in order.
     async fn run_commands(
         &self,
         (gateway, node, number): (usize, usize, u64),
@@ -364,12 +364,12 @@ impl SimulatedNetwork {
         }
     }
 
-    /// Return when the store closes an idle connection.
+    /// Wait for the time after which the store closes an idle connection. Without this time, wait forever.
     async fn idle_timeout(&self) {
         let Some(idle) = self.idle_close else { return std::future::pending().await };
         sleep(idle).await;
-        // A command of the same instant comes first: a gateway cannot know whether a command that crosses the close
-        // has run.
+        // If a command arrives at the same time, run it before the connection is closed. If the connection were closed
+        // while the command was in flight, the gateway could not know whether the store has run it.
         for _ in 0..100 {
             yield_now().await;
         }
@@ -394,14 +394,14 @@ impl SimulatedNetwork {
     }
 }
 
-/// Return the token of a running server in [`State::runs`].
+/// Return the token of a running server, for [`State::running`].
 fn running_token() -> CancellationToken {
     let runs = CancellationToken::new();
     runs.cancel();
     runs
 }
 
-/// Return the first command, an array of bulk strings, and its length in bytes.
+/// Return the first command in `bytes` and its length in bytes. A command is an array of bulk strings.
 fn parse_command(bytes: &[u8]) -> Option<(Command, usize)> {
     let mut offset = 0;
     let line = |mark: u8, at: &mut usize| {

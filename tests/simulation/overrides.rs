@@ -1,4 +1,5 @@
-//! Overrides in a schedule: administrators set and remove them on single gateways, and all gateways follow.
+//! Overrides in a schedule: administrators set and remove overrides on single gateways, and all gateways must apply
+//! them.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -16,19 +17,19 @@ use crate::invariants::Violation;
 use crate::network::START_US;
 use crate::schedule::Schedule;
 
-/// Clients that may have an override.
+/// The number of clients that may have an override.
 pub const CLIENTS: u64 = 3;
 
-/// The interval at which the overrides of the gateways are read.
+/// The interval at which the test observes the overrides of the gateways.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Return how close to its expiry the state of an override is not checked, µs. A gateway that sets, restores or reads an
-/// override lets it expire earlier by the delay of the call.
+/// Return the time in µs before and after the expiry of an override in which the test accepts both results. On a
+/// gateway that sets, restores or reads the override, it may expire earlier, by the delay of the call.
 fn close_us(schedule: &Schedule) -> u64 {
     50_000 + 2 * (schedule.round_trip + schedule.jitter).as_micros() as u64
 }
 
-/// An administrator's change on a gateway.
+/// A change that an administrator makes on a gateway.
 #[derive(Debug, Clone, Copy)]
 pub struct Change {
     pub at: Duration,
@@ -38,26 +39,26 @@ pub struct Change {
     pub lasts: Option<Duration>,
 }
 
-/// A write of the store for an administrator.
+/// A write of an override in the store, requested by an administrator.
 #[derive(Debug, Clone)]
 pub struct Written {
     pub at_us: u64,
     pub gateway: usize,
     pub field: String,
-    /// The new override, or `None` if it was removed.
+    /// The new override, or `None` for a removal.
     pub new: Option<New>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct New {
-    /// Every change sets another quota.
+    /// Each change sets a different quota.
     pub quota: u64,
     pub expiry_us: u64,
 }
 
 impl Written {
-    /// Return the writes of a call of the script, see `lua/overrides.lua`. The first status is that of an
-    /// administrator's write.
+    /// Return the write that a call of `lua/overrides.lua` made for an administrator, if it wrote a record. The first
+    /// of the `statuses` in the reply belongs to this write.
     pub fn of(
         at_us: u64,
         gateway: usize,
@@ -81,16 +82,16 @@ fn count(size: &OverrideQuota) -> u64 {
     size.quota.split_once('/').and_then(|(count, _)| count.parse().ok()).expect("a quota")
 }
 
-/// A call of an administrator that succeeded.
+/// A successful call of an administrator.
 #[derive(Debug)]
 struct Acknowledged {
     gateway: usize,
     field: String,
-    /// The quota of the new override, or `None` if it was removed.
+    /// The quota of the new override, or `None` for a removal.
     quota: Option<u64>,
-    /// The time span of the call, µs.
+    /// The start and the end of the call, µs.
     ran: RangeInclusive<u64>,
-    /// The number of observations before it.
+    /// The number of observations before the end of the call.
     looks: usize,
 }
 
@@ -103,7 +104,7 @@ impl Acknowledged {
     }
 }
 
-/// The override of a client on a gateway at an instant.
+/// An observation: the override of a client on a gateway at one time.
 #[derive(Debug)]
 struct Look {
     at_us: u64,
@@ -126,7 +127,7 @@ struct Seen {
     looks: Mutex<Vec<Look>>,
 }
 
-/// Return the limit that has overrides. Nothing else depends on it.
+/// Return the limit that has overrides. No other check depends on its quota.
 fn limit(client: &LoadGenerator) -> &Arc<LimitSpec> {
     &client.schedule.limits.last().expect("the heartbeat").limit
 }
@@ -156,10 +157,10 @@ impl Watch {
         Watch { seen, began, changes, looks }
     }
 
-    /// Return the violations after the store has recovered and all gateways have polled.
+    /// Wait until the store has recovered and all gateways have polled. Return the violations.
     pub async fn finish(self, client: &LoadGenerator) -> Vec<Violation> {
         for change in self.changes {
-            // A panic is reported by the hook.
+            // The panic hook has recorded a panic of this task.
             let _ = change.await;
         }
         let last = client.schedule.overrides.last().map_or(Duration::ZERO, |change| change.at);
@@ -187,7 +188,7 @@ impl Seen {
             let field = override_field(limit, identity(of));
             let (quota, looks) = (lasts.map(|_| number), self.looks.lock().unwrap().len());
             self.acknowledged.lock().unwrap().push(Acknowledged { gateway, field, quota, ran, looks });
-            // From now on this gateway knows the change.
+            // From this time on, the gateway knows the change.
             self.look(client);
         }
     }
@@ -219,12 +220,12 @@ impl Seen {
         violations
     }
 
-    /// Check a client. `written` has the writes of the store for it, oldest first.
+    /// Check the overrides of one client. `written` contains the store's writes for it, oldest first.
     fn check_client(&self, client: &LoadGenerator, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
         let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
         let close_us = close_us(&client.schedule);
         let (acknowledged, looks) = (self.acknowledged.lock().unwrap(), self.looks.lock().unwrap());
-        // The newest write that each gateway is known to have read.
+        // For each gateway, the index of the newest write that the gateway has certainly read.
         let mut newest: BTreeMap<usize, usize> = BTreeMap::new();
         for (number, look) in looks.iter().enumerate().filter(|(_, look)| look.client == of) {
             let at = || Duration::from_micros(look.at_us - START_US);
@@ -256,7 +257,7 @@ impl Seen {
             }
             *newest = (*newest).max(number);
         }
-        // The last acknowledged write, or a later one whose reply was lost.
+        // After the last poll, the last acknowledged write applies, or a later write whose reply was lost.
         let is_told = |written: &Written| acknowledged.iter().any(|own| own.is_of(written));
         let last_told = written.iter().rposition(|written| is_told(written));
         let now_us = client.network.now_us();

@@ -1,4 +1,4 @@
-//! The random numbers of a schedule: SplitMix64, so that a seed gives the same schedule everywhere.
+//! The random numbers of a schedule. SplitMix64 gives the same schedule for a seed on every machine.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    /// Return a number of the range.
+    /// Return a number in the range.
     pub fn in_range(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }

@@ -1,4 +1,4 @@
-//! Runs a schedule: load and faults, then recovery, then probes of what the limits admit.
+//! Run a schedule: load with faults, then recovery, then probes that check what the limits admit.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ use crate::overrides::Watch;
 use crate::schedule::{Class, CostMode, Fault, Incident, Request, Schedule, ScheduledLimit};
 use crate::store::{StateId, charge};
 
-/// The permit of an ended request is released within this time, even if the first attempt fails.
+/// The permit of an ended request must be released within this time, even if the first attempt to release it fails.
 const RELEASED_WITHIN: Duration = Duration::from_millis(1500);
 
 /// The maximum virtual time of a schedule.
@@ -36,7 +36,7 @@ pub struct Played {
 }
 
 thread_local! {
-    /// Panics of the schedule that this thread runs, including tasks of the limiter.
+    /// The panics of the schedule that this thread runs, including those in tasks of the limiter.
     static PANICS: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
@@ -60,7 +60,7 @@ pub fn play(seed: u64, trace: bool) -> Played {
         runtime.block_on(async {
             let play = Run::new(schedule, trace);
             let world = play.client.network.clone();
-            // Without this timeout, a schedule in which everything waits would wait in real time.
+            // Without this timeout, a schedule in which all tasks wait would never end.
             timeout(MAX_VIRTUAL_TIME, play.play()).await.unwrap_or_else(|_| Played {
                 violations: vec![Violation::new(
                     "no hang",
@@ -124,7 +124,7 @@ impl Run {
         }
         if self.has_permits() {
             if schedule.is_up() {
-                // Permits of late calls are released.
+                // Wait until the permits of late calls are released.
                 sleep(Duration::from_secs(3)).await;
             }
             self.check_permits("recovery");
@@ -136,10 +136,10 @@ impl Run {
         }
         client.end_responses.cancel();
         for request in requests {
-            // A panic is reported by the hook.
+            // The panic hook has recorded a panic of this task.
             self.requests.extend(request.await);
         }
-        // Unused tokens are returned after a second, and failed releases are retried after a second.
+        // Unused tokens are returned after 1 s, and failed releases are retried after 1 s.
         sleep(Duration::from_millis(2500) + 4 * schedule.timeout).await;
         if self.has_permits() {
             self.check_permits("the end of all requests");
@@ -217,7 +217,7 @@ impl Run {
         }
     }
 
-    /// The store counts exactly the permits of running requests.
+    /// Check that the store counts exactly the permits of running requests.
     fn check_permits(&mut self, when: &str) {
         let permits: BTreeMap<_, _> = self.client.held_permits.lock().unwrap().clone();
         for (state, held) in permits {
@@ -232,7 +232,7 @@ impl Run {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
                 self.report("permits of requests that have ended are released", message);
             }
-            // Permits expire during an outage.
+            // Permits may expire during an outage.
             let may_be_lost = when == "recovery" && !self.schedule().is_up();
             if live < held.by_store && !may_be_lost {
                 let message = format!(
@@ -266,7 +266,8 @@ impl Run {
             .remaining
     }
 
-    /// After all windows every limit admits its quota, and a client that waits for the retry delay is admitted.
+    /// Check that every limit admits its quota after all windows have ended, and admits a client that has waited for
+    /// the retry delay.
     async fn probe(&mut self) {
         let schedule = self.client.schedule.clone();
         let longest = schedule.limits.iter().map(|spec| spec.reset_us()).max().unwrap_or_default();
@@ -290,7 +291,7 @@ impl Run {
                     break;
                 }
             }
-            // The second denial is usually a cached one.
+            // The second denial usually comes from the denial cache.
             sleep(Duration::from_millis(3)).await;
             self.check_once(index).await;
             let ClientOutcome::Denied { retry_us: Some(retry_us), .. } = self.check_once(index).await else { continue };
@@ -307,7 +308,7 @@ impl Run {
         }
     }
 
-    /// Return the outcome for a new client of a limit. A permit is held for a second.
+    /// Send a request of a new client to a limit. Return the outcome. An admitted request holds a permit for 1 s.
     async fn check_once(&self, limit: usize) -> ClientOutcome {
         let checks = self.client.checks(&[limit], 0);
         match self.client.gateways[0].workers[0].check(&checks).await {
@@ -338,7 +339,7 @@ async fn play_faults(world: Arc<SimulatedNetwork>, mut incidents: Vec<Incident>)
             Fault::Stall(length) => {
                 let end = Instant::now() + incident.duration;
                 while Instant::now() < end {
-                    // No task runs meanwhile: timers and replies are late together.
+                    // No task runs during this time, so timers and replies are late together.
                     advance(length).await;
                     sleep(Duration::from_millis(5)).await;
                 }

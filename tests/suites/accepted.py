@@ -1,11 +1,11 @@
-"""Differences that are accepted, each with its reason. A line that accepts nothing fails the suite.
+"""Accepted differences, each with its reason. An entry that matches no difference fails the suite.
 
-Patterns are those of `fnmatch` on `group: name` of a case.
+Patterns have the syntax of `fnmatch` and match the text `group: name` of a case.
 """
 
 ALL = ("nginx", "haproxy", "envoy")
 
-# What a peer rejects and Sluicegate forwards: pattern, peers, reason.
+# Requests that a peer rejects and Sluicegate forwards: pattern, peers, reason.
 STRICTNESS = [
     # Methods
     ("method: [!a-z]*", ("envoy",), "RFC 9110 9.1: a method is any token; it is forwarded and limited as it came; Envoy knows a list"),
@@ -28,7 +28,7 @@ STRICTNESS = [
     # Hosts
     ("host: HTTP/1.0 without Host", ("envoy",), "RFC 9112 3.2: only HTTP/1.1 must have one; it has only routes for any host"),
     ("host: \\thost.test\\t", ("nginx",), "RFC 9110 5.5: spaces and tabs around a value are no part of it, and are not forwarded"),
-    # Aliases: Envoy is configured to reject names with underscores.
+    # Aliases of header names: Envoy is configured to reject names with underscores.
     ("name: *, *underscore*", ("envoy",), "the alias is removed if it folds into what the gateway reads; other names are forwarded"),
     ("name: *, HTTP_ before, *", ("envoy",), "names with underscores are valid (RFC 9110 5.6.2) and another header"),
     ("twice: Authorization alias", ("envoy",), "RFC 9110 5.6.2: another header; no limit reads Authorization here"),
@@ -55,7 +55,7 @@ STRICTNESS = [
     ("pipeline: no Host, then GET", ("nginx", "envoy"), "the framing of the rejected request is clear: the next one on the connection is served"),
 ]
 
-# Where the application reads another identity than the one that was limited: pattern, applications, reason.
+# Requests in which the application reads another identity than the one that was limited: pattern, applications, reason.
 DECISIONS = [
     ("target: *%[8cef]*", ("django", "node", "node-lenient"), "octets that are no UTF-8: these leave or write them encoded, so the name is another for them"),
     ("cookie: S*", ("nginx",), "$cookie_NAME ignores case, other servers do not: SID is another cookie"),

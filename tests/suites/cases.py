@@ -1,11 +1,11 @@
 """The corpus: mutations of HTTP/1.1 requests, generated from tables.
 
-A second request that is named `/smuggled` is hidden in each ambiguous framing. It must not reach an application.
+Each request with an ambiguous framing contains a hidden second request to `/smuggled`, which must not reach an application.
 """
 
 from dataclasses import dataclass
 
-# Replaced by the number of the case when it is sent.
+# A placeholder, which is replaced with the number of the case before it is sent.
 MARK = b"@CASE@"
 HIDDEN = b"GET /smuggled HTTP/1.1\r\nHost: api.test\r\nX-Case: @CASE@\r\n\r\n"
 BASE = (b"X-Api-Key: key-alice", b"X-Tenant: acme", b"Cookie: sid=one")
@@ -16,12 +16,12 @@ class Case:
     group: str
     name: str
     data: bytes
-    # Requests that the client sends, by the strictest reading.
+    # The number of requests that the case contains, if it is read strictly.
     requests: int = 1
-    # Must be forwarded by every gateway to every application.
+    # Whether every gateway must forward the case to every application.
     honest: bool = False
     method: bytes = b"GET"
-    # Bytes may remain after the request, so the next one needs another connection.
+    # Whether bytes may remain after the request, so that the next request requires another connection.
     separate: bool = False
 
     @property
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def alone(self):
-        """Whether the next request needs another connection: some servers see the end of the head before the last line."""
+        """Whether the next request requires another connection, because some servers end the headers before the last line."""
         return self.separate or b"\r\n\n" in self.data or b"\n\n" in self.data
 
 
@@ -187,7 +187,7 @@ def hosts():
     yield Case("host", "HTTP/1.0 with absolute target", request(target=b"http://host.test/one", version=b"HTTP/1.0", host=()))
 
 
-# Per identity: the header, a value with a forged identity, and the line of a valid request.
+# For each kind of identity: the header, a value with a forged identity, and the header line of a valid request.
 IDENTITIES = {
     "key": (b"X-Api-Key", b"key-evil", b"X-Api-Key: key-alice"),
     "tenant": (b"X-Tenant", b"gold", b"X-Tenant: acme"),
@@ -232,7 +232,7 @@ def names():
         for label, spelling in spellings(name):
             alias = spelling + b": " + evil
             yield Case("name", f"{identity}, {label}, alone", request(lines=(*others, alias)))
-            # With only a comment line in front, nothing to be folded into.
+            # Send the alias after the valid header, then before it.
             yield Case("name", f"{identity}, {label}, behind", request(lines=(*others, line, alias)))
             yield Case("name", f"{identity}, {label}, before", request(lines=(alias, *others, line)))
     for label, line in {
@@ -345,7 +345,7 @@ def values():
         yield Case("twice", label, request(lines=(*BASE, *lines)))
 
 
-# `$` is the length. The flag says whether the coding may be ignored: then only the length is valid, and the body is within it.
+# A header with a coding, and whether some servers may take it for a Transfer-Encoding. If not, only Content-Length is valid.
 CODINGS = {
     "chunked": (b"Transfer-Encoding: chunked", True),
     "Chunked": (b"Transfer-Encoding: Chunked", True),
@@ -403,9 +403,9 @@ CODINGS = {
 def framings():
     inside = b"%x\r\n" % len(HIDDEN)
     for label, (line, framing) in CODINGS.items():
-        # By the chunks the body ends at once; by the length the hidden request is in it.
+        # With chunked framing, the body ends at once. With Content-Length, the hidden request is part of the body.
         early = b"0\r\n\r\n" + HIDDEN
-        # By the chunks the hidden request is in the body; by the length it follows the first line.
+        # With chunked framing, the hidden request is part of the body. With Content-Length, it follows the first line of the body.
         late = inside + HIDDEN + b"\r\n0\r\n\r\n"
         for name, length, body in [("length covers it", len(early), early), ("chunks cover it", len(inside), late)]:
             if not framing and body is late:
@@ -438,7 +438,7 @@ def framings():
         "space before the colon": b"Content-Length : ", "tab before the colon": b"Content-Length\t: ", "leading space": b" Content-Length: ", "underscore": b"Content_Length: ",
         "dot": b"Content.Length: ", "NUL in the name": b"Content-Length\0: ", "longer name": b"X-Content-Length: ", "capitals": b"CONTENT-LENGTH: ",
     }.items():
-        # Next to a valid one.
+        # Combine the invalid name with a valid Content-Length.
         yield Case("framing", f"name of the length, {label}, behind", request(b"POST", lines=(b"Content-Length: " + whole, line + b"5"), body=after))
         yield Case("framing", f"name of the length, {label}, before", request(b"POST", lines=(b"X-First: y", line + b"5", b"Content-Length: " + whole), body=after))
     yield Case("framing", "no length of a POST", request(b"POST"))
@@ -606,7 +606,7 @@ def upgrades():
         "Via": (b"Via: 1.1 one, 1.0 two",),
     }.items():
         yield Case("upgrade", name, request(lines=(*BASE, *lines)))
-    # Bytes after an upgrade request are the next request, unless the upgrade was granted.
+    # Bytes after an upgrade request are the next request, unless the server has accepted the upgrade.
     for name in [b"websocket", b"h2c", b"foo"]:
         yield Case("upgrade", f"{shown(name)} and a request", request(lines=(upgrade, b"Upgrade: " + name, *socket)) + request(target=b"/two"), requests=2)
 
@@ -620,7 +620,7 @@ def pipelines():
     yield Case("pipeline", "LF between", request() + b"\n" + two, requests=2)
     yield Case("pipeline", "close, then GET", request(lines=(*BASE, b"Connection: close")) + HIDDEN)
     yield Case("pipeline", "HTTP/1.0, then GET", request(version=b"HTTP/1.0") + HIDDEN)
-    # The framing is unambiguous, so the connection may continue.
+    # The framing is unambiguous, so the connection may stay open.
     yield Case("pipeline", "no Host, then GET", request(host=()) + two, requests=2, separate=True)
     yield Case("pipeline", "bad length, then GET", request(b"POST", lines=(b"Content-Length: x",)) + HIDDEN)
     yield Case("pipeline", "junk, then GET", b"junk\r\n\r\n" + HIDDEN)

@@ -1,4 +1,4 @@
-"""Certificates of a CA of the suites."""
+"""Certificates for the suites, signed by a test CA."""
 
 from datetime import datetime, timedelta, timezone
 
@@ -11,7 +11,8 @@ USAGES = ["content_commitment", "key_encipherment", "data_encipherment", "key_ag
 
 
 class Certificate:
-    """A certificate with its key: of a CA without `usage`, otherwise for a server or client. Without `issuer` it signs itself."""
+    """A certificate with its key. Without `usage`, it is a CA certificate, otherwise it is for a server or a client. Without `issuer`, it is
+    self-signed."""
 
     def __init__(self, name, issuer=None, key=None, usage=None):
         self.key = key or ec.generate_private_key(ec.SECP256R1())
@@ -29,7 +30,7 @@ class Certificate:
         if usage:
             builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
             builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-            # No program of the suites asks for the list.
+            # The URL of the revocation list does not have to work, because no program of the suites fetches it.
             point = x509.DistributionPoint([x509.UniformResourceIdentifier("http://ca.test/list.crl")], None, None, None)
             builder = builder.add_extension(x509.CRLDistributionPoints([point]), critical=False)
         self.certificate = builder.sign(signing, hashes.SHA256())
@@ -38,7 +39,7 @@ class Certificate:
         return self.certificate.public_bytes(encoding)
 
     def write(self, path, key=None, chain=()):
-        """Write the certificate, the others of its chain, and its key."""
+        """Write the certificate, the other certificates of its chain, and its key."""
         path.write_bytes(b"".join(each.bytes(serialization.Encoding.PEM) for each in (self, *chain)))
         if key:
             form = serialization.PrivateFormat.PKCS8

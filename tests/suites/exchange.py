@@ -1,10 +1,10 @@
-"""One case through one gateway: send the bytes and read the responses as a strict client."""
+"""Sends one case through one gateway and reads the responses as a strict client."""
 
 import socket
 import time
 from dataclasses import dataclass, field
 
-# A gateway that sends nothing for this time hangs.
+# Seconds without a byte from a gateway, after which it counts as hanging.
 HANG = 5
 
 
@@ -13,14 +13,14 @@ class Outcome:
     statuses: list = field(default_factory=list)
     # "closed", "open" or "hang".
     end: str = "open"
-    # Statuses of responses that are problem documents: the applications send none.
+    # Statuses of responses of the gateway itself: problem documents, which applications do not send.
     own: list = field(default_factory=list)
-    # For the request after each case: its status, and whether the response was its own.
+    # For the additional request after each case: its status, and whether the response belongs to it.
     last: tuple = ()
 
 
 class Reader:
-    """Responses in order of arrival."""
+    """Reads responses in the order of their arrival."""
 
     def __init__(self, methods):
         self.buffer = b""
@@ -99,12 +99,12 @@ def send(stream, data):
         stream.settimeout(HANG)
         stream.sendall(data)
     except OSError:
-        # The gateway rejected the request while it was sent. The response has the reason.
+        # The gateway has rejected the request while it was sent. Read its response.
         pass
 
 
 def run(port, data, method, requests, alone, last, mark):
-    """Send a case, then `last` on the same connection, or on a new one if that is closed or `alone` is set."""
+    """Send a case, then `last` on the same connection. Use a new connection if the first one is closed or if `alone` is set."""
     outcome = Outcome()
     with socket.create_connection(("127.0.0.1", port), HANG) as stream:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The same generated cases of forward authentication through Sluicegate, nginx `auth_request` and Traefik ForwardAuth:
+"""Generated cases of forward authentication, sent through Sluicegate, nginx (`auth_request`) and Traefik (ForwardAuth):
 `make test-suites`.
 
     forward_auth.py BINARY FOLDER
 
-FOLDER has the tools that the Makefile has put there. Compares what the client got, what the upstream saw and what the
-authentication server was told. Every difference must have an explanation in EXPLANATIONS, and every explanation a difference:
-docs/how-to/forward-authentication.md has them as a table. Exits with 1 otherwise.
+FOLDER contains the tools that the Makefile installs there. The suite compares the response that the client receives, the request that
+the upstream receives and the request that the authentication server receives. Every difference must have an explanation in EXPLANATIONS,
+and every explanation must match a difference. docs/how-to/forward-authentication.md has a table of them. Exits with 1 otherwise.
 """
 
 import http.client
@@ -23,12 +23,12 @@ import servers
 
 GATEWAYS = ["sluicegate", "nginx", "traefik"]
 CASES = 200
-# Headers of a denial that are compared.
+# The headers of a denial that the suite compares.
 PASSED = ["location", "set-cookie", "www-authenticate"]
 
 
 class Case:
-    """A request, and the response of the authentication server to it."""
+    """A request, and the authentication server's response for it."""
 
     def __init__(self, number, choose):
         self.number = number
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(cases):
-    """Start a server that answers by case, or as an upstream. Return it; `seen` has the requests by case."""
+    """Start an authentication server with a response per case, or an upstream. Return the server; its `seen` has the requests by case."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.cases, server.seen = cases, {}
@@ -176,7 +176,7 @@ log: {{ level: ERROR }}
 """
     )
     servers.start([str(programs / "traefik"), f"--configFile={folder}/traefik.yml"], [listen], folder)
-    # Traefik opens its port before it has read the routes.
+    # Traefik opens its port before it has read its routes.
     deadline = time.monotonic() + 60
     while probe(listen) == 404:
         if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ def probe(listen):
 
 
 def send(listen, case):
-    """Send the request of a case. Return status, compared headers and body."""
+    """Send the request of a case. Return the status, the headers to compare, and the body."""
     connection = http.client.HTTPConnection("127.0.0.1", listen, timeout=20)
     connection.putrequest(case.method, case.target, skip_accept_encoding=True)
     connection.putheader("Cookie", f"case={case.number}")
@@ -210,7 +210,7 @@ def send(listen, case):
 
 
 def facts(case, client, told, seen):
-    """Return what is compared, by name."""
+    """Return the facts to compare, by name."""
     status, headers, body = client
     identity = []
     for name, value in seen[2] if seen else []:
@@ -237,7 +237,7 @@ def is_denial(case):
     return case.status // 100 != 2
 
 
-# Differences from Sluicegate: the gateway, the compared facts, for which cases, and what the gateway does.
+# Differences from Sluicegate: the gateway, the facts that differ, the cases, and what the gateway does.
 EXPLANATIONS = [
     ("nginx", ["status"], lambda case: is_denial(case) and case.status not in (401, 403), "responds 500 to any status but 2xx, 401 and 403"),
     ("nginx", ["location", "set-cookie"], is_denial, "does not pass Location and Set-Cookie of a denial on"),
@@ -286,7 +286,7 @@ def main():
         servers.stop()
     for number, case in cases.items():
         ours = results["sluicegate", number]
-        # What the documents promise, whatever the others do.
+        # Check what the documentation of Sluicegate promises, independently of the other gateways.
         if ours["admitted"] != (not is_denial(case)) or any("root" in value for _, value in ours["identity"]):
             failures.append(f"case {number}: {vars(case)}: {ours}")
         for gateway in GATEWAYS[1:]:

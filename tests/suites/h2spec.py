@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""h2spec against the HTTP/2 listeners, with and without TLS: `make test-suites`.
+"""h2spec tests the HTTP/2 listeners with and without TLS: `make test-suites`.
 
     h2spec.py BINARY H2SPEC FOLDER
 
-The route has an upstream, which reads the request before it responds. A route with `respond` responds at once, and a fault in the
-body of the request may be too late for it.
+The route has an upstream, which reads the request before it responds. A route with `respond` responds at once, so it may respond before
+a fault in the request body arrives.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from gateway import CERTIFICATE, KEY
 from report import Report
 from upstream import Upstream
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = [
     (
         "clear: http2/3.5: Sends invalid connection preface",
@@ -56,7 +56,7 @@ def main():
             file = Path(folder) / "h2spec.xml"
             file.unlink(missing_ok=True)
             command = [h2spec, "--strict", "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--junit-report", str(file)]
-            # Its exit status counts the failures, which the file has.
+            # The exit status is the number of failures, which the report contains as well.
             subprocess.run([*command, *(["--tls", "--insecure"] if listener == "tls" else [])], stdout=subprocess.DEVNULL, timeout=300, check=False)
             for case in xml.parse(file).iter("testcase"):
                 findings = [" ".join("".join(found.itertext()).split()) or found.tag for found in case if found.tag in ("failure", "error", "skipped")]

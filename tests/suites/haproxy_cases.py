@@ -1,4 +1,4 @@
-"""What HAProxy's reg-tests check of messages and framing. `theirs` is what current HAProxy does."""
+"""Rows for what HAProxy's reg-tests check of messages and framing. `theirs` is what current HAProxy does."""
 
 from rows import Row, expected, get, get2, response
 
@@ -13,7 +13,7 @@ def row(test, name, request, theirs, ours=None, reason=""):
 
 REJECTED = expected(400, {":line": ""})
 
-# h1_host_normalization: targets with a host, and Host.
+# h1_host_normalization: targets that contain a host, and the Host header that the upstream receives.
 for target, host in [
     ("http://toto:poue@hostname:80/c1", "hostname:80"),
     ("http://hostname:8080/c2", "hostname:8080"),
@@ -182,11 +182,11 @@ for coding, status in [("chunked, chunked", 400), ("chunked, gzip, chunked", 400
         "RFC 9112 6.1: 501 for a coding that is not understood",
     )
 
-# restrict_req_hdr_names is an option of HAProxy: the default forwards such names.
+# restrict_req_hdr_names is an option of HAProxy. By default, HAProxy forwards such names.
 for name in ["X-my_hdr", "X_my_hdr_with_lots_of_underscores", "X-my-hdr-with-trailing-underscore_"]:
     row("restrict_req_hdr_names", name, get("/", f"{name}: on"), expected(200, {name.lower(): "on"}))
 
-# normalize_uri, with all normalizers of paths
+# normalize_uri, with all normalizers for paths
 for target, path in [
     ("/foo//bar", "/foo/bar"),
     ("///foo///bar///", "/foo/bar/"),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The interoperability test cases of gRPC with grpcio: directly, through the gateway, and through its TLS listener: `make test-suites`.
+"""gRPC's interoperability test cases with grpcio, without the gateway, through it, and through its TLS listener: `make test-suites`.
 
     interop.py BINARY
 
-The cases have the names of gRPC's interop-test-descriptions.md. Messages are JSON and padding instead of its Protocol Buffers. A
-case that fails without the gateway is a fault of the case.
+The names of the cases are those in gRPC's interop-test-descriptions.md. Messages are JSON with padding instead of Protocol Buffers. If a
+case fails without the gateway, the case is wrong.
 """
 
 import json
@@ -18,7 +18,7 @@ import servers
 from gateway import CERTIFICATE, KEY, expect
 from report import Report
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = []
 TIMEOUT = 20
 SERVICE = "/grpc.testing.TestService"
@@ -28,12 +28,12 @@ OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0), ("grpc.use
 
 
 def message(padding=0, **order):
-    """Return a request: what the server is to do, and as many zeros."""
+    """Return a request message: the order for the server as JSON, and `padding` zeros."""
     return json.dumps(order).encode() + b"\n" + bytes(padding)
 
 
 class Service:
-    """`cancelled` is set for each call that a client has cancelled."""
+    """The server. `cancelled` gets an item for each call that a client has cancelled."""
 
     def __init__(self):
         self.cancelled = SimpleQueue()
@@ -46,7 +46,7 @@ class Service:
             context.set_trailing_metadata([(TRAILING, metadata[TRAILING])])
 
     def obey(self, data, context):
-        """Return the sizes of the responses."""
+        """Follow the order in a request message. Return the sizes of the responses."""
         order = json.loads(data.partition(b"\n")[0])
         if order.get("compressed"):
             context.set_compression(grpc.Compression.Gzip)
@@ -100,7 +100,7 @@ class Service:
 
 
 class Cases:
-    """Each method whose name is a case gets a channel. `service` is the server, `open` opens another channel."""
+    """Each public method is a case with the same name, and uses the current channel. `service` is the server, `open` opens another channel."""
 
     def __init__(self, channel, open_channel, service):
         self.service, self.open = service, open_channel
@@ -229,7 +229,7 @@ class Cases:
 
     def deadline_reaches_the_server(self):
         left = len(self.call(message(remaining=True), timeout=3000))
-        # grpcio rounds it.
+        # grpcio rounds the deadline.
         expect(2900 < left < 3100, f"{left} s left of 3,000")
 
     def concurrent_large_unary(self):
@@ -249,7 +249,7 @@ class Cases:
 
 
 CASES = [name for name, each in vars(Cases).items() if not name.startswith("_") and name not in ("use", "failure")]
-# What grpcio makes of the responses of the gateway itself: method, status of HTTP, status of gRPC.
+# Responses of the gateway itself: method, HTTP status, and the gRPC status to which grpcio maps it.
 OWN = [
     ("Unauthenticated", 401, grpc.StatusCode.UNAUTHENTICATED),
     ("Forbidden", 403, grpc.StatusCode.PERMISSION_DENIED),
@@ -312,7 +312,7 @@ upstream = "service"
 
 
 def denied(channel):
-    """Three calls, then RESOURCE_EXHAUSTED with the wait."""
+    """Check that three calls are admitted, and that further calls get RESOURCE_EXHAUSTED with the retry delay."""
     call = channel.unary_unary("/limited.Service/UnaryCall")
     for _ in range(3):
         call(message(), timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""The results of all cases, and their violations."""
+"""Judges the results of all cases: finds violations."""
 
 import json
 import socket
@@ -19,10 +19,10 @@ PEERS = GATEWAYS[1:]
 
 @dataclass
 class Result:
-    """One case through one gateway to one application."""
+    """The result of one case through one gateway to one application."""
 
     outcome: object
-    # What the application saw, without the request that follows each case.
+    # The requests that the application saw, without the additional request after each case.
     seen: list = field(default_factory=list)
 
     @property
@@ -31,7 +31,7 @@ class Result:
 
 
 def records(path):
-    """Return the lines of a log with their offsets."""
+    """Return the records of a JSON log with their offsets."""
     if not path.exists():
         return
     offset = 0
@@ -40,13 +40,13 @@ def records(path):
             try:
                 yield offset, json.loads(line)
             except UnicodeDecodeError:
-                # njs writes the bytes of a header unchanged.
+                # njs writes the bytes of a header unchanged, even if they are not UTF-8.
                 yield offset, json.loads(line.decode("latin-1"))
             offset += len(line)
 
 
 def attribute(path, results, windows):
-    """Assign records of the application to cases by X-Case, else by the time of arrival."""
+    """Assign the application's records to cases by the header X-Case, or else by their position in the log."""
     stray = []
     for offset, record in records(path):
         mark = (record["case"] or "").split(",")[0].strip()
@@ -60,7 +60,7 @@ def attribute(path, results, windows):
 
 
 class Reference:
-    """What the application saw, sent again as a valid request, gives the correct decision."""
+    """A gateway that gives the correct decisions: it gets a valid request with the values that the application saw."""
 
     def __init__(self, gateway, log):
         self.log = log
@@ -68,7 +68,7 @@ class Reference:
         self.port = int(gateway.urls[0].rpartition(":")[2])
 
     def ask(self, view):
-        """Send the view; `answers` has the decisions."""
+        """Send a request with the values of a view. `answers` returns the decision."""
         if view in self.ids:
             return
         method, path, host, key, tenant, sid = view
@@ -87,13 +87,13 @@ class Reference:
             read(stream, Reader([method.encode("latin-1")]), 1, time.monotonic() + 10)
 
     def answers(self):
-        """Return the decision of each view, or None if the valid request was not decided."""
+        """Return the decision for each view, or None if the gateway made no decision."""
         lines = access(self.log)
         return {view: decision(lines.get(identity)) for view, identity in self.ids.items()}
 
 
 def access(path):
-    """Return the access log by request ID once it has stopped growing: it is written in batches."""
+    """Return the access log records by request ID. Wait until the log has stopped growing, because it is written in batches."""
     deadline = time.monotonic() + 5
     size = -1
     while time.monotonic() < deadline:
@@ -107,16 +107,16 @@ def access(path):
 
 
 def decision(line):
-    """Return route and identities of an access log record."""
+    """Return the route and the identities in an access log record."""
     if line is None or "route" not in line:
         return None
     return line["route"], {each["limit"]: each["identity"] for each in line.get("limits", [])}
 
 
 def view(record, upstream):
-    """Return the resource and the identities as the application saw them."""
+    """Return the view of the application: the resource and the identities as it saw them."""
     host = record["host"]
-    # HTTP/1.0 without Host: the upstream gets its own address.
+    # For HTTP/1.0 without Host, the upstream receives its own address as Host.
     if host in (f"127.0.0.1:{upstream}", "127.0.0.1") and "127.0.0.1" not in record.get("sent", ""):
         host = None
     return (record["method"], record["path"], host, record["key"], record["tenant"], record["sid"])
@@ -132,7 +132,7 @@ class Judge:
         self.failures.append((case, application, what))
 
     def accepted(self, table, case, name):
-        """Return whether a table of accepted differences has the case, and record the lines used."""
+        """Return whether a table of accepted differences contains the case. Record the entries that match."""
         found = False
         for number, (pattern, names, _) in enumerate(table):
             if fnmatchcase(case.id, pattern) and name in names:
@@ -141,7 +141,7 @@ class Judge:
         return found
 
     def requests(self, results):
-        """(a), (d), (e): numbers, hangs, own errors, valid requests."""
+        """Check requests: no hidden or additional request, no hang, no error of Sluicegate itself, equal body lengths, valid cases succeed."""
         for number, case in enumerate(self.cases):
             lengths = set()
             for application in APPLICATIONS:
@@ -167,7 +167,7 @@ class Judge:
                         self.fail(case, application, f"honest, but {gateway} made {outcome.statuses} of it")
 
     def decisions(self, results, lines, reference, upstreams):
-        """(b): the decision is about what the application saw."""
+        """Check that Sluicegate decided on the same route, method and identities that the application saw."""
         pending = []
         for application in APPLICATIONS:
             for number, case in enumerate(self.cases):
@@ -195,7 +195,7 @@ class Judge:
             self.fail(case, application, f"decided on another {', '.join(differing)}{route} than the application saw: {shown(record)}")
 
     def strictness(self, results):
-        """(c): what a peer rejects and Sluicegate forwards is in the table with its reason."""
+        """Check that each case that a peer rejects and Sluicegate forwards is in STRICTNESS."""
         for number, case in enumerate(self.cases):
             forwarded = {gateway: any(results[gateway, application][number].forwarded for application in APPLICATIONS) for gateway in GATEWAYS}
             if case.honest or not forwarded["sluicegate"]:
@@ -206,7 +206,7 @@ class Judge:
                     self.fail(case, "all", f"{peer} rejects it ({statuses or 'closes'}), Sluicegate forwards it")
 
     def unused(self):
-        """Return the lines of the tables that match no difference."""
+        """Return the entries of the tables that match no difference."""
         for name, table in [("STRICTNESS", STRICTNESS), ("DECISIONS", DECISIONS)]:
             for number, (pattern, names, _) in enumerate(table):
                 if (id(table), number) not in self.used:
@@ -219,7 +219,7 @@ def shown(record):
 
 
 def summary(cases, results):
-    """Return the final table: how many cases each gateway forwarded, rejected, …"""
+    """Return the final table: the number of cases that each gateway forwarded, rejected, …"""
     rows = []
     for gateway in GATEWAYS:
         count = defaultdict(int)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Every kind of response of the gateway through httplint, and resources through REDbot: `make test-suites`.
+"""httplint checks every kind of response of the gateway, and REDbot checks resources: `make test-suites`.
 
     linting.py BINARY
 
-httplint reads one response, REDbot also makes requests of its own: for ranges, content codings and validators.
+httplint reads single responses. REDbot also sends its own requests to test ranges, content codings and validators.
 """
 
 import http.client
@@ -34,7 +34,7 @@ ORIGIN = "https://app.example.com"
 # The password is `password`.
 USERS = "someone:$apr1$abcdefgh$FBwExRW4dCc8aL.OvjpIE1\n"
 
-# Responses that caches may store for a time of their own choice: cases, what they are, who decides.
+# Responses that caches may store for a heuristic time: cases, kind of response, and who sets Cache-Control.
 OPEN_TO_CACHES = [
     *(
         (case, "`respond`", "`response_headers` of the route can set it")
@@ -44,7 +44,7 @@ OPEN_TO_CACHES = [
     *((case, "the response of the upstream", "it is forwarded as it came") for case in ("proxied, limited", "REDbot: echo")),
 ]
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = [
     ("*", "STATUS_BAD_REQUEST *", "the case is an invalid request"),
     ("long target", "STATUS_URI_TOO_LONG *", "the case is a long target"),
@@ -178,7 +178,7 @@ def request(method, target, headers=(), body=b"", host=HOST):
 
 
 def exchange(port, data, method):
-    """Send bytes. Return version, status, phrase, headers and body."""
+    """Send bytes. Return the version, status, reason phrase, headers and body of the response."""
     with socket.create_connection(("127.0.0.1", port), 10) as stream:
         stream.sendall(data)
         response = http.client.HTTPResponse(stream, method=method)
@@ -189,7 +189,7 @@ def exchange(port, data, method):
 
 
 def exchange2(port, method, target, headers, body):
-    """The same over HTTP/2."""
+    """Send a request over HTTP/2. Return the same as `exchange`."""
     connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding=None))
     with socket.create_connection(("127.0.0.1", port), 10) as stream:
         connection.initiate_connection()
@@ -211,7 +211,7 @@ def exchange2(port, method, target, headers, body):
 
 
 def lint(response, method, target, headers, start):
-    """Return what httplint warns of."""
+    """Return the warnings of httplint about a response."""
     asked = HttpRequestLinter()
     asked.process_request_topline(method.encode(), target.encode(), b"1.1")
     asked.process_headers([(b"Host", HOST.encode()), (b"User-Agent", b"suite"), *((name.encode(), value.encode()) for name, value in headers)])
@@ -237,7 +237,7 @@ def warnings(notes):
 
 
 def responses():
-    """Return the cases: name, expected status, method, target, headers, body. Some depend on the one before."""
+    """Return the cases: name, expected status, method, target, headers, body. Some cases depend on the previous one."""
     key = [("x-api-key", "unknown")]
     cases = [
         ("proxied", 200, "GET", "/page"),
@@ -318,7 +318,7 @@ RESPONSES_2 = [
     ("gRPC, denied", 200, "POST", "/test.Echo/Unary", [("content-type", "application/grpc"), ("te", "trailers")], b"\0\0\0\0\0"),
 ]
 AUTHORIZED = [("Authorization", f"Bearer {TOKEN}")]
-# The admin listener: expected status, method, target, headers, body.
+# Cases for the admin listener: expected status, method, target, headers, body.
 ADMIN = [
     (200, "GET", "/healthz", AUTHORIZED, b""),
     (200, "GET", "/readyz", AUTHORIZED, b""),
@@ -355,7 +355,7 @@ def judge(report, name, expected, exchanged, *asked):
 
 
 def resources(report, urls):
-    """REDbot with its requests, for all URLs at once."""
+    """Check all URLs with REDbot, concurrently."""
     parser = ConfigParser()
     parser.read_dict({"redbot": {"enable_local_access": "True"}})
     left = set(urls)
@@ -397,7 +397,7 @@ def main():
         for name, status, method, target, headers, body, host in responses():
             data = request(method, target, headers, body or b"", host) + (b"7d0\r\n" + bytes(2000) + b"\r\n0\r\n\r\n" if body is None else b"")
             judge(report, name, status, lambda data=data, method=method: exchange(clear, data, method), method, target, headers)
-        # Bytes that are not HTTP get a status alone.
+        # Bytes that are not HTTP get a response with a status only.
         judge(report, "not HTTP", 400, lambda: exchange(clear, b"not HTTP\r\n\r\n", "GET"), "GET", "/", [])
         judge(report, "HTTP/1.0", 200, lambda: exchange(clear, f"GET /own HTTP/1.0\r\nHost: {HOST}\r\n\r\n".encode(), "GET"), "GET", "/own", [])
         for name, status, method, target, headers, body in RESPONSES_2:

@@ -1,4 +1,4 @@
-"""What nginx-tests check of a proxy: limit_req, limit_conn, proxy and h2. `theirs` is what current nginx does."""
+"""Rows for what nginx-tests check of a proxy: limit_req, limit_conn, proxy and h2. `theirs` is what current nginx does."""
 
 from rows import HOST, Row, expected, get, get2, response
 
@@ -10,7 +10,7 @@ def row(test, name, request, theirs, ours=None, reason=""):
     ROWS.append(Row(test, name, request, theirs, ours, reason))
 
 
-# Hosts: what is received, and what it is without its port and in lowercase. None: 400.
+# Hosts: the received value, and the host in lower case without a port. None: the request gets 400.
 HOSTS = [
     ("", None),
     ("l", "l"),
@@ -66,7 +66,7 @@ row("http_host", "two lines", get("/", "Host: again"), expected(400, {":line": "
 row("http_host", "none", get(host=None), expected(400, {":line": ""}))
 row("h2_headers", "two host lines", get2("/", ("host", "a.test"), ("host", "b.test"), authority=None), expected(400, {":line": ""}))
 
-# Paths, and what they are for routes and limits.
+# Targets, and the path that routes and limits see. None: the request gets 400.
 for target, path in [
     ("/foo/bar%", None),
     ("/foo/bar%1", None),
@@ -129,7 +129,7 @@ row(
     "RFC 9110 10.1.1: a server may respond with 417; the gateway removes Expect",
 )
 
-# Header lines
+# Headers
 row("http_headers_multi", "cookies", get("/", "Cookie: foo=1", "Cookie: bar=2", "Cookie: bazz=3"), expected(200, {"cookie": "foo=1; bar=2; bazz=3"}))
 row("h2_headers", "cookies", get2("/", ("cookie", "a=b"), ("cookie", "c=d")), expected(200, {"cookie": "a=b; c=d"}))
 for name, value in [("Foo", "foo"), ("Via", "1.0 foo"), ("User-Agent", "foo"), ("Referer", "foo")]:
@@ -183,7 +183,7 @@ row(
     "RFC 6585 5: the status of large headers",
 )
 
-# Conditional and range requests pass.
+# Conditional requests and range requests are forwarded.
 for name, value in [
     ("If-Modified-Since", "Thu, 26 Nov 2026 10:00:00 GMT"),
     ("If-None-Match", '"a"'),
@@ -217,7 +217,7 @@ row("h2_request_body", "larger than the maximum", get2("/small", ("content-lengt
 row("h2_request_body_extra", "larger than the maximum, no length", get2("/small", method="POST", body=b"TESTTESTTEST"), expected(413))
 row("h2_request_body", "as large as the maximum", get2("/small", method="POST", body=b"TESTTEST10"), expected(200, {":body": "TESTTEST10"}))
 
-# Responses of the upstream: what it sends on a path, and what the client gets.
+# Responses of the upstream: what it sends for a path, and what the client receives.
 INVALID = expected(502, body=None)
 RESPONSES = {
     "plain": ("proxy", response("Content-Length: 8", body=b"SEE-THIS"), expected(200, body="SEE-THIS", end="complete"), None, ""),

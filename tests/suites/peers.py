@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The behaviour that nginx-tests and HAProxy's reg-tests check, of Sluicegate and of both programs beside it: `make test-suites`.
+"""Behaviour that nginx-tests and HAProxy's reg-tests check, in Sluicegate, nginx and HAProxy: `make test-suites`.
 
     peers.py BINARY FOLDER
 
-The rows of nginx_cases.py and haproxy_cases.py say what the tests expect of current versions, and what Sluicegate does where that
-differs. Debian's versions are older, so that their results are printed, not judged. sequences.py has what takes several requests.
+The rows in nginx_cases.py and haproxy_cases.py contain what these tests expect of current versions and, if it differs, what Sluicegate
+does. The versions in Debian are older, so differences of nginx and HAProxy are printed but do not fail the suite. sequences.py contains
+the cases with several requests.
 """
 
 import http.client
@@ -25,10 +26,10 @@ import servers
 from report import Report
 from upstream import Upstream
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = []
 HANG = 5
-# Values are cut off in messages.
+# Messages contain at most this many characters of a value.
 PRINTED = 120
 
 
@@ -42,13 +43,13 @@ class Outcome:
 
 
 def ask(port, data):
-    """Send a request of HTTP/1.1, and read the final response."""
+    """Send an HTTP/1.1 request. Return the final response."""
     method = data.split(b" ", 1)[0].decode("latin-1")
     with socket.create_connection(("127.0.0.1", port), HANG) as stream:
         try:
             stream.sendall(data)
         except OSError:
-            # The gateway has rejected the request meanwhile.
+            # The gateway has already rejected the request.
             pass
         response = http.client.HTTPResponse(stream, method=method)
         try:
@@ -65,7 +66,7 @@ def ask(port, data):
 
 
 def ask2(port, lines, body):
-    """The same over HTTP/2. The header lines are sent as they are, also if they are invalid."""
+    """Send an HTTP/2 request. Return the final response. Headers are sent unchanged, even if they are invalid."""
     config = h2.config.H2Configuration(
         client_side=True, header_encoding="latin-1", validate_outbound_headers=False, normalize_outbound_headers=False, validate_inbound_headers=False
     )
@@ -103,7 +104,7 @@ def ask2(port, lines, body):
 
 
 def differences(expected, outcome, seen):
-    """Return what differs from what is expected."""
+    """Return the differences between the expected and the actual outcome."""
     found = []
     statuses = expected.status if isinstance(expected.status, tuple) else (expected.status,)
     if expected.status is not None and outcome.status not in statuses:
@@ -124,7 +125,7 @@ def differences(expected, outcome, seen):
 
 
 def sluicegate(binary, port):
-    """Return a gateway, with its ports for HTTP/1.1 and HTTP/2."""
+    """Start a gateway. Return its ports for HTTP/1.1 and HTTP/2."""
     gateway = servers.sluicegate(
         binary,
         f"""
@@ -219,7 +220,8 @@ def run(rows, ports, upstream, judge):
 
 
 def compare(report, name, rows, responses, ours, theirs):
-    """Run all rows through Sluicegate, then through the peer. Return how often the peer does what its tests expect."""
+    """Run all rows through Sluicegate, then through the peer. Return in how many rows the peer behaves as its tests expect, and the
+    differences in the others."""
     table = {f"/{path}": [each[1]] for path, each in responses.items()}
     upstream = Upstream(table)
 

@@ -1,13 +1,13 @@
-"""The result of a suite: its cases, and its findings with their explanations."""
+"""The result of a suite: its cases, and the findings with their explanations."""
 
 import sys
 from fnmatch import fnmatchcase
 
 
 class Report:
-    """Counts cases and compares findings with the explanations: pattern of the case, pattern of the finding, reason.
+    """Counts cases and compares findings with explanations. An explanation has a pattern for the case, one for the finding, and a reason.
 
-    Patterns are those of `fnmatch`. A finding without an explanation fails the suite, as does an explanation without a finding.
+    Patterns have the syntax of `fnmatch`. A finding without an explanation fails the suite, and so does an explanation without a finding.
     """
 
     def __init__(self, suite, explanations):
@@ -19,7 +19,7 @@ class Report:
         self.used = set()
 
     def case(self, name, *findings):
-        """Record a case and what was found in it."""
+        """Record a case with its findings."""
         if name in self.cases:
             raise SystemExit(f"{self.suite}: two cases have the name `{name}`")
         self.cases.add(name)
@@ -29,7 +29,7 @@ class Report:
             (self.explained if found else self.failed).setdefault(name, []).append(finding)
 
     def end(self):
-        """Print the result. Exit with 1 if a finding has no explanation, or an explanation no finding."""
+        """Print the result. Exit with 1 if a finding has no explanation, or if an explanation has no finding."""
         for name, findings in self.failed.items():
             for finding in findings:
                 print(f"FAILED {name}: {finding}")

@@ -1,4 +1,4 @@
-"""What nginx-tests and HAProxy's reg-tests check with several requests, or with configurations of their own."""
+"""Cases of nginx-tests and HAProxy's reg-tests that require several requests or a special configuration."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ ROUTE = '[[route]]\nname = "all"\npath = "/{*rest}"\nupstream = "application"\n'
 
 
 class Setting:
-    """A gateway before an upstream."""
+    """A gateway in front of upstreams."""
 
     def __init__(self, binary, text, responses=None, upstreams=1, listener=""):
         self.upstreams = [Upstream(responses) for _ in range(upstreams)]
@@ -51,7 +51,7 @@ address = "127.0.0.1:0"
 
 
 def exchange(stream, data, method="GET"):
-    """Send a request, and read its response. Return status, headers and body."""
+    """Send a request. Return the status, the headers and the body of the response."""
     stream.sendall(data)
     return read(stream, method)
 
@@ -67,7 +67,7 @@ def equal(found, expected):
 
 
 def limits(report, binary):
-    """limit_req.t, limit_req2.t, limit_req_delay.t: a leaky bucket in nginx, a token bucket here."""
+    """limit_req.t, limit_req2.t, limit_req_delay.t: nginx uses a leaky bucket, Sluicegate a token bucket."""
     slow = '[limit.slow]\nby = "query:a"\nquota = "1/hour"\nburst = 1\non_missing = "skip"\n'
     fast = '[limit.fast]\nby = "query:b"\nquota = "1000/s"\nburst = 1000\non_missing = "skip"\n'
     second = '[limit.second]\nby = "query:c"\nquota = "1/s"\nburst = 1\non_missing = "skip"\n'
@@ -82,11 +82,11 @@ def limits(report, binary):
     with setting.connect() as stream:
         statuses = [exchange(stream, get("/?c=1"))[0] for _ in range(2)]
         wait = int(exchange(stream, get("/?c=1"))[1]["retry-after"])
-        # The test is of the wait itself.
+        # Wait for the time that `Retry-After` states.
         time.sleep(wait)
         statuses.append(exchange(stream, get("/?c=1"))[0])
     report.case("limit_req: denied requests are not counted", *equal(statuses, [200, 429, 200]))
-    # Of two more, one waits for the next token, and the other finds the queue full.
+    # Of two more requests, one waits for the next token, and the other one finds the queue full.
     report.case("limit_req_delay: not delayed", *equal(setting.status("/?d=1"), 200))
 
     def timed(_):
@@ -196,7 +196,7 @@ def bodies(report, binary):
 
 
 def pipelined(reader):
-    """Read one of several responses. Return the length of the body that the upstream saw, or the status of a rejection."""
+    """Read one of several pipelined responses. Return the length of the body that the upstream received, or the status of a rejection."""
     status = int(reader.readline().split()[1])
     length = 0
     while (line := reader.readline()) != b"\r\n":
@@ -207,7 +207,7 @@ def pipelined(reader):
 
 
 def connections(report, binary):
-    """proxy_keepalive.t, http_reuse_always.vtc: upstream connections are used again."""
+    """proxy_keepalive.t, http_reuse_always.vtc: upstream connections are reused."""
     setting = Setting(binary, f"{ROUTE}\n[server]\nworkers = 1\n")
     used = []
     with setting.connect() as stream:
@@ -248,7 +248,7 @@ def retries(report, binary):
 
 def upgrades(report, binary):
     """proxy_upgrade.t, proxy_websocket.t, protocol_upgrade.vtc."""
-    # What follows the handshake belongs to the other protocol.
+    # The bytes after the handshake belong to the other protocol.
     switched = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: custom\r\n\r\nbar"
     text = '[[route]]\nname = "socket"\npath = "/socket"\nupstream = "application"\nwebsocket = true\n' + ROUTE
     setting = Setting(binary, text, {"/socket": [switched, None]})

@@ -1,4 +1,4 @@
-"""The applications and the gateways, each on free loopback ports, each stopped by its process ID."""
+"""Starts the applications and the gateways on free loopback ports, and stops them by their process IDs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from gateway import Gateway  # noqa: E402
 
 APPLICATIONS = ["django", "node", "node-lenient", "nginx", "go"]
 GATEWAYS = ["sluicegate", "nginx", "haproxy", "envoy"]
-# How long a gateway waits for the rest of a request. Incomplete cases take this long.
+# Seconds for which a gateway waits for the rest of a request. Cases with incomplete requests take this long.
 WAIT = 1
 PROCESSES = []
 OURS = []
@@ -23,7 +23,7 @@ GIVEN = set()
 
 
 def free_ports(count):
-    """Return free ports below those of outgoing connections, each only once."""
+    """Return free ports below the ports of outgoing connections. A port is never returned twice."""
     ports = []
     while len(ports) < count:
         port = random.randrange(10_000, 32_000)
@@ -69,7 +69,7 @@ def stop():
 
 
 def applications(folder, tools, programs):
-    """Start the applications, each with one port per gateway. Return the ports by application and gateway."""
+    """Start the applications. Each has one port per gateway. Return the ports by application and gateway."""
     ports = {name: free_ports(len(GATEWAYS)) for name in APPLICATIONS}
     binds = [part for port in ports["django"] for part in ("--bind", f"127.0.0.1:{port}")]
     start(
@@ -141,7 +141,7 @@ http {{
 
 
 def gateways(binary, folder, programs, upstreams):
-    """Start the gateways. Return their ports by gateway and application, and the Sluicegate processes by application."""
+    """Start the gateways. Return their ports by gateway and application, and the processes of Sluicegate by application."""
     ports = {gateway: dict(zip(APPLICATIONS, free_ports(len(APPLICATIONS)))) for gateway in GATEWAYS[1:]}
     as_nginx(folder, ports["nginx"], upstreams)
     as_haproxy(folder, ports["haproxy"], upstreams)
@@ -206,7 +206,7 @@ defaults
 
 
 def as_envoy(folder, programs, ports, upstreams):
-    """Envoy, configured as its documentation recommends for the edge."""
+    """Start Envoy, configured as its documentation recommends for edge proxies."""
 
     def address(port):
         return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
@@ -248,7 +248,7 @@ def as_envoy(folder, programs, ports, upstreams):
     start(command, list(ports.values()), folder)
 
 
-# The limits by name: `by`, and what happens without an identity.
+# The limits: name and `by`.
 LIMITS = {
     "key": '"api-key"',
     "tenant": '"header:x-tenant"',
@@ -257,7 +257,7 @@ LIMITS = {
     "method": '"method"',
     "path": '"path:rest"',
 }
-# The routes by what the application sees: name, and a condition on host, first segment and tenant. The first match counts.
+# The routes in the order of their precedence: name, and a condition on the tenant, the host and the first path segment.
 ROUTES = [
     ("tenant", 'match.headers.x-tenant.exact = "gold"\npath = "/{*rest}"\nhosts = ["host.test"]'),
     ("host", 'path = "/{*rest}"\nhosts = ["host.test"]'),
@@ -267,7 +267,8 @@ ROUTES = [
 
 
 def configuration(folder, name, upstream):
-    """Sluicegate with a limit by each identity. `upstream` is a port, or None for the reference gateway that responds itself."""
+    """Return the configuration of Sluicegate with one limit per kind of identity. `upstream` is a port, or None for the reference gateway,
+    which responds itself."""
     (folder / "consumers.toml").write_text("")
     target = 'respond = { status = 200, body = "reference" }' if upstream is None else 'upstream = "application"'
     text = f"""

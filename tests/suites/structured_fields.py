@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Structured fields (RFC 9651): those of the gateway in an independent parser, and the values of structured-field-tests through the
-gateway: `make test-suites`.
+"""Structured fields (RFC 9651): an independent parser reads those of the gateway, and the gateway forwards the values of
+structured-field-tests: `make test-suites`.
 
     structured_fields.py BINARY TESTS FOLDER
 
-TESTS is a clone of structured-field-tests. The parser, http-sf, first has to pass it. FOLDER gets certificates.
+TESTS is a clone of structured-field-tests. The parser, http-sf, must first pass these tests itself. Certificates are written to FOLDER.
 """
 
 import socket
@@ -23,9 +23,9 @@ from linting import exchange, exchange2, port, request
 from report import Report
 from upstream import Upstream
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = []
-# The structured fields of the gateway by RateLimit style: name, kind, and the types of the values and of their parameters.
+# The gateway's structured fields per style of RateLimit headers: name, kind, type of the values, and types of the parameters.
 STYLES = {
     "draft-11": {
         "ratelimit": ("list", str, {"r": int, "t": int}),
@@ -41,7 +41,7 @@ PROXY_STATUS = {"proxy-status": ("list", http_sf.Token, {"error": http_sf.Token}
 
 
 def wrong(value, kind, of_value, of_parameters):
-    """Return why a value is not the structured field that it should be."""
+    """Return the reasons why a value is not the expected structured field."""
     try:
         parsed = http_sf.parse(value.encode("latin-1"), tltype=kind)
     except StructuredFieldError as error:
@@ -57,16 +57,16 @@ def wrong(value, kind, of_value, of_parameters):
 
 
 def tests(folder):
-    """Return the cases of the suite: file, case."""
+    """Return the cases of structured-field-tests: their names and contents."""
     for path in sorted(folder.glob("*.json")):
         for number, case in enumerate(http_sf.from_json(path.read_text())):
             yield f"{path.stem} {number}: {case['name']}", case
 
 
 def parser(report, folder):
-    """http-sf on the suite itself."""
+    """Run the parser on structured-field-tests."""
     for name, case in tests(folder):
-        # A lone surrogate cannot be sent.
+        # Some values contain a lone surrogate, which UTF-8 cannot encode.
         value = ", ".join(case["raw"]).encode("utf-8", "surrogatepass")
         try:
             parsed = http_sf.to_json(http_sf.parse(value, tltype=case["header_type"]))
@@ -80,7 +80,7 @@ def parser(report, folder):
 
 
 def own(report, binary):
-    """Each structured field in the responses of linting.py."""
+    """Check each structured field in the responses of linting.py."""
     upstream, closed = Upstream(linting.RESPONSES), servers.free_ports(1)[0]
     gateway = servers.sluicegate(binary, linting.configuration(upstream.port, closed), {"consumers.toml": "", "users": linting.USERS})
     seen = set()
@@ -110,7 +110,7 @@ def fields(report, case, target, lines):
 
 
 def client_certificates(report, binary, folder):
-    """Client-Cert is the certificate of the client, and Client-Cert-Chain the others that it sent."""
+    """Check that Client-Cert contains the client's certificate, and Client-Cert-Chain the other certificates that the client sent."""
     folder.mkdir(parents=True, exist_ok=True)
     root = Certificate("Root of the clients")
     middle = Certificate("Intermediate of the clients", root)
@@ -160,7 +160,7 @@ require = ["clients"]
 
 
 def forwarded(report, binary, folder):
-    """Field lines of the suite reach the upstream and the client byte for byte, or not at all."""
+    """Check that header lines of structured-field-tests reach the upstream and the client either unchanged or not at all."""
     upstream = Upstream()
     gateway = servers.sluicegate(
         binary,
@@ -187,7 +187,7 @@ upstream = "application"
         valid = not any(byte in line for line in raw for byte in bytes([*range(9), *range(10, 32), 127]))
         expected = [line.strip(b" \t") for line in raw]
         lines = b"".join(b"X-Field: " + line + b"\r\n" for line in raw)
-        # As request headers, then as response headers.
+        # Send the lines as request headers, then as response headers.
         data = f"GET /{number} HTTP/1.1\r\nHost: gateway.test\r\nX-Case: {number}\r\n".encode() + lines + b"\r\n"
         upstream.responses[f"/{number}"] = [b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n" + lines + b"\r\n"]
         upstream.seen.clear()
@@ -200,7 +200,7 @@ upstream = "application"
             found += [] if (status, returned) == (200, expected) else [f"the client received {returned} (status {status})"]
         else:
             found += [] if status == 400 and not upstream.seen else [f"status {status} for a value with control characters"]
-            # Without the lines in the request, the response with them is what the gateway has to reject.
+            # The request is rejected because of these lines, so send one without them: the gateway must reject the response.
             status, headers = exchange(clear, request("GET", f"/{number}"), "GET")[1:4:2]
             found += [] if status == 502 else [f"status {status} for a response with control characters: {headers}"]
         report.case(f"forwarded: {name}", *found)

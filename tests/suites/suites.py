@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A corpus of mutated HTTP/1.1 requests through gateways to real applications: `make test-suites`.
+"""Mutated HTTP/1.1 requests, sent through gateways to real applications: `make test-suites`.
 
     suites.py BINARY FOLDER [PATTERN]
 
-FOLDER has the tools that the Makefile has put there; PATTERN is of `fnmatch` and chooses cases by `group: name`. Exits with 1 if a
-case fails. What each gateway and application said stays in FOLDER/run.
+FOLDER contains the tools that the Makefile installs there. PATTERN has the syntax of `fnmatch` and selects cases by `group: name`. The
+output of each gateway and application stays in FOLDER/run. Exits with 1 if a case fails.
 """
 
 import shutil
@@ -27,7 +27,7 @@ PRINTED = 200
 def lane(port, cases, log, results, windows):
     """Run all cases through one gateway to one application, one after the other."""
     for number, case in enumerate(cases):
-        # Same length as the placeholder: bodies have lengths.
+        # The number has the same length as the placeholder, so that body lengths do not change.
         mark = b"%0*d" % (len(MARK), number)
         start = log.stat().st_size if log.exists() else 0
         last = request(target=b"/last", lines=()).replace(MARK, mark + b"-last")
@@ -84,7 +84,7 @@ def main():
         print(f"FAILED {case.id if case else '-'} [{application}]: {what}")
         if case:
             print(f"       {case.data[:600].decode('latin-1').encode('unicode_escape').decode()}{' …' if len(case.data) > 600 else ''}")
-    # A subset of the cases uses a subset of the table.
+    # A selection of cases uses only some entries of the tables.
     unused = [] if pattern else list(judge.unused())
     for line in unused:
         print(f"FAILED {line}")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""sslyze and testssl.sh on TLS listeners with an ECDSA and an RSA certificate: `make test-suites`.
+"""sslyze and testssl.sh scan TLS listeners, one with an ECDSA and one with an RSA certificate: `make test-suites`.
 
     tls_scanners.py BINARY FOLDER
 
-FOLDER gets the certificates, which are signed by a CA of their own, and the reports.
+The reports and the certificates, which a test CA signs, are written to FOLDER.
 """
 
 import json
@@ -24,12 +24,12 @@ KEYS = {
     "ecdsa": lambda: ec.generate_private_key(ec.SECP256R1()),
     "rsa": lambda: rsa.generate_private_key(65537, 2048),
 }
-# What testssl.sh calls worse than LOW, and what it could not test.
+# The severities of testssl.sh above LOW, and WARN for tests that it could not run.
 SEVERITIES = {"MEDIUM", "HIGH", "CRITICAL", "FATAL", "WARN"}
-# Its client ends the first connection at once, and does not always wait for the ticket of TLS 1.3 that it would resume.
+# The client of testssl.sh ends its first connection at once. It does not always wait for the TLS 1.3 ticket that it tries to resume.
 UNRELIABLE = {"sessionresumption_ticket"}
 
-# Case, finding, reason.
+# Explained findings: case, finding, reason.
 EXPLANATIONS = [
     (
         "testssl.sh *: cipher_order",
@@ -41,7 +41,7 @@ EXPLANATIONS = [
 
 
 def certificates(folder):
-    """Write a CA and a certificate of each kind, valid for 90 days."""
+    """Write a CA certificate, and a server certificate for each kind of key. They are valid for 90 days."""
     authority = Certificate("Test CA")
     authority.write(folder / "ca.pem")
     for kind, generate in KEYS.items():
@@ -71,7 +71,7 @@ content-security-policy = "default-src 'none'"
 
 
 def sslyze(report, kind, port, folder):
-    """Compare with Mozilla's recommendation, and read the scans one by one."""
+    """Compare the listener with Mozilla's recommendation, and check the result of each scan."""
     file = folder / f"sslyze.{kind}.json"
     program = Path(sys.executable).parent / "sslyze"
     command = [str(program), f"--json_out={file}", f"--certinfo_ca_file={folder}/ca.pem", "--mozilla_config=intermediate", f"localhost:{port}"]

@@ -1,4 +1,4 @@
-"""An upstream that reports requests byte for byte, and sends the responses of a table byte for byte."""
+"""An upstream that reports requests and sends responses from a table, both byte for byte."""
 
 import itertools
 import json
@@ -8,11 +8,11 @@ import threading
 
 
 class Upstream(socketserver.ThreadingTCPServer):
-    """`responses` has, by the path of the request, the parts of a response: bytes, and `None` to wait for the end of the client;
-    or a function that returns them for the request.
+    """`responses` maps the path of a request to the parts of a response, or to a function that returns them for the request. A part is
+    bytes, or `None` to wait until the client closes the connection.
 
-    The connection is closed after a response of the table. For other paths the response is a JSON object with the request: `line`,
-    `headers`, `body`, `trailers`, and the number of its `connection`. `seen` has all requests.
+    After a response in `responses`, the connection is closed. For other paths, the response is a JSON object that describes the request:
+    `line`, `headers`, `body`, `trailers`, and the number of its `connection`. `seen` contains all requests.
     """
 
     daemon_threads = True
@@ -27,7 +27,7 @@ class Upstream(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
-        # A gateway closes connections whose responses it does not want.
+        # A gateway closes the connection of a response that it rejects.
         pass
 
 
@@ -37,7 +37,7 @@ class Handler(socketserver.StreamRequestHandler):
         super().setup()
 
     def lines(self):
-        """Read header lines or trailers."""
+        """Read headers or trailers."""
         found = []
         while (line := self.rfile.readline()) not in (b"\r\n", b"\n", b""):
             name, _, value = line.decode("latin-1").partition(":")

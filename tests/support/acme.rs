@@ -1,4 +1,4 @@
-//! Gateways with certificates by ACME, and a balancer at the ports that the CA validates at.
+//! Gateways with ACME certificates, and a load balancer at the ports at which the CA validates.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -18,12 +18,12 @@ use super::pebble::Pebble;
 use super::reload::{ask, with_admin};
 use super::signal;
 
-/// Everything is redirected: validation must precede routes.
+/// All requests are redirected: the gateway must answer the CA's validation requests before it applies routes.
 pub const ROUTES: &str =
     "[[route]]\nname = \"all\"\npath = \"/{*rest}\"\nredirect = { to = \"https://elsewhere.test/\" }\n";
 
-/// Return a configuration with a plaintext listener for HTTP-01 and a TLS listener with certificates by ACME, both at
-/// the ports that the CA validates at. `more` is more of `[acme]`.
+/// Return a configuration with a plaintext listener for HTTP-01 and a TLS listener with ACME certificates. Both listen
+/// on the ports at which the CA validates. `more` is appended to `[acme]`.
 pub fn config(pebble: &Pebble, names: &[&str], more: &str) -> String {
     with_admin(&format!(
         "{}{more}\n[[listener]]\naddress = \"127.0.0.1:{}\"\n\
@@ -39,12 +39,12 @@ pub fn start(pebble: &Pebble, names: &[&str], more: &str) -> Gateway {
     start_as(pebble, &config(pebble, names, more))
 }
 
-/// Start a gateway that finds the CA certificate in `ca.pem`.
+/// Start a gateway with the CA certificate in the file `ca.pem`.
 pub fn start_as(pebble: &Pebble, config: &str) -> Gateway {
     Gateway::start_with(config, &[("ca.pem", &pebble.ca)])
 }
 
-/// Kill a gateway with SIGKILL and start another one with the same files.
+/// Kill a gateway with SIGKILL. Start another one with the same files.
 pub fn restart(gateway: &mut Gateway) -> Gateway {
     kill(gateway);
     Gateway::start_file(&gateway.directory().join("gateway.toml"))
@@ -56,7 +56,7 @@ pub fn kill(gateway: &mut Gateway) {
     gateway.wait();
 }
 
-/// Return the configuration of a client that trusts the certificates of this CA.
+/// Return the configuration of a client that trusts certificates issued by this CA.
 pub fn trusting(pebble: &Pebble) -> Arc<ClientConfig> {
     let root = CertificateDer::from_pem_slice(pebble.root().as_bytes()).unwrap();
     tls(&[&root], None, &[&TLS13])
@@ -66,20 +66,20 @@ pub fn is_ready(gateway: &Gateway) -> bool {
     ask(gateway, "GET", "/readyz").status == 200
 }
 
-/// Return the certificate that the gateway serves for a name, if the client trusts it.
+/// Return the certificate that the gateway serves for a name, or `None` if the client does not trust it.
 pub fn served(gateway: &Gateway, client: &Arc<ClientConfig>, name: &str) -> Option<CertificateDer<'static>> {
     let connected = TlsClient::handshake(client, gateway.addresses()[1], name).ok()?;
     Some(connected.peer_certificate().clone())
 }
 
-/// Return the entry of a name in the list of certificates.
+/// Return the entry of a name in the list of certificates (`GET /api/certificates`).
 pub fn listed(gateway: &Gateway, name: &str) -> Value {
     let list = ask(gateway, "GET", "/api/certificates").json();
     let entries = list["certificates"].as_array().unwrap();
     entries.iter().find(|entry| entry["names"][0] == name).unwrap_or_else(|| panic!("no {name} in {list}")).clone()
 }
 
-/// Return a time of an entry of that list, seconds since the Unix epoch.
+/// Return a time in an entry of the list of certificates, in seconds since the Unix epoch.
 pub fn time_s(entry: &Value, key: &str) -> u64 {
     let text = entry[key].as_str().unwrap_or_else(|| panic!("no {key} in {entry}"));
     text.parse::<jiff::Timestamp>().unwrap().as_second() as u64
@@ -93,14 +93,14 @@ pub fn request_renewal(gateway: &Gateway, name: &str) {
     assert_eq!(reply.status, 200, "{}", reply.text());
 }
 
-/// Return the directory in the storage of a gateway that has the records of its CA.
+/// Return the directory with the records of the CA in a gateway's ACME storage.
 pub fn storage(gateway: &Gateway) -> PathBuf {
     gateway.directory().join("acme").read_dir().unwrap().next().unwrap().unwrap().path()
 }
 
-/// A balancer at a port that the CA validates at. It sends each connection to the next gateway.
+/// A load balancer at a port at which the CA validates. It sends each connection to the next gateway in turn.
 pub struct Balancer {
-    /// The gateways. While there is none, connections wait.
+    /// The addresses of the gateways. While the list is empty, connections wait.
     pub servers: Mutex<Vec<SocketAddr>>,
     connections: AtomicUsize,
 }

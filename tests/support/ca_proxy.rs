@@ -1,4 +1,5 @@
-//! A proxy in front of Pebble: it adds renewal information (RFC 9773), which Debian's Pebble lacks, and faults.
+//! A proxy in front of Pebble. It adds renewal information (RFC 9773), which Debian's version of Pebble lacks, and it
+//! simulates faults.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -19,43 +20,43 @@ use super::pebble::Pebble;
 use super::tls_upstream::{TlsUpstream, server};
 use super::upstream::{Seen, read_request};
 
-/// Paths of Pebble.
+/// Paths of Pebble's ACME directory and of new orders.
 const DIRECTORY: &str = "/dir";
 const NEW_ORDER: &str = "/order-plz";
 
-/// Path of the renewal information.
+/// Path of the renewal information that the proxy adds.
 const RENEWAL_INFO: &str = "/renewal-info";
 
-/// What the proxy does to orders.
+/// The fault that the proxy simulates.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     #[default]
     None,
     /// Close connections without a response, except those for renewal information.
     Unreachable,
-    /// Place orders, and keep the responses until the fault ends.
+    /// Place orders at once, but delay the responses until the fault ends.
     HeldOrders,
-    /// Reject orders that replace a certificate.
+    /// Reject orders that replace a certificate with the error `alreadyReplaced`.
     AlreadyReplaced,
 }
 
-/// An order that was requested.
+/// An order that a gateway has requested.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedOrder {
-    /// Time of the request, seconds since the Unix epoch.
+    /// Time of the request, in seconds since the Unix epoch.
     pub time_s: u64,
-    /// Identifier of the certificate that it replaces.
+    /// Identifier of the certificate that the order replaces.
     pub replaces: Option<String>,
 }
 
 /// A running proxy. Its threads end with the test process.
 pub struct CaProxy {
-    /// URL of the directory.
+    /// URL of the ACME directory.
     pub directory: String,
     state: Arc<State>,
 }
 
-/// Returns the response to a request for renewal information by its number. `None` closes the connection.
+/// A function that returns the response to the n-th request for renewal information. `None` closes the connection.
 type Inform = Box<dyn Fn(usize) -> Option<String> + Send>;
 
 struct State {
@@ -67,12 +68,12 @@ struct State {
     fault: Mutex<Fault>,
 }
 
-/// Return the current time, seconds since the Unix epoch.
+/// Return the current time in seconds since the Unix epoch.
 pub fn now_s() -> u64 {
     unix_us() / 1_000_000
 }
 
-/// Return a response that suggests to renew between two times, seconds since the Unix epoch.
+/// Return a response that suggests a renewal between two times, in seconds since the Unix epoch.
 pub fn suggestion(from_s: u64, to_s: u64, retry_after: &str) -> String {
     let time = |time_s: u64| jiff::Timestamp::from_second(time_s as i64).unwrap();
     let window = serde_json::json!({ "start": time(from_s).to_string(), "end": time(to_s).to_string() });
@@ -80,12 +81,12 @@ pub fn suggestion(from_s: u64, to_s: u64, retry_after: &str) -> String {
     ok(&body.to_string(), &format!("Retry-After: {retry_after}\r\n"))
 }
 
-/// Return a response with a body and more headers.
+/// Return a response with this body and these additional headers.
 pub fn ok(body: &str, headers: &str) -> String {
     format!("HTTP/1.1 200 OK\r\n{headers}Content-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// Return the identifier of a certificate (RFC 9773 §4.1).
+/// Return the ARI certificate identifier of a certificate (RFC 9773 §4.1).
 pub fn certificate_id(leaf: &CertificateDer<'_>) -> String {
     let (_, parsed) = x509_parser::parse_x509_certificate(leaf).unwrap();
     let authority = parsed.iter_extensions().find_map(|extension| match extension.parsed_extension() {
@@ -120,17 +121,17 @@ impl CaProxy {
         CaProxy { directory: format!("https://{}{DIRECTORY}", proxy.address), state }
     }
 
-    /// Change what the proxy does to orders.
+    /// Set the fault that the proxy simulates.
     pub fn set_fault(&self, fault: Fault) {
         *self.state.fault.lock().unwrap() = fault;
     }
 
-    /// Return the certificate identifiers of the requests for renewal information.
+    /// Return the certificate identifiers in all requests for renewal information so far.
     pub fn asked(&self) -> Vec<String> {
         self.state.asked.lock().unwrap().clone()
     }
 
-    /// Return the orders that were requested.
+    /// Return the orders that gateways have requested so far.
     pub fn orders(&self) -> Vec<PlacedOrder> {
         self.state.orders.lock().unwrap().clone()
     }
@@ -166,7 +167,8 @@ impl State {
         Some(response)
     }
 
-    /// Send a request to Pebble, which derives its URLs from the Host header. Return the response with what it lacks.
+    /// Forward a request to Pebble, which derives its URLs from the Host header. Return the response, with the fields
+    /// for renewal information added.
     fn forward(&self, request: &Seen, replaces: Option<String>) -> Option<Vec<u8>> {
         let is_kept = |name: &str| !["content-length", "connection"].contains(&name.to_ascii_lowercase().as_str());
         let lines = request.head.lines().skip(1).filter_map(|line| line.split_once(": "));
@@ -197,7 +199,7 @@ impl State {
     }
 }
 
-/// Return the payload of a signed request (RFC 7515).
+/// Return the payload of a signed ACME request (RFC 7515).
 fn payload(request: &Seen) -> Value {
     let signed: Value = serde_json::from_slice(&request.body).unwrap();
     serde_json::from_slice(&URL_SAFE_NO_PAD.decode(signed["payload"].as_str().unwrap()).unwrap()).unwrap()

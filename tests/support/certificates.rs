@@ -1,4 +1,4 @@
-//! Certificate authorities and certificates made for a test, and TLS clients that trust them.
+//! Certificate authorities and certificates that a test creates, and TLS clients that trust them.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -26,7 +26,8 @@ pub struct Pair {
     pub secret: PrivateKeyDer<'static>,
 }
 
-/// The years in which certificates are valid.
+/// The first and the last year of a certificate's validity. The certificates are valid from the start of the first year
+/// to the start of the second.
 pub const NOW: [i32; 2] = [2000, 4000];
 pub const PAST: [i32; 2] = [2000, 2001];
 pub const FUTURE: [i32; 2] = [3999, 4000];
@@ -45,7 +46,7 @@ impl Authority {
         self.0.pem()
     }
 
-    /// Return the certificate of the authority itself.
+    /// Return the CA certificate itself.
     pub fn certificate(&self) -> Pair {
         Pair::new(self.0.as_ref(), self.0.key())
     }
@@ -60,7 +61,7 @@ impl Authority {
         self.sign_for(&[], names, years, ExtendedKeyUsagePurpose::ServerAuth)
     }
 
-    /// Issue a client certificate that expires at a Unix time in seconds.
+    /// Issue a client certificate that expires at this Unix time in seconds.
     pub fn client_until(&self, subject: &[(DnType, &str)], unix_s: u64) -> Pair {
         let mut params = parameters(subject, NOW);
         params.not_after = date_time_ymd(1970, 1, 1) + Duration::from_secs(unix_s);
@@ -123,7 +124,8 @@ impl Pair {
     }
 }
 
-/// Return the configuration of a client that trusts these server certificates, sends its own and resumes sessions.
+/// Return the configuration of a TLS client. It trusts these server certificates, sends its own certificate if given,
+/// and resumes sessions.
 pub fn tls(
     believes: &[&CertificateDer<'static>],
     shows: Option<&Pair>,
@@ -140,7 +142,8 @@ pub fn tls(
     })
 }
 
-/// Return the configuration of a client that sends these certificates, the first of which is its own.
+/// Return the configuration of a TLS client that sends the certificates in `chain`. The first of them is its own, with
+/// the key in `own`.
 pub fn tls_with_chain(
     believes: &[&CertificateDer<'static>],
     own: &Pair,
@@ -179,8 +182,8 @@ impl TlsClient {
     }
 }
 
-/// Send one GET. Return `None` if the server rejects the connection. In TLS 1.3 the client notices that only when it
-/// reads.
+/// Send one GET request. Return `None` if the server rejects the connection. With TLS 1.3, the client notices the
+/// rejection only when it reads.
 pub fn ask(config: &Arc<ClientConfig>, address: SocketAddr, name: &str, path: &str) -> Option<Reply> {
     let mut client = TlsClient::handshake(config, address, name).ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n");

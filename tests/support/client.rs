@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 
 use super::MAX_WAIT;
 
-/// A connection.
+/// A client connection.
 pub struct Client<S = TcpStream> {
     pub stream: BufReader<S>,
 }
@@ -44,12 +44,12 @@ impl<S: Read + Write> Client<S> {
         self.stream.get_mut().write_all(bytes).unwrap();
     }
 
-    /// Send a GET without a body.
+    /// Send a GET request without further headers. Return the response.
     pub fn get(&mut self, path: &str) -> Reply {
         self.request("GET", path, &[], b"")
     }
 
-    /// Send a GET with these headers.
+    /// Send a GET request with these headers. Return the response.
     pub fn get_with(&mut self, path: &str, headers: &[(&str, &str)]) -> Reply {
         self.request("GET", path, headers, b"")
     }
@@ -71,7 +71,7 @@ impl<S: Read + Write> Client<S> {
         self.reply_to(method).unwrap()
     }
 
-    /// Read a response. Return `None` if the connection is closed first.
+    /// Read a response. Return `None` if the connection is closed before it.
     pub fn reply(&mut self) -> Option<Reply> {
         self.reply_to("GET")
     }
@@ -99,7 +99,7 @@ impl<S: Read + Write> Client<S> {
         Some(reply)
     }
 
-    /// Read a response head.
+    /// Read the status line and the headers of a response.
     pub fn head(&mut self) -> Option<Reply> {
         let first = self.line()?;
         let status = first.split(' ').nth(1).unwrap_or_else(|| panic!("no status line: {first}")).parse().unwrap();
@@ -114,7 +114,7 @@ impl<S: Read + Write> Client<S> {
         Some(Reply { status, headers, body: Vec::new() })
     }
 
-    /// Read a chunk of a chunked response, after its head. Return `None` at its end.
+    /// Read the next chunk of a chunked response, after its headers. Return `None` at the end.
     pub fn chunk(&mut self) -> Option<Vec<u8>> {
         let line = self.line().unwrap();
         let size = usize::from_str_radix(line.trim(), 16).unwrap_or_else(|_| panic!("no chunk size: {line:?}"));
@@ -124,16 +124,18 @@ impl<S: Read + Write> Client<S> {
         (size > 0).then_some(chunk)
     }
 
-    /// Read chunks up to one that ends this text.
+    /// Read chunks until the text that was read ends with `end`. Return the text.
     pub fn chunks_until(&mut self, end: &str) -> String {
         let mut body = Vec::new();
         while !body.ends_with(end.as_bytes()) {
-            body.extend(self.chunk().unwrap_or_else(|| panic!("no {end:?} in {}", String::from_utf8_lossy(&body))));
+            body.extend(
+                self.chunk().unwrap_or_else(|| panic!("no {end:?} in the response {}", String::from_utf8_lossy(&body))),
+            );
         }
         String::from_utf8(body).unwrap()
     }
 
-    /// Read the rest of a chunked response, after its head.
+    /// Read the rest of a chunked response, after its headers.
     pub fn reply_rest(&mut self) -> String {
         let mut body = Vec::new();
         while let Some(chunk) = self.chunk() {
@@ -142,18 +144,18 @@ impl<S: Read + Write> Client<S> {
         String::from_utf8(body).unwrap()
     }
 
-    /// Assert that the gateway closes the connection without another byte.
+    /// Assert that the gateway closes the connection without sending another byte.
     pub fn assert_closed(&mut self, what: &str) {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {
             Err(error) if error.kind() != std::io::ErrorKind::ConnectionReset => panic!("{what}: not closed: {error}"),
-            _ => assert_eq!(String::from_utf8_lossy(&rest), "", "{what}: something follows"),
+            _ => assert_eq!(String::from_utf8_lossy(&rest), "", "{what}: bytes follow the response"),
         }
     }
 
     fn line(&mut self) -> Option<String> {
         let mut line = String::new();
-        // A connection that is reset is closed as well.
+        // A connection that is reset counts as closed.
         match self.stream.read_line(&mut line) {
             Ok(0) | Err(_) => None,
             Ok(_) => Some(line),
@@ -174,15 +176,15 @@ impl Reply {
         serde_json::from_slice(&self.body).unwrap()
     }
 
-    /// Return `r` of a limit in the RateLimit header.
+    /// Return the parameter `r` (the remaining quota) of a limit in the RateLimit header.
     pub fn remaining(&self, limit: &str) -> u64 {
         let field = self.header("ratelimit").unwrap_or_else(|| panic!("no RateLimit: {self:?}"));
         let (_, item) =
-            field.split_once(&format!("\"{limit}\";r=")).unwrap_or_else(|| panic!("no `{limit}` in {field}"));
+            field.split_once(&format!("\"{limit}\";r=")).unwrap_or_else(|| panic!("no limit `{limit}` in {field}"));
         item.split(';').next().unwrap().parse().unwrap()
     }
 
-    /// Assert that this is an error response of the gateway: a problem document that agrees with the status.
+    /// Assert that this is an error response of the gateway: a problem document with the same status as the response.
     pub fn assert_problem(&self, status: u16, what: &str) {
         assert_eq!(self.status, status, "{what}: {}", String::from_utf8_lossy(&self.body));
         assert_eq!(self.header("content-type"), Some("application/problem+json"), "{what}");
@@ -195,7 +197,7 @@ impl Reply {
     }
 }
 
-/// Send `total` GETs over `connections` connections concurrently. Return all statuses.
+/// Send `total` GET requests over `connections` concurrent connections. Return all statuses.
 pub fn load(
     addresses: &[SocketAddr],
     connections: usize,

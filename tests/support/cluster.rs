@@ -1,4 +1,4 @@
-//! A real Redis Cluster: masters, replicas, slot migrations, killed masters.
+//! A real Redis Cluster with masters, replicas, slot migrations and masters that the test kills.
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -10,25 +10,25 @@ const SLOTS: usize = 16_384;
 
 /// A cluster whose masters serve equal shares of the slots. All nodes are killed at the end of the test.
 pub struct Cluster {
-    /// First the initial masters, then the replicas: node `i` belongs to master `i % masters`.
+    /// The initial masters, followed by the replicas. Node `i` belongs to master `i % masters`.
     pub nodes: Vec<Redis>,
     masters: usize,
     killed: Vec<u16>,
     _directory: tempfile::TempDir,
 }
 
-/// Return two free ports, the second of which is the default port of the bus for the first.
+/// Return two free ports. The second one is the default port of the cluster bus if a node uses the first one.
 fn free_port_with_bus() -> (u16, u16) {
     let bus_of = |port: u16| port.checked_add(10_000).filter(|bus| TcpListener::bind(("127.0.0.1", *bus)).is_ok());
     (0..100).find_map(|_| Some(free_port()).and_then(|port| Some((port, bus_of(port)?)))).expect("a free pair of ports")
 }
 
 impl Cluster {
-    /// Start a cluster and wait until it serves and all replicas are in sync. A promotion needs a majority of the
-    /// masters: with three, one may be lost.
+    /// Start a cluster. Wait until it serves all slots and all replicas are in sync. A promotion requires a majority of
+    /// the masters: with three masters, one may fail.
     pub fn start(masters: usize, replicas_per_master: usize) -> Cluster {
         let directory = tempfile::tempdir().unwrap();
-        // Redis 6.2 has no option for the port of the bus.
+        // Redis 6.2 has no option for the port of the cluster bus.
         let has_bus_option = redis_version() >= (7, 0);
         let start = |index: usize| {
             let (port, bus) = if has_bus_option { (free_port(), free_port()) } else { free_port_with_bus() };
@@ -39,7 +39,8 @@ impl Cluster {
                 ["--port", &port_text],
                 ["--cluster-enabled", "yes"],
                 ["--cluster-node-timeout", "1000"],
-                // Promote the replica even if it has not heard from its master for long: there is no other.
+                // Promote the replica even if it has had no contact with its master for long, because there is no other
+                // replica.
                 ["--cluster-replica-validity-factor", "0"],
                 ["--repl-diskless-sync-delay", "0"],
                 ["--dir", path.to_str().unwrap()],
@@ -60,12 +61,13 @@ impl Cluster {
 
     fn join(&self, buses: &[u16]) {
         for (index, node) in self.nodes.iter().enumerate() {
-            // Give each node its own epoch. Otherwise nodes resolve equal epochs one pair at a time.
+            // Give each node its own configuration epoch. Otherwise, the nodes resolve equal epochs pair by pair, which
+            // takes long.
             cluster("SET-CONFIG-EPOCH").arg(index + 1).exec(&mut node.connection()).unwrap();
         }
         for (index, master) in self.nodes[..self.masters].iter().enumerate() {
             let (first, end) = (index * SLOTS / self.masters, (index + 1) * SLOTS / self.masters);
-            // ADDSLOTSRANGE needs Redis 7.0.
+            // ADDSLOTSRANGE requires Redis 7.0.
             cluster("ADDSLOTS").arg((first..end).collect::<Vec<_>>()).exec(&mut master.connection()).unwrap();
         }
         let mut first = self.nodes[0].connection();
@@ -85,24 +87,24 @@ impl Cluster {
         self.wait_until_whole();
     }
 
-    /// Return the URL with the initial masters, as the gateway is configured.
+    /// Return a cluster URL with the addresses of the initial masters.
     pub fn url(&self) -> String {
         let addresses: Vec<_> =
             self.nodes[..self.masters].iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
         format!("redis+cluster://{}", addresses.join(","))
     }
 
-    /// Return all nodes that are alive.
+    /// Return all nodes that have not been killed.
     pub fn alive(&self) -> Vec<&Redis> {
         self.nodes.iter().filter(|node| !self.killed.contains(&node.port)).collect()
     }
 
-    /// Return the nodes that report to be masters, in the order of the start.
+    /// Return the nodes that report the role `master`, in the order in which they were started.
     pub fn masters(&self) -> Vec<&Redis> {
         self.alive().into_iter().filter(|node| node.info("replication").contains("role:master")).collect()
     }
 
-    /// Return how often a command was called, directly or in a script, on all nodes that are alive.
+    /// Return how often a command was called, directly or by a script, on all nodes that have not been killed.
     pub fn calls(&self, command: &str) -> u64 {
         self.alive().iter().map(|node| node.calls(command)).sum()
     }
@@ -128,7 +130,8 @@ impl Cluster {
         self.begin_migration(slot, from, to).finish();
     }
 
-    /// Begin the migration of a slot: `from` redirects commands for missing keys to `to`. No key is moved yet.
+    /// Begin the migration of a slot. From now on, `from` redirects commands for missing keys to `to`. No key is moved
+    /// yet.
     pub fn begin_migration<'a>(&'a self, slot: u16, from: &'a Redis, to: &'a Redis) -> Migration<'a> {
         cluster("SETSLOT").arg(slot).arg("IMPORTING").arg(id(from)).exec(&mut to.connection()).unwrap();
         cluster("SETSLOT").arg(slot).arg("MIGRATING").arg(id(to)).exec(&mut from.connection()).unwrap();
@@ -151,7 +154,7 @@ impl Cluster {
         self.wait_until_whole();
     }
 
-    /// Wait until all living nodes agree that all slots are served, and their replicas are in sync.
+    /// Wait until all living nodes agree that all slots are served, and all replicas are in sync.
     pub fn wait_until_whole(&self) {
         let killed = self.killed.len();
         let replicas = self.nodes.len() - self.masters - killed;
@@ -169,7 +172,7 @@ impl Cluster {
     }
 }
 
-/// A slot in migration.
+/// A slot whose migration has begun.
 pub struct Migration<'a> {
     cluster: &'a Cluster,
     slot: u16,
@@ -178,29 +181,29 @@ pub struct Migration<'a> {
 }
 
 impl Migration<'_> {
-    /// Move up to `most` keys. Return how many there were.
+    /// Move up to `most` keys. Return how many keys were moved.
     pub fn move_keys(&self, most: usize) -> usize {
         let mut from = self.from.connection();
         let keys: Vec<Vec<u8>> = cluster("GETKEYSINSLOT").arg(self.slot).arg(most).query(&mut from).unwrap();
         for key in &keys {
-            // A key that expires meanwhile gives NOKEY, which is fine.
+            // If a key expires in the meantime, MIGRATE replies NOKEY, which is not an error.
             redis::cmd("MIGRATE").arg("127.0.0.1").arg(self.to.port).arg(key).arg(0).arg(5000).exec(&mut from).unwrap();
         }
         keys.len()
     }
 
-    /// Move the remaining keys, then the slot.
+    /// Move the remaining keys, then assign the slot to the new owner.
     pub fn finish(self) {
         while self.move_keys(1000) > 0 {}
         let owner = id(self.to);
         let others =
             self.cluster.masters().into_iter().filter(|node| ![self.to.port, self.from.port].contains(&node.port));
-        // The new owner first, so that some node serves the slot at all times.
+        // Inform the new owner first, so that a node serves the slot at all times.
         for node in [self.to, self.from].into_iter().chain(others) {
             cluster("SETSLOT").arg(self.slot).arg("NODE").arg(&owner).exec(&mut node.connection()).unwrap();
         }
-        // A node that takes over a slot before it knows the epoch of the last owner may choose the same one and lose
-        // the slot.
+        // Wait until all nodes know the new epoch. Otherwise, a node that takes over a slot later may choose the same
+        // epoch and lose the slot.
         eventually("all know the owner and its epoch", || {
             let nodes = self.cluster.masters();
             let epochs = nodes.iter().map(|node| epoch(node, &owner)).collect::<BTreeSet<_>>();
@@ -219,7 +222,7 @@ fn id(node: &Redis) -> String {
     cluster("MYID").query(&mut node.connection()).unwrap()
 }
 
-/// Return whether a node believes that it owns a slot.
+/// Return whether a node considers itself the owner of a slot.
 fn serves(node: &Redis, slot: u16) -> bool {
     let known = known_nodes(node);
     let own = known.iter().find(|line| line.contains("myself")).unwrap();
@@ -229,7 +232,7 @@ fn serves(node: &Redis, slot: u16) -> bool {
     })
 }
 
-/// Return the configuration epoch of a node as another one knows it.
+/// Return the configuration epoch of the node `id`, as `node` knows it.
 fn epoch(node: &Redis, id: &str) -> String {
     let known = known_nodes(node);
     known.iter().find(|line| line.starts_with(id)).unwrap().split(' ').nth(6).unwrap().to_owned()
@@ -240,7 +243,7 @@ fn known_nodes(node: &Redis) -> Vec<String> {
     text.lines().map(str::to_owned).collect()
 }
 
-/// Return whether a line of CLUSTER NODES has this flag.
+/// Return whether a line of CLUSTER NODES contains this flag.
 fn has_flag(line: &str, flag: &str) -> bool {
     line.split(' ').nth(2).unwrap().split(',').any(|own| own == flag)
 }

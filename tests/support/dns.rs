@@ -1,4 +1,4 @@
-//! A DNS server on a free port that answers as the test says and records its queries.
+//! A DNS server on a free port. It gives the answers that the test sets, and records its queries.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -12,17 +12,17 @@ use sluicegate::upstream::dns::DnsResolver;
 
 use super::MAX_WAIT;
 
-/// The answer for a name and a record type.
+/// The answer to queries for a name and a record type.
 #[derive(Clone)]
 pub enum DnsAnswer {
     /// These addresses, with a TTL in seconds.
     At(Vec<IpAddr>, u32),
-    /// No data of this type, no such name, or a server failure.
+    /// A response code: success without data, no such name, or a server failure.
     Code(ResponseCode),
     Nothing,
 }
 
-/// A query and its time.
+/// A recorded query: name, record type and time.
 pub type Query = (String, RecordType, Instant);
 
 /// A running DNS server. Its thread ends with the test process.
@@ -33,7 +33,7 @@ pub struct NameServer {
 }
 
 impl NameServer {
-    /// Start a server that knows no names.
+    /// Start a server that has no answers yet.
     pub fn start() -> NameServer {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let address = socket.local_addr().unwrap();
@@ -65,12 +65,12 @@ impl NameServer {
         NameServer { address, answers, queries }
     }
 
-    /// Set the answer for a name and a type.
+    /// Set the answer for a name and a record type.
     pub fn set_answer(&self, name: &str, record_type: RecordType, answer: DnsAnswer) {
         self.answers.lock().unwrap().insert((name.to_owned(), record_type), answer);
     }
 
-    /// Set the addresses of both families, with a TTL in seconds.
+    /// Set the IPv4 and IPv6 addresses of a name, with a TTL in seconds.
     pub fn set_addresses(&self, name: &str, addresses: &[&str], ttl: u32) {
         let (v6, v4): (Vec<IpAddr>, Vec<IpAddr>) =
             addresses.iter().map(|text| text.parse::<IpAddr>().unwrap()).partition(IpAddr::is_ipv6);
@@ -105,7 +105,7 @@ impl NameServer {
         let mut config = ResolverConfig::from_name_servers(vec![server]);
         search.iter().for_each(|domain| config.add_search(domain.parse().unwrap()));
         let mut options = ResolverOpts::default();
-        // No packet is lost on loopback, so silence is detected early.
+        // No packet is lost on loopback, so a short timeout is sufficient to detect silence.
         options.timeout = MAX_WAIT / 40;
         options.attempts = 1;
         DnsResolver::Servers(Box::new(config), Box::new(options))

@@ -1,6 +1,7 @@
-//! Fixtures of a release: its scripts, calls of it with their replies, and the states that they leave in Redis.
+//! Fixtures of a release: its scripts, calls that it made with their replies, and the resulting states in Redis.
 //!
-//! `tests/fixtures/VERSION/` has the scripts, `calls.json` and `overrides.json`. Binary strings are Base64.
+//! `tests/fixtures/VERSION/` contains the scripts, `calls.json` and `overrides.json`. Binary strings are encoded as
+//! Base64.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,25 +23,25 @@ use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use super::stores::Limit;
 
-/// Calls on some limits, in their order, on one Redis.
+/// A sequence of calls to some limits on one Redis.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RecordedCase {
     pub limits: Vec<RecordedLimit>,
-    /// The calls before `states`.
+    /// The calls that led to `states`.
     pub before: Vec<RecordedCall>,
     pub states: Vec<RecordedState>,
-    /// The calls after `states`.
+    /// The calls that follow `states`.
     pub after: Vec<RecordedCall>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RecordedLimit {
     pub name: String,
-    /// The time zone of the days by which the cost is totalled.
+    /// The time zone of the days for which usage is totalled, or `None` if usage is not counted.
     pub usage: Option<String>,
 }
 
-/// A call: what it asks in the terms of the limiter, what the release sent, and the result.
+/// A call: the limiter's request, what the release sent, and the result.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RecordedCall {
     pub now: u64,
@@ -48,7 +49,7 @@ pub struct RecordedCall {
     pub charged_at: u64,
     pub identity: u128,
     pub charges: Vec<RecordedCharge>,
-    /// File name of the script.
+    /// The file name of the script.
     pub script: String,
     pub keys: Vec<String>,
     pub arguments: Vec<String>,
@@ -87,7 +88,7 @@ pub struct RecordedOutcome {
     pub retry_us: u64,
 }
 
-/// A key of Redis and the command that writes its value.
+/// A key in Redis, and the command that restores its value.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedState {
     pub key: String,
@@ -95,12 +96,12 @@ pub struct RecordedState {
     pub arguments: Vec<String>,
 }
 
-/// The call of the script of overrides that a release made for an override.
+/// The call of `overrides.lua` that a release made to set an override.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RecordedOverride {
     pub identity: u128,
     pub quota: String,
-    /// The arguments of `overrides.lua`.
+    /// The arguments of the call.
     pub arguments: Vec<String>,
 }
 
@@ -117,11 +118,11 @@ impl Fixtures {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
     }
 
-    /// Find the fixtures of the last release: the only ones.
+    /// Find the fixtures of the last release. `tests/fixtures` has no other fixtures.
     pub fn find() -> Fixtures {
         let entries = fs::read_dir(Self::parent()).unwrap().map(|entry| entry.unwrap().path());
         let folders: Vec<_> = entries.filter(|path| path.is_dir()).collect();
-        let [folder] = &folders[..] else { panic!("tests/fixtures has one release: {folders:?}") };
+        let [folder] = &folders[..] else { panic!("tests/fixtures must have exactly one release: {folders:?}") };
         Fixtures { version: folder.file_name().unwrap().to_str().unwrap().to_owned(), folder: folder.clone() }
     }
 
@@ -146,7 +147,7 @@ pub fn decode(text: &str) -> Vec<u8> {
     STANDARD.decode(text).unwrap()
 }
 
-/// The commands that read and write the values of a type: `arguments` is what the second one needs.
+/// Return all keys with the command that restores each value. `arguments` are the arguments of this command.
 pub fn read_states(connection: &mut redis::Connection) -> Vec<RecordedState> {
     let mut keys: Vec<String> = redis::cmd("KEYS").arg("*").query(connection).unwrap();
     keys.sort();
@@ -278,7 +279,7 @@ impl From<&Charge<'_>> for RecordedCharge {
 }
 
 impl RecordedCharge {
-    /// Return the charge of an identity to a limit, which must have the recorded rule.
+    /// Return a charge of an identity to a limit. The limit must have the recorded rule.
     pub fn to_charge<'a>(&self, limit: &'a Limit, identity: u128) -> Charge<'a> {
         let (_, mode) = MODES.into_iter().find(|(name, _)| *name == self.mode).unwrap();
         let RecordedCharge { cost, permit_id, debt_before_us, .. } = *self;
@@ -286,7 +287,7 @@ impl RecordedCharge {
     }
 }
 
-/// Return the name of an operation and the time of the refunded charge.
+/// Return the name of an operation and, for a refund, the time of the charge.
 pub fn operation_name(operation: Operation) -> (&'static str, u64) {
     match operation {
         Operation::Check => ("check", 0),
@@ -311,7 +312,7 @@ impl RecordedCall {
         }
     }
 
-    /// Return whether a verdict is the recorded one.
+    /// Return whether a verdict equals the recorded one.
     pub fn has_verdict(&self, verdict: &Verdict) -> bool {
         verdict.granted == self.granted && verdict.outcomes.iter().map(RecordedOutcome::from).eq(self.outcomes.iter())
     }
@@ -341,7 +342,7 @@ impl From<&Outcome> for RecordedOutcome {
 }
 
 impl RecordedLimit {
-    /// Return the limit with a rule.
+    /// Return a limit with this name and usage setting, and with the given rule.
     pub fn to_limit(&self, rule: &RecordedRule) -> Limit {
         let usage = self.usage.as_ref().map(|zone| Arc::new(UsageDays::new(zone).unwrap()));
         Limit { usage, ..Limit::new(&self.name, rule.into()) }

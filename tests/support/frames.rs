@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame, for clients that break the protocol (RFC 9113, RFC 7541).
+//! An HTTP/2 client that works with single frames, so that it can break the protocol (RFC 9113, RFC 7541).
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,10 +16,10 @@ pub const CONTINUATION: u8 = 9;
 pub const END_STREAM: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// The setting of the initial window size of streams.
+/// The identifier of the setting SETTINGS_INITIAL_WINDOW_SIZE.
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// A connection that sends only what the test says.
+/// A connection on which only frames of the test are sent.
 pub struct Http2 {
     pub stream: TcpStream,
 }
@@ -42,14 +42,14 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Encode a header block: literals without indexing and without Huffman coding.
+/// Encode a header block as literals, without indexing and without Huffman coding.
 pub fn block(method: &str, path: &str, fields: &[(&str, &str)]) -> Vec<u8> {
     let mut block = Vec::new();
     let pseudo = [(":method", method), (":scheme", "http"), (":path", path), (":authority", "gateway.test")];
     for (name, value) in pseudo.iter().chain(fields) {
         block.push(0);
         for text in [name, value] {
-            assert!(text.len() < 127, "a length of one byte");
+            assert!(text.len() < 127, "the length must fit into one byte");
             block.push(text.len() as u8);
             block.extend(text.as_bytes());
         }
@@ -58,7 +58,7 @@ pub fn block(method: &str, path: &str, fields: &[(&str, &str)]) -> Vec<u8> {
 }
 
 impl Http2 {
-    /// Connect and send the preface and SETTINGS, without waiting for the server.
+    /// Connect and send the preface and SETTINGS. Do not wait for the server.
     pub fn connect(address: SocketAddr, settings: &[(u16, u32)]) -> Http2 {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
@@ -79,7 +79,7 @@ impl Http2 {
         self.stream.write_all(bytes)
     }
 
-    /// Send a GET on a new stream.
+    /// Send a GET request on a new stream.
     pub fn get(&mut self, stream: u32, path: &str) {
         let bytes = frame(HEADERS, END_STREAM | END_HEADERS, stream, &block("GET", path, &[]));
         self.send(&bytes).unwrap();
@@ -95,7 +95,7 @@ impl Http2 {
         Some(Frame { kind: head[3], flags: head[4], stream, payload })
     }
 
-    /// Return the first frame of a kind on a stream, or `None` if the connection is closed first.
+    /// Read frames until one of this kind arrives on the stream. Return `None` if the connection is closed first.
     pub fn until(&mut self, kind: u8, stream: u32) -> Option<Frame> {
         loop {
             let frame = self.next()?;

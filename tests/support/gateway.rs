@@ -1,4 +1,4 @@
-//! The gateway: the real binary as a child process.
+//! Runs the real gateway binary as a child process.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -8,12 +8,12 @@ use std::time::Instant;
 use super::client::{Client, Reply};
 use super::{MAX_WAIT, signal};
 
-/// A running gateway, which is killed at the end of the test.
+/// A running gateway. It is killed at the end of the test.
 pub struct Gateway {
     pub address: SocketAddr,
     pub child: Child,
-    /// The log, as a file: lines are visible as soon as they are written. A pipe would need a reader thread to run
-    /// first.
+    /// The log file. Lines are visible in a file as soon as they are written. With a pipe, a reader thread would have
+    /// to run first.
     log: tempfile::NamedTempFile,
     directory: tempfile::TempDir,
 }
@@ -25,7 +25,7 @@ pub fn binary() -> Command {
     command
 }
 
-/// Add a listener and a log if the configuration has none.
+/// Add a listener and a `[log]` table if the configuration has none.
 fn full(config: &str) -> String {
     let mut full = config.to_owned();
     if !config.contains("[log]") {
@@ -38,12 +38,12 @@ fn full(config: &str) -> String {
 }
 
 impl Gateway {
-    /// Start a gateway with a configuration. A listener on a free port and `access = "off"` are added.
+    /// Start a gateway with a configuration. If missing, a listener on a free port and `access = "off"` are added.
     pub fn start(config: &str) -> Gateway {
         Gateway::start_with(config, &[])
     }
 
-    /// As [`Gateway::start`], with more files in the directory of the configuration.
+    /// Like [`Gateway::start`], with additional files next to the configuration.
     pub fn start_with(config: &str, files: &[(&str, &str)]) -> Gateway {
         Gateway::launch(config, files, |path| {
             let mut command = binary();
@@ -62,7 +62,7 @@ impl Gateway {
         Gateway::spawn(&mut command(&path), directory)
     }
 
-    /// As [`Gateway::start`], run by another command.
+    /// Like [`Gateway::start`], but started by another command.
     pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], |path| {
             let mut command = command(path);
@@ -71,25 +71,26 @@ impl Gateway {
         })
     }
 
-    /// As [`Gateway::start_by`], with the standard input of the command.
+    /// Like [`Gateway::start_by`], but keep the standard input of the command.
     pub fn start_socket(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], command)
     }
 
-    /// As [`Gateway::start_by`], with more files in the directory of the configuration.
+    /// Like [`Gateway::start_by`], but keep the standard input of the command and write additional files next to the
+    /// configuration.
     pub fn start_by_with(config: &str, files: &[(&str, &str)], command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, files, command)
     }
 
-    /// Return the CPU time used so far, ms.
+    /// Return the CPU time that the gateway has used so far, in ms.
     pub fn cpu_ms(&self) -> u64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
-        // The process name is in parentheses. User and system time are the fields 14 and 15, in units of 10 ms.
+        // The process name is in parentheses. User time and system time are the fields 14 and 15, in units of 10 ms.
         let fields: Vec<_> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
         (fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()) * 10
     }
 
-    /// Start a configuration file unchanged.
+    /// Start a gateway with a configuration file that is used unchanged.
     pub fn start_file(path: &Path) -> Gateway {
         Gateway::spawn(binary().arg("--config").arg(path), tempfile::tempdir().unwrap())
     }
@@ -111,7 +112,7 @@ impl Gateway {
         gateway
     }
 
-    /// Replace the configuration by renaming, with the same additions as at the start.
+    /// Replace the configuration by renaming, with the same additions as in [`Gateway::start`].
     pub fn put(&self, config: &str) {
         self.put_file("gateway.toml", &full(config));
     }
@@ -123,7 +124,7 @@ impl Gateway {
         std::fs::rename(&new, self.directory().join(name)).unwrap();
     }
 
-    /// Return the addresses of all listeners, in their order.
+    /// Return the addresses of all listeners, in the order of the configuration.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let log = self.log();
         let list = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
@@ -141,24 +142,24 @@ impl Gateway {
         self.directory.path()
     }
 
-    /// Return the log so far.
+    /// Return all complete lines of the log so far.
     pub fn log(&self) -> String {
         let mut text = std::fs::read(self.log.path()).unwrap();
         text.truncate(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
         String::from_utf8(text).unwrap()
     }
 
-    /// Open a connection.
+    /// Open a connection to the first listener.
     pub fn client(&self) -> Client {
         Client::connect(self.address)
     }
 
-    /// Send one GET on a new connection.
+    /// Send one GET request on a new connection.
     pub fn get(&self, path: &str) -> Reply {
         self.client().get(path)
     }
 
-    /// Wait until the process has ended.
+    /// Wait until the process has ended. Return its exit status.
     pub fn wait(&mut self) -> ExitStatus {
         let started = Instant::now();
         loop {
@@ -175,7 +176,7 @@ impl Gateway {
         signal(&self.child, "TERM");
     }
 
-    /// Return the resident memory in bytes.
+    /// Return the resident memory of the process in bytes.
     pub fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();

@@ -1,4 +1,4 @@
-//! Load over HTTP/2, and single requests with any headers.
+//! Load over HTTP/2, and single HTTP/2 requests with any headers.
 
 use std::net::SocketAddr;
 
@@ -9,10 +9,11 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-/// Concurrent streams of a connection.
+/// The number of concurrent streams per connection.
 const STREAMS: usize = 4;
 
-/// Send `total` GETs over `connections` connections concurrently, several streams on each. Return all statuses.
+/// Send `total` GET requests over `connections` concurrent connections, with several streams on each. Return all
+/// statuses.
 pub fn load(addresses: &[SocketAddr], connections: usize, total: usize, path: &str, header: (&str, &str)) -> Vec<u16> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -71,7 +72,7 @@ impl Answer {
     }
 }
 
-/// Send requests one after the other on one connection.
+/// Send requests on one connection, one after the other.
 pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'static [u8]>>) -> Vec<Answer> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
@@ -99,7 +100,7 @@ pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'sta
     runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("a response over HTTP/2") })
 }
 
-/// Send POST requests on one connection, each with this part of a body and without its end. Return the status of the
+/// Send POST requests on one connection. Each sends only a part of its body and never ends. Return the status of the
 /// first response.
 pub fn first_status_of_unfinished(address: SocketAddr, uri: &str, part: &'static [u8], requests: usize) -> u16 {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

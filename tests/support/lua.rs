@@ -1,4 +1,4 @@
-//! Runs the scripts of `lua/` in Lua 5.4 with the Redis commands that they use.
+//! Runs the scripts in `lua/` in Lua 5.4, with the Redis commands that they use.
 #![allow(dead_code, unreachable_pub)] // each test crate uses a part
 
 use std::cell::RefCell;
@@ -9,17 +9,17 @@ use mlua::{Function, Lua, Table, Value, Variadic};
 
 const SECOND: u64 = 1_000_000;
 
-/// What Redis replies to a write while it is out of memory.
+/// Redis's reply to a write while it is out of memory.
 const OUT_OF_MEMORY: &str = "OOM command not allowed when used memory > 'maxmemory'.";
 
-/// Commands that Redis rejects while it is out of memory (`denyoom`), unless the script has written before.
+/// Commands that Redis rejects while it is out of memory (`denyoom`), unless the script has already written.
 const NEED_MEMORY: [&str; 6] = ["SET", "SETRANGE", "ZADD", "RPUSH", "HSET", "HINCRBY"];
 
-/// Commands that write, and that Redis accepts while it is out of memory.
+/// Write commands that Redis accepts while it is out of memory.
 const FREE_MEMORY: [&str; 7] = ["DEL", "PEXPIRE", "ZREM", "ZREMRANGEBYSCORE", "LTRIM", "LREM", "HDEL"];
 
-/// The Redis commands that the scripts use, on strings, lists, sorted sets and hashes in this process. A character is
-/// a byte. Nothing expires: the scripts compare instants.
+/// An in-process database with the Redis commands that the scripts use, for strings, lists, sorted sets and hashes.
+/// Each character of a string stands for a byte. Keys never expire, because the scripts compare times themselves.
 #[derive(Debug, Default)]
 pub struct Database {
     strings: HashMap<String, String>,
@@ -27,13 +27,13 @@ pub struct Database {
     /// Scores and members, in the order of the sorted set.
     sets: HashMap<String, BTreeSet<(u64, String)>>,
     hashes: HashMap<String, BTreeMap<String, String>>,
-    /// The reply to `TIME`, µs since the Unix epoch.
+    /// The reply to `TIME`, in µs since the Unix epoch.
     pub now: u64,
-    /// Whether the memory in use has reached `maxmemory`.
+    /// Whether the used memory has reached `maxmemory`.
     pub out_of_memory: bool,
-    /// Whether the running script has written.
+    /// Whether the running script has already written.
     wrote: bool,
-    /// The write commands with their instants, as Redis sends them to its replicas.
+    /// The write commands with their times, as Redis sends them to replicas. `None` if there is no journal.
     journal: Option<Vec<(u64, Vec<String>)>>,
 }
 
@@ -49,12 +49,12 @@ pub enum Replied {
 }
 
 impl Database {
-    /// A database that can [`fall back`](Database::fall_back).
+    /// Create a database that can [`fall back`](Database::fall_back) to an earlier state.
     pub fn with_journal() -> Database {
         Database { journal: Some(Vec::new()), ..Database::default() }
     }
 
-    /// Forget all writes from this instant on.
+    /// Undo all writes since this time.
     pub fn fall_back(&mut self, from_us: u64) {
         let journal = self.journal.take().expect("a journal");
         *self = Database { now: self.now, ..Database::with_journal() };
@@ -69,7 +69,7 @@ impl Database {
         &self.hashes
     }
 
-    /// Run a command that is not part of a script.
+    /// Run a command outside a script.
     pub fn command(&mut self, arguments: &[&str]) -> Replied {
         self.wrote = false;
         self.call(arguments)
@@ -81,7 +81,7 @@ impl Database {
             return Replied::Error(OUT_OF_MEMORY.to_owned());
         }
         if needs_memory || FREE_MEMORY.contains(&arguments[0]) {
-            // A command outside a script may write.
+            // Commands in `FREE_MEMORY` also count as writes, after which the script may use more memory.
             self.wrote = true;
             if let Some(journal) = &mut self.journal {
                 journal.push((self.now, arguments.iter().map(|argument| (*argument).to_owned()).collect()));
@@ -102,7 +102,11 @@ impl Database {
             ["SETRANGE", key, "8", value] => {
                 let state = self.strings.get_mut(key).expect("a key that has a TTL");
                 let end: String = state.chars().take(8).collect();
-                assert_eq!(state.chars().count(), 8 + value.chars().count(), "all but the end of the key is new");
+                assert_eq!(
+                    state.chars().count(),
+                    8 + value.chars().count(),
+                    "SETRANGE must replace the whole state except the key's expiry"
+                );
                 *state = end + value;
                 Replied::Integer(state.chars().count() as i64)
             }
@@ -190,7 +194,7 @@ impl Database {
         }
     }
 
-    /// Return the members after an exclusive bound.
+    /// Return the members whose score is greater than an exclusive bound.
     fn after(&self, key: &str, bound: &str) -> impl Iterator<Item = &(u64, String)> {
         let bound: u64 = bound.strip_prefix('(').unwrap().parse().unwrap();
         self.sets.get(key).into_iter().flatten().filter(move |(score, _)| *score > bound)
@@ -220,7 +224,7 @@ impl Database {
         self.lists.get(key).map_or(&[], Vec::as_slice)
     }
 
-    /// Edit a list. An empty list is removed.
+    /// Edit a list. Delete the list if it is empty afterwards.
     fn edit(&mut self, key: &str, edit: impl FnOnce(&mut Vec<String>)) {
         if let Some(list) = self.lists.get_mut(key) {
             edit(list);
@@ -235,19 +239,19 @@ fn array(texts: impl IntoIterator<Item = String>) -> Replied {
     Replied::Array(texts.into_iter().map(Replied::Bulk).collect())
 }
 
-/// Convert an index, which counts from the end if negative.
+/// Convert an index of a list. A negative index counts from the end.
 fn place(index: &str, length: usize) -> usize {
     let index: i64 = index.parse().unwrap();
     let index = if index < 0 { index + length as i64 } else { index };
     (index.max(0) as usize).min(length)
 }
 
-/// Convert to bytes: states are bytes, and each is a character here.
+/// Convert a string to bytes. States are bytes, and each byte is a character here.
 fn bytes(text: &str) -> Vec<u8> {
     text.chars().map(|byte| byte as u8).collect()
 }
 
-/// Convert the bytes of a command or argument to characters.
+/// Convert the bytes of a command or an argument to a string in which each character is a byte.
 fn text(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
@@ -302,7 +306,7 @@ impl Replied {
     }
 }
 
-/// Lua 5.4 with the functions that Redis provides to scripts.
+/// Lua 5.4 with the functions that Redis offers to scripts.
 pub struct Interpreter {
     lua: Lua,
     database: Rc<RefCell<Database>>,
@@ -343,7 +347,7 @@ impl Interpreter {
         Interpreter { lua, database, scripts: RefCell::default() }
     }
 
-    /// Run a script on a database. `name` stands for its text.
+    /// Run a script on a database. `name` identifies the compiled script.
     pub fn run(
         &self,
         database: &mut Database,

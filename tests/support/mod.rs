@@ -1,4 +1,4 @@
-//! Shared test support: the real binary on a free port, a real redis-server, raw clients, upstreams.
+//! Shared test support: the real binary on a free port, a real redis-server, raw clients and upstreams.
 #![allow(dead_code, unreachable_pub)] // each test crate uses a part
 #![allow(clippy::disallowed_methods)] // waits need the system clock
 
@@ -36,10 +36,10 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
+/// Maximum time to wait for a condition, long enough for a busy machine. A wait ends as soon as its condition is true.
 pub const MAX_WAIT: Duration = Duration::from_secs(20);
 
-/// Wait until a condition holds, at most [`MAX_WAIT`].
+/// Wait until a condition is true, at most for [`MAX_WAIT`].
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
@@ -48,7 +48,7 @@ pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Assert that neither bytes nor the end of the stream arrive within `time`.
+/// Assert that no byte arrives within `time` and that the stream does not end.
 #[track_caller]
 pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(time)).unwrap();
@@ -58,7 +58,7 @@ pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
 }
 
-/// Assert that the connection stays open for `time`. Bytes such as SETTINGS may arrive.
+/// Assert that the connection stays open for `time`. Frames such as SETTINGS may arrive.
 #[track_caller]
 pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, what: &str) {
     let started = Instant::now();
@@ -70,7 +70,7 @@ pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, wh
     }
 }
 
-/// Set a flag when dropped, also by a panic, so that threads that run until then let the test end.
+/// Set a flag when dropped, even by a panic. Threads that run until the flag is set then end, and so does the test.
 pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -79,7 +79,7 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Send a signal to a process that this test started.
+/// Send a signal to a process that this test has started. For STOP, wait until the process has stopped.
 pub fn signal(child: &Child, name: &str) {
     let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
     assert!(status.success(), "kill -{name}");
@@ -88,12 +88,12 @@ pub fn signal(child: &Child, name: &str) {
     }
 }
 
-/// Return whether all threads of a process are stopped: a thread runs on for a moment after the signal was sent.
+/// Return whether all threads of a process have stopped. A thread may continue to run for a moment after the signal.
 fn is_stopped(child: &Child) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
     tasks.map_while(Result::ok).all(|task| {
         let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        // The state follows the name in parentheses.
+        // The state follows the process name, which is in parentheses.
         stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
     })
 }

@@ -1,10 +1,10 @@
-//! The documents as data: their blocks, the commands in them and the expected output.
+//! The documentation as data: code blocks, the commands in them and the expected output.
 
 use std::path::{Path, PathBuf};
 
 /// A fenced code block.
 pub struct Block {
-    /// The line number of its first line.
+    /// The number of the first line of its content.
     pub line: usize,
     /// The language after the opening fence.
     pub language: String,
@@ -19,7 +19,7 @@ impl Block {
         (self.language == "toml" && name.ends_with(".toml")).then_some(name)
     }
 
-    /// Return each `$ command` with the lines of its output.
+    /// Return each command (`$ command`) with the expected lines of its output.
     pub fn commands(&self) -> Vec<(String, Vec<String>)> {
         let mut found: Vec<(String, Vec<String>)> = Vec::new();
         for line in self.text.lines() {
@@ -36,12 +36,12 @@ pub fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Return the text of a document. Paths are relative to the repository.
+/// Return the text of a document. The path is relative to the repository.
 pub fn read(document: &str) -> String {
     std::fs::read_to_string(root().join(document)).unwrap()
 }
 
-/// Return README.md and all pages of the manual, without the decisions. Paths are relative to the repository.
+/// Return README.md and all pages of the manual, except for the decisions. Paths are relative to the repository.
 pub fn manual() -> Vec<String> {
     let mut pages = markdown(Path::new("docs"));
     pages.retain(|page| !page.starts_with("docs/decisions/") && page != "docs/SUMMARY.md");
@@ -65,7 +65,7 @@ pub fn markdown(directory: &Path) -> Vec<String> {
     found
 }
 
-/// Return the blocks of a document. Indented code blocks have no language and are rejected.
+/// Return the code blocks of a document. Panic if the document has indented code blocks, because they have no language.
 pub fn blocks(document: &str) -> Vec<Block> {
     let text = read(document);
     let (mut blocks, mut open, mut blank) = (Vec::new(), None, false);
@@ -92,7 +92,8 @@ pub fn blocks(document: &str) -> Vec<Block> {
     blocks
 }
 
-/// Return whether lines match the expected ones. `…` matches any text, and alone on a line any lines.
+/// Return whether lines match the expected lines. `…` matches any text. A line that contains only `…` matches any
+/// number of lines.
 pub fn are_like(lines: &[&str], expected: &[&str]) -> bool {
     match expected.split_first() {
         None => lines.is_empty(),

@@ -1,4 +1,5 @@
-//! Pebble, Let's Encrypt's test CA, with the DNS server of `pebble-challtestsrv`, in which every name is 127.0.0.1.
+//! Pebble, the test CA of Let's Encrypt, with the DNS server `pebble-challtestsrv`, which resolves every name to
+//! 127.0.0.1.
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -8,26 +9,26 @@ use std::process::{Child, Command, Stdio};
 use super::certificates::Authority;
 use super::redis::free_port;
 
-/// A running CA, which is killed at the end of the test.
+/// A running CA. It is killed at the end of the test.
 pub struct Pebble {
-    /// URL of the directory.
+    /// URL of the ACME directory.
     pub directory: String,
-    /// Address of the directory's own server.
+    /// Address of Pebble's ACME server.
     pub address: SocketAddr,
-    /// Has issued the certificate of that server.
+    /// The CA that issued the certificate of the ACME server.
     pub authority: Authority,
-    /// PEM of its CA certificate.
+    /// The CA certificate of `authority`, as PEM.
     pub ca: String,
-    /// Port that it validates HTTP-01 at.
+    /// Port at which Pebble validates HTTP-01 challenges.
     pub http_port: u16,
-    /// Port that it validates TLS-ALPN-01 at.
+    /// Port at which Pebble validates TLS-ALPN-01 challenges.
     pub tls_port: u16,
     management: String,
     processes: Vec<Child>,
     files: tempfile::TempDir,
 }
 
-/// Start a program, and return when it has written a line with `ready`.
+/// Start a program. Return when it has written a line that contains `ready`.
 fn start(command: &mut Command, ready: &str, log: &Path) -> Child {
     let program = command.get_program().to_owned();
     let mut child = command
@@ -47,12 +48,12 @@ fn start(command: &mut Command, ready: &str, log: &Path) -> Child {
 }
 
 impl Pebble {
-    /// Start a CA that validates at once and rejects no nonces.
+    /// Start a CA that validates without a delay and rejects no nonces.
     pub fn start() -> Pebble {
         Pebble::start_with(&[], "")
     }
 
-    /// Start a CA with these environment variables and with more keys in its configuration.
+    /// Start a CA with these environment variables and with additional keys in its configuration.
     pub fn start_with(environment: &[(&str, &str)], more: &str) -> Pebble {
         let files = tempfile::tempdir().unwrap();
         let [http_port, tls_port, port, management, dns, dns_management] = std::array::from_fn(|_| free_port());
@@ -98,17 +99,17 @@ impl Pebble {
         }
     }
 
-    /// Return the log of Pebble so far.
+    /// Return Pebble's log so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.files.path().join("pebble.log")).unwrap()
     }
 
-    /// Return how many orders were placed.
+    /// Return how many orders have been placed.
     pub fn orders(&self) -> usize {
         self.count("Added order ")
     }
 
-    /// Return how many certificates were issued.
+    /// Return how many certificates have been issued.
     pub fn issued(&self) -> usize {
         self.count("Issued certificate ")
     }
@@ -118,13 +119,13 @@ impl Pebble {
         self.log().lines().filter(|line| line.contains(text)).count()
     }
 
-    /// Return an `[acme]` table for this CA, whose certificate is in the file `ca.pem` next to the configuration.
+    /// Return an `[acme]` table for this CA. The CA certificate must be in the file `ca.pem` next to the configuration.
     pub fn table(&self) -> String {
         let directory = &self.directory;
         format!("[acme]\naccept_terms = true\ndirectory = \"{directory}\"\nca = \"ca.pem\"\nstorage = \"acme\"\n")
     }
 
-    /// Return the PEM of the root that certificates of this CA are to be verified with.
+    /// Return the root certificate that verifies certificates issued by this CA, as PEM.
     pub fn root(&self) -> String {
         let fetched = Command::new("curl").args(["-sSfk", &format!("{}/roots/0", self.management)]).output().unwrap();
         assert!(fetched.status.success(), "{fetched:?}");

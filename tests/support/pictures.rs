@@ -1,4 +1,4 @@
-//! Draws what each algorithm admits over time, as the model decides. `make pictures` writes the files and a test
+//! Draws what each algorithm admits over time, according to the model. `make pictures` writes the files, and a test
 //! compares them.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -16,44 +16,45 @@ use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
-/// 10 per 10 s in every picture, so that the pictures are comparable.
+/// All pictures use 10 requests per 10 s, so that they are comparable.
 const QUOTA: &str = "10/10s";
 const LIMIT: usize = 10;
 const WINDOW_MS: u64 = 10_000;
 
-/// The left edge: 5 s into an aligned window, so that the demand begins in one window and continues in the next.
+/// The time at the left edge: 5 s after the start of an aligned window, so that the requests begin in one window and
+/// continue in the next.
 const START_MS: u64 = 1_800_000_005_000;
 const LENGTH_MS: u64 = 40_000;
 
-/// The lines in the background.
+/// The vertical lines in the background.
 enum Lines {
-    /// None: the algorithm has no boundaries.
+    /// No lines, because the algorithm has no boundaries.
     None,
-    /// The windows that the verdicts report.
+    /// The window boundaries that the verdicts report.
     Windows,
-    /// Boundaries of parts of this length, ms.
+    /// Boundaries of parts with this length in ms.
     Parts(u64),
 }
 
-/// The values of the curve.
+/// What the curve shows.
 struct Counts {
     limit: &'static str,
     curve: &'static str,
-    /// The time for which an admitted request counts, ms.
+    /// How long an admitted request counts, in ms.
     lasts_ms: u64,
 }
 
 const LAST_WINDOW: Counts = Counts { limit: "10 per 10 s", curve: "admitted in the last 10 s", lasts_ms: WINDOW_MS };
 const IN_FLIGHT: Counts = Counts { limit: "10 in flight, each request takes 4 s", curve: "in flight", lasts_ms: 4_000 };
 
-/// One request and its decision.
+/// One request with its decision.
 struct Asked {
     at_ms: u64,
     admitted: bool,
     window_end_ms: u64,
 }
 
-/// Return the pictures: file names and contents.
+/// Return the file name and the content of each picture.
 pub fn all() -> Vec<(String, String)> {
     let quota = QUOTA.parse().expect("a quota");
     let bucket = |burst| Rule::TokenBucket(TokenBucket::new(quota, burst).expect("a bucket"));
@@ -79,7 +80,7 @@ pub fn all() -> Vec<(String, String)> {
     scenes.into_iter().map(draw).collect()
 }
 
-/// Decide a request at 4 s, then four per second from 11.5 s on, of one identity.
+/// Send requests of one identity: one at 4 s, then four per second from 11.5 s on. Return the decisions.
 fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let clock = Clock::manual(0);
     let store = MemoryStore::new(1000, clock.clone());
@@ -126,7 +127,7 @@ fn y(units: usize) -> f64 {
     PLOT_BOTTOM - units as f64 * PER_UNIT
 }
 
-/// Colours are written twice, for SVG viewers without CSS variables.
+/// Colours are written twice, because some SVG viewers do not support CSS variables.
 const STYLE: &str = "\
 text{font:12px system-ui,sans-serif;fill:#59636e} .title{fill:#1f2328;font-weight:600} .paper{fill:#fff}
 .axis{stroke:#c3cad2} .window{stroke:#59636e;stroke-dasharray:2 3} .part{stroke:#c3cad2;stroke-dasharray:1 3}
@@ -160,7 +161,7 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     axes(svg)?;
     boundaries(svg, asked, lines)?;
 
-    // The curve is drawn twice: complete, and the part above the limit in another colour.
+    // Draw the curve twice: first the complete curve, then the part above the limit in another colour.
     let (line, limit, last) = (steps(&curve), y(LIMIT), x(LENGTH_MS));
     let above = limit - PLOT_TOP + 1.0;
     writeln!(
@@ -182,7 +183,8 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     Ok(out)
 }
 
-/// Return the number of requests that count, over half-open intervals, at each instant at which it changes.
+/// Return the number of requests that count, at each time at which it changes. A request counts for a half-open
+/// interval.
 fn running(asked: &[Asked], counts: &Counts) -> Vec<(u64, usize)> {
     let lasts_ms = counts.lasts_ms;
     let instants: Vec<_> = asked.iter().filter(|request| request.admitted).map(|request| request.at_ms).collect();

@@ -1,4 +1,4 @@
-//! Random cases for property tests: limits, clock steps and operations. A seed repeats a run.
+//! Random cases for property tests: limits, clock steps and operations. A run can be repeated with its seed.
 
 use std::cell::{Cell, RefCell};
 use std::io::Read;
@@ -18,12 +18,12 @@ use super::stores::{
     Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,
 };
 
-/// Return the number of operations of a property test: `OPERATIONS`, default 50,000.
+/// Return the number of operations of a property test: the variable `OPERATIONS`, or 50,000 by default.
 pub fn operations() -> usize {
     std::env::var("OPERATIONS").map_or(50_000, |text| text.parse().expect("OPERATIONS is a number"))
 }
 
-/// Return the seed of a run: `SEED`, or a random one. It is printed.
+/// Return and print the seed of a run: the variable `SEED`, or a random seed.
 pub fn seed() -> [u8; 32] {
     let seed: [u8; 32] = match std::env::var("SEED") {
         Ok(text) => std::array::from_fn(|index| u8::from_str_radix(&text[2 * index..2 * index + 2], 16).unwrap()),
@@ -37,15 +37,16 @@ pub fn seed() -> [u8; 32] {
     seed
 }
 
-/// Test a property on random cases of about `each` operations, until `operations` were made. `test` returns how many
-/// it made of a case. `SEED` repeats a run.
+/// Test a property on random cases of about `each` operations each, until `operations` have been made. `test` returns
+/// the number of operations that it made. `SEED` repeats a run.
 pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
-    // More cases than needed. The rest is skipped.
+    // Allow for more cases than required. The cases that are left at the end are skipped.
     let cases = 10 + 2 * operations / each;
     let config = Config { cases: cases as u32, failure_persistence: None, max_shrink_iters: 5000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed()));
     let test = RefCell::new(test);
-    // After a failure proptest calls the test again to shrink the case, so `idle` stays false.
+    // After a failure, proptest calls the test again to shrink the case. These calls must not be skipped, so `idle`
+    // stays false.
     let (idle, done) = (Cell::new(true), Cell::new(0));
     let result = runner.run(&input, |case| {
         if idle.get() && done.get() >= operations {
@@ -58,7 +59,7 @@ pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: imp
         Ok(())
     });
     match result {
-        Ok(()) => assert!(done.get() >= operations, "{} operations were made", done.get()),
+        Ok(()) => assert!(done.get() >= operations, "only {} operations were made", done.get()),
         Err(TestError::Fail(reason, case)) => panic!("{reason}\nthe smallest case found: {case:?}"),
         Err(TestError::Abort(reason)) => panic!("{reason}"),
     }
@@ -67,11 +68,11 @@ pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: imp
 /// The mean number of steps of a [`Case`].
 pub const STEPS: usize = 100;
 
-/// Up to four limits and the steps of a case.
+/// A random case: up to four limits, and steps.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub rules: Vec<Rule>,
-    /// The time zone of the days by which the cost is totalled, if it is.
+    /// The time zone of the days for which usage is totalled, or `None` if usage is not counted.
     pub usage: Option<&'static str>,
     pub start: u64,
     pub time: Time,
@@ -81,10 +82,10 @@ pub struct Case {
 /// How the clock of a case moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Time {
-    /// It jumps back sometimes, and keys never expire: no decision may depend on an expired key.
+    /// The clock sometimes jumps back, and keys never expire: no decision may depend on an expired key.
     Jumps,
-    /// It moves forward, and keys expire as soon as they have no effect. Rates change as well: the meaning of a key
-    /// and its expiry follow the rate at which it was written.
+    /// The clock moves forward, and keys expire as soon as they have no effect. The rate of a limit may change. The
+    /// meaning of a key and its expiry depend on the rate at which the key was written.
     GoesOn,
 }
 
@@ -98,7 +99,7 @@ pub struct Step {
     pub lease: u64,
     pub advance: Advance,
     pub size: Option<(u64, u64)>,
-    /// The admitted charge that is refunded.
+    /// Which admitted charge a refund cancels.
     pub refunded: Refunded,
 }
 
@@ -116,21 +117,21 @@ pub enum Kind {
 pub enum Refunded {
     /// The charge of the n-th last admitted request.
     Ago(usize),
-    /// A charge at another time, µs relative to now.
+    /// A charge at another time, in µs relative to the current time.
     Off(i64),
     /// A charge at time 0.
     Never,
 }
 
-/// A step of the clock before an operation.
+/// How the clock moves before an operation.
 #[derive(Debug, Clone, Copy)]
 pub enum Advance {
     Stands,
-    /// By µs.
+    /// Move by µs.
     By(i64),
-    /// By thousandths of the window of a limit.
+    /// Move by thousandths of a limit's window.
     Part(usize, i64),
-    /// To µs around the next multiple of the window of a limit.
+    /// Move to the next multiple of a limit's window, plus an offset in µs.
     Boundary(usize, i64),
 }
 
@@ -201,7 +202,7 @@ fn step() -> impl Strategy<Value = Step> {
     )
 }
 
-/// Return the same steps at each call.
+/// Return random steps. The same seed gives the same steps.
 pub fn steps(count: usize, seed: u8) -> Vec<Step> {
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
@@ -227,7 +228,7 @@ pub fn case() -> impl Strategy<Value = Case> {
         })
 }
 
-/// Count the usage of a limit by the days of a time zone.
+/// Return the limit with usage counting by the days of a time zone.
 fn counted(limit: Limit, zone: Option<&str>) -> Limit {
     let zone = zone.filter(|_| !matches!(limit.rule, Rule::Concurrency(_)));
     Limit { usage: zone.map(|zone| Arc::new(UsageDays::new(zone).unwrap())), ..limit }
@@ -238,16 +239,16 @@ fn counted(limit: Limit, zone: Option<&str>) -> Limit {
 pub struct Resizing {
     pub old: TokenBucket,
     pub new: TokenBucket,
-    /// The cost charged at the old rate.
+    /// The cost that is charged at the old rate.
     pub cost: u64,
-    /// The time from the charge to the change, in thousandths of the refill time of the bucket.
+    /// The time from the charge to the change of the rate, in thousandths of the refill time of the bucket.
     pub idle: u64,
 }
 
 pub fn resizing() -> impl Strategy<Value = Resizing> {
     const DAY: u64 = 86_400 * SECOND;
     let bucket = || {
-        // Windows of years have as many parts of a token as allowed and mostly no common divisor.
+        // Long windows give buckets with as many parts of a token as allowed, mostly without a common divisor.
         let windows = prop_oneof![
             prop::sample::select(vec![1000, SECOND, 60 * SECOND, 90_000_900, DAY, 3650 * DAY]),
             (1..3650 * DAY / 1000).prop_map(|ms| ms * 1000),
@@ -269,7 +270,7 @@ pub fn resizing() -> impl Strategy<Value = Resizing> {
         })
 }
 
-/// Return the window of a limit or a similar length, µs.
+/// Return the window of a limit, or the length that corresponds to it, in µs.
 fn length(rule: &Rule) -> u64 {
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts / rule.refill).max(1),
@@ -282,16 +283,16 @@ fn length(rule: &Rule) -> u64 {
     }
 }
 
-/// A running case: the current limits, the time and the admitted charges.
+/// A case while it runs: the current limits, the time and the admitted charges.
 pub struct Play {
     pub limits: Vec<Limit>,
     pub now: u64,
-    /// Whether the clock is behind an earlier instant, so that states may lie in the future.
+    /// Whether the clock is behind an earlier time, so that states may be in the future.
     pub behind: bool,
     time: Time,
     latest: u64,
     windows: Vec<u64>,
-    /// The times of admitted requests, with what each limit needs for a refund.
+    /// For each admitted request, its time and, per limit, the value that a refund requires.
     admitted: Vec<(u64, Vec<u64>)>,
 }
 
@@ -332,8 +333,8 @@ impl Play {
         }
     }
 
-    /// Return the operation and the charges of a step. `Take` charges every limit the same cost, and is a check if there is
-    /// a concurrency limit. `Renew` is a check unless all limits are concurrency limits.
+    /// Return the operation and the charges of a step. `Take` charges the same cost to every limit. With a concurrency
+    /// limit, `Take` becomes a check. `Renew` becomes a check unless all limits are concurrency limits.
     pub fn ask(&self, step: &Step) -> (Operation, Vec<Charge<'_>>) {
         let charged = match step.refunded {
             Refunded::Ago(count) => self.admitted.iter().rev().nth(count),
@@ -364,7 +365,7 @@ impl Play {
         (operation, charges.collect())
     }
 
-    /// Record charges that may be refunded.
+    /// Record the charges of an admitted check, which may be refunded later.
     pub fn record(&mut self, operation: Operation, verdict: &Verdict) {
         if operation == Operation::Check && verdict.granted > 0 {
             let each = self.limits.iter().zip(&verdict.outcomes);

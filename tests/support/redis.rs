@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-/// A running server, which is killed at the end of the test.
+/// A running server. It is killed at the end of the test.
 pub struct Redis {
     pub port: u16,
     pub child: Child,
-    /// The working directory. A replica writes what its master sends into a temporary file there, and leaves the file if
-    /// it is killed.
+    /// The working directory. A replica writes data from its master to a temporary file there. If the replica is
+    /// killed, the file remains.
     pub directory: TempDir,
 }
 
@@ -24,17 +24,17 @@ impl Redis {
     /// Start a server with these arguments on a free port.
     pub fn start_as(arguments: &[&str]) -> Redis {
         let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
-        // Another process may take the port after it was found free. Then try another.
+        // Another process may take the free port in the meantime. In this case, try another port.
         (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
     }
 
-    /// Start a server on this port. Return `None` if it cannot listen there.
+    /// Start a server on this port. Return `None` if the port is in use.
     pub fn start_on(port: u16) -> Option<Redis> {
         Redis::start_with(port, &["--port", &port.to_string()])
     }
 
-    /// Start a server with these arguments, which make it listen on this port. It keeps no data on disk unless they
-    /// have `--appendonly`.
+    /// Start a server with these arguments, which must make it listen on `port`. It keeps no data on disk unless the
+    /// arguments contain `--appendonly`.
     pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
         let is_persistent = arguments.contains(&"--appendonly");
         let directory = tempfile::tempdir().unwrap();
@@ -44,13 +44,13 @@ impl Redis {
             .args(arguments)
             .args(["--bind", "127.0.0.1", "--save", ""])
             .args(if is_persistent { &[][..] } else { &["--appendonly", "no"] })
-            // The default before Redis 7.0 writes a file, which the next server in this directory would load.
+            // Before Redis 7.0, replication writes a file by default. The next server in this directory would load it.
             .args(["--repl-diskless-sync", "yes"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .expect("redis-server is needed; `make tools` installs it");
-        // A Sentinel is ready when it monitors its master.
+        // A Sentinel is ready as soon as it monitors its master.
         let ready = ["ready to accept connections", "+monitor master"];
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
         if lines.any(|line| ready.iter().any(|ready| line.to_lowercase().contains(ready))) {
@@ -66,7 +66,7 @@ impl Redis {
         format!("redis://127.0.0.1:{}/0", self.port)
     }
 
-    /// Return a `[store]` table with a long timeout, so that a busy machine causes no store error.
+    /// Return a `[store]` table with a long timeout, so that a busy machine causes no store errors.
     pub fn store(&self) -> String {
         format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", self.url())
     }
@@ -78,7 +78,7 @@ impl Redis {
     pub fn connection(&self) -> redis::Connection {
         let began = sluicegate::limiter::clock::monotonic();
         loop {
-            // A Redis that a Sentinel has just given another role closes all connections.
+            // Retry, because a Redis server closes all connections when a Sentinel changes its role.
             match self.client().get_connection() {
                 Err(_) if began.elapsed() < Duration::from_secs(20) => std::thread::yield_now(),
                 connection => return connection.unwrap(),
@@ -90,19 +90,19 @@ impl Redis {
         redis::cmd("KEYS").arg("*").query(&mut self.connection()).unwrap()
     }
 
-    /// Return the three numbers of the state of a limit. The second is the count of a window.
+    /// Return the three numbers in the state of a limit. For windows, the second number is the count.
     pub fn state(&self, key: &str) -> [u64; 3] {
         let state: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
         // The first 8 bytes are the expiry of the key.
         std::array::from_fn(|number| u64::from_le_bytes(state[8 * number + 8..][..8].try_into().unwrap()))
     }
 
-    /// Return how often a command was called, directly or in a script.
+    /// Return how often a command was called, directly or by a script.
     pub fn calls(&self, command: &str) -> u64 {
         self.info_number("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
-    /// Return how often a command was rejected because the user lacks the permission.
+    /// Return how often a command was rejected because the user lacks a permission.
     pub fn rejections(&self, command: &str) -> u64 {
         let info = self.info("commandstats");
         let line = info.lines().find(|line| line.starts_with(&format!("cmdstat_{command}:")));
@@ -110,7 +110,7 @@ impl Redis {
         figure.map_or(0, |figure| figure.parse().unwrap())
     }
 
-    /// Return the number of keys and how many of them have a TTL.
+    /// Return the number of keys, and how many of them have a TTL.
     pub fn keyspace(&self) -> (u64, u64) {
         let info = self.info("keyspace");
         let figure = |name: &str| info.split(name).nth(1).unwrap().split(',').next().unwrap().trim().parse().unwrap();
@@ -132,14 +132,14 @@ impl Redis {
         redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap()
     }
 
-    /// Return a number of INFO, or the first of a list.
+    /// Return a number in INFO. If the value is a list, return its first number.
     pub fn info_number(&self, section: &str, name: &str) -> u64 {
         let info = self.info(section);
         let figure = info.lines().find_map(|line| line.strip_prefix(name));
         figure.map_or(0, |figure| figure.split(',').next().unwrap().parse().unwrap())
     }
 
-    /// Shorten the TTL of all keys by `ms`.
+    /// Reduce the TTL of all keys by `ms`.
     pub fn age(&self, ms: i64) {
         let mut connection = self.connection();
         for key in self.keys() {
@@ -171,7 +171,7 @@ pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Return the version of the server that the tests start, such as `(7, 0)`.
+/// Return the version of the installed redis-server, such as `(7, 0)`.
 pub fn redis_version() -> (u32, u32) {
     let output = Command::new("redis-server").arg("--version").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();

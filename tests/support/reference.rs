@@ -1,4 +1,4 @@
-//! The parts of the documents that are generated from the configuration types: the schemas and the tables of
+//! The parts of the documentation that are generated from the configuration types: the JSON Schemas, and the tables in
 //! docs/reference/configuration.md.
 
 use serde_json::Value;
@@ -7,13 +7,13 @@ use sluicegate::config::schema;
 const BEGIN: &str = "<!-- keys of ";
 const END: &str = "<!-- end of keys -->";
 
-/// Return the schemas with their file names in docs/.
+/// Return the JSON Schemas with their file names in docs/.
 pub fn schemas() -> Vec<(&'static str, String)> {
     let text = |schema| serde_json::to_string_pretty(&schema).unwrap() + "\n";
     vec![("gateway.schema.json", text(schema::gateway())), ("consumers.schema.json", text(schema::consumers()))]
 }
 
-/// Return the page with regenerated tables between `<!-- keys of PATH -->` and the end mark.
+/// Return the page with regenerated tables. A table is between `<!-- keys of PATH -->` and the end mark.
 pub fn filled(page: &str) -> String {
     let (gateway, consumers) = (schema::gateway().to_value(), schema::consumers().to_value());
     let mut pieces = page.split(BEGIN);
@@ -28,12 +28,12 @@ pub fn filled(page: &str) -> String {
     out
 }
 
-/// Return the sections of a page that have a table.
+/// Return the paths of all generated tables of a page.
 pub fn sections(page: &str) -> Vec<&str> {
     page.split(BEGIN).skip(1).map(|piece| piece.split(" -->").next().unwrap()).collect()
 }
 
-/// Return the table schema inside lists, maps and alternatives, and the text that joins its path to its keys.
+/// Return the schema of the table inside lists, maps and alternatives, and the text that joins its path to its keys.
 fn inner(schema: &Value) -> (&'static str, &Value) {
     let forms = schema["anyOf"].as_array().into_iter().flatten();
     if schema["properties"].is_object() {
@@ -71,7 +71,7 @@ fn rows(prefix: &str, schema: &Value, out: &mut String) {
     }
 }
 
-/// Describe the type of a value.
+/// Return a description of the type of a value.
 fn kind(schema: &Value) -> String {
     let quoted = |words: &Value| words.as_array().unwrap().iter().map(|word| format!("`{word}`")).collect::<Vec<_>>();
     if let Some(forms) = schema["anyOf"].as_array() {

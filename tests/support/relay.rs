@@ -1,4 +1,4 @@
-//! A TCP relay between gateway and Redis that redirects connections, delays them or drops replies.
+//! A TCP relay between a gateway and Redis. It can redirect connections, delay replies and drop replies.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -19,23 +19,23 @@ pub struct Relay {
     streams: Streams,
 }
 
-/// Both sides of each open connection.
+/// Both streams of each open connection.
 type Streams = Arc<Mutex<HashMap<usize, [TcpStream; 2]>>>;
 
 impl Relay {
-    /// Start a relay to the server on this port.
+    /// Start a relay to the Redis server on this port.
     pub fn start(port: u16) -> Relay {
         Relay::delayed(port, Duration::ZERO)
     }
 
-    /// Start a relay that adds a round-trip time.
+    /// Start a relay that delays each reply by `round_trip`.
     pub fn delayed(port: u16, round_trip: Duration) -> Relay {
         let server = Arc::new(AtomicU16::new(port));
         let losing = Arc::<AtomicBool>::default();
         let (streams, number) = (Streams::default(), AtomicUsize::new(0));
         let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
         let address = serve(move |gateway| {
-            // Close the client connection if the server is down, as a dead server would.
+            // If Redis is down, close the connection of the gateway, as a dead server would.
             let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
             let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());
             let number = number.fetch_add(1, Ordering::SeqCst);
@@ -44,7 +44,7 @@ impl Relay {
                 let _ = std::io::copy(&mut calls, &mut to_redis);
                 let _ = to_redis.shutdown(Shutdown::Both);
             });
-            // Write what was read one round-trip time later, in order.
+            // Write each reply one round-trip time after it was read, in order.
             let (sent, due) = std::sync::mpsc::channel::<(Instant, Vec<u8>)>();
             let mut replies = gateway.try_clone().unwrap();
             let deaf = deaf.clone();
@@ -74,7 +74,7 @@ impl Relay {
         format!("redis://{}", self.address)
     }
 
-    /// Redirect to another server and close all open connections.
+    /// Redirect new connections to another server, and close all open connections.
     pub fn redirect_to(&self, port: u16) {
         self.server.store(port, Ordering::SeqCst);
         for stream in self.streams.lock().unwrap().drain().flat_map(|(_, both)| both) {
@@ -82,7 +82,7 @@ impl Relay {
         }
     }
 
-    /// Drop replies of Redis, or stop dropping them.
+    /// Start or stop dropping the replies of Redis.
     pub fn drop_replies(&self, lose: bool) {
         self.losing.store(lose, Ordering::SeqCst);
     }

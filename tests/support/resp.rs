@@ -1,4 +1,4 @@
-//! A fake Redis that speaks the protocol and replies as the test says.
+//! A fake Redis that speaks the Redis protocol and sends the replies that the test chooses.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,9 +10,9 @@ use super::upstream::serve;
 /// A received command.
 #[derive(Debug, Clone)]
 pub struct Command {
-    /// The number of its connection, from 1.
+    /// The number of the connection, counted from 1.
     pub connection: usize,
-    /// The words. Each byte is a character.
+    /// The words of the command. Each character stands for a byte.
     pub words: Vec<String>,
 }
 
@@ -46,24 +46,24 @@ impl Command {
         self.verdict(0, 1)
     }
 
-    /// Return the packed argument of a script call.
+    /// Return the binary argument of a script call.
     fn argument(&self) -> Vec<u8> {
-        // The shortest script has no argument.
+        // The shortest script call has no argument.
         let argument = self.words.get(3 + self.keys().len()).map_or("", String::as_str);
         argument.chars().map(|byte| byte as u8).collect()
     }
 
-    /// Return the operation of the first request of a script call.
+    /// Return the letter of the first request's operation in a script call.
     pub fn operation(&self) -> Option<char> {
         self.is_script().then(|| self.argument().get(16).map(|letter| char::from(*letter))).flatten()
     }
 
-    /// Return the cost of the first request of a script call at its first limit.
+    /// Return the cost that the first request of a script call charges to its first limit.
     pub fn cost(&self) -> usize {
         packed(&self.argument(), 8 + 25 + 2)
     }
 
-    /// Return the number of limits of each request of a script call.
+    /// Return the number of limits of each request in a script call.
     pub fn requests(&self) -> Vec<usize> {
         let argument = self.argument();
         let number = |at| packed(&argument, at);
@@ -85,7 +85,7 @@ impl Command {
         Answer::Bytes(bulk(&fields))
     }
 
-    /// Return an error reply for each request of a script call.
+    /// Return a reply to a script call in which every request has this error.
     pub fn refused(&self, text: &str) -> Answer {
         let requests = self.requests();
         let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
@@ -98,7 +98,7 @@ impl Command {
         Answer::Bytes(reply)
     }
 
-    /// Return an error reply for the first request of a script call. The others are admitted.
+    /// Return a reply to a script call in which the first request has this error and all others are admitted.
     pub fn first_refused(&self, text: &str) -> Answer {
         let mut reply = b"*3\r\n".to_vec();
         reply.extend(bulk(&self.outcomes(|_| 5)));
@@ -106,19 +106,20 @@ impl Command {
         Answer::Bytes(reply)
     }
 
-    /// Return the reply to a script call that admits each request. `remaining` is by key.
+    /// Return the reply to a script call that admits each request. `remaining` returns the remaining quota for a key.
     pub fn admitted_with(&self, remaining: impl Fn(&str) -> u64) -> Answer {
         Answer::Bytes(bulk(&self.outcomes(remaining)))
     }
 
-    /// Return the reply to a script call for one request that grants each token.
+    /// Return the reply to a script call with one request that grants the full cost.
     pub fn granted_in_full(&self) -> Answer {
         let mut numbers = self.outcomes(|_| 0);
         numbers[1] = self.cost() as f64;
         Answer::Bytes(bulk(&numbers))
     }
 
-    /// Return the reply to a script call for one request that every limit denies for `retry_s` seconds.
+    /// Return the reply to a script call with one request that every limit denies. The retry delay is `retry_s`
+    /// seconds.
     pub fn denied_for(&self, retry_s: u64) -> Answer {
         let retry_us = retry_s as f64 * 1e6;
         let outcome = |_: &String| [0.0, 1.0, 0.0, retry_us, retry_us];
@@ -137,17 +138,17 @@ fn packed(argument: &[u8], at: usize) -> usize {
     f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize
 }
 
-/// Encode numbers as a bulk string, as scripts reply.
+/// Encode numbers as a bulk string, like the replies of the scripts.
 fn bulk(numbers: &[f64]) -> Vec<u8> {
     let head = format!("${}\r\n", 8 * numbers.len());
     head.bytes().chain(numbers.iter().flat_map(|number| number.to_le_bytes())).chain(*b"\r\n").collect()
 }
 
-/// How the server handles a command.
+/// The reply of the fake server to a command.
 pub enum Answer {
-    /// As a healthy server without limits.
+    /// Reply like a healthy server without limits.
     Usual,
-    /// With exactly this reply.
+    /// Reply with exactly this text.
     Text(String),
     Bytes(Vec<u8>),
     Silence,
@@ -167,7 +168,7 @@ pub struct FakeRedis {
 }
 
 impl FakeRedis {
-    /// Start a server that handles each command as `answer` returns.
+    /// Start a server. `answer` chooses the reply to each command.
     pub fn start(answer: impl Fn(&Command) -> Answer + Send + Sync + 'static) -> FakeRedis {
         let (connections, seen) = (Arc::<AtomicUsize>::default(), Arc::<Mutex<Vec<_>>>::default());
         let (count, record) = (connections.clone(), seen.clone());
@@ -200,29 +201,29 @@ impl FakeRedis {
         format!("redis://{}", self.address)
     }
 
-    /// Return the number of connections so far.
+    /// Return the number of connections that were opened so far.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
     }
 
-    /// Return the script calls of requests so far, without probes.
+    /// Return the script calls with requests so far, without probes.
     pub fn calls(&self) -> Vec<Command> {
         let seen = self.seen.lock().unwrap();
         seen.iter().filter(|command| command.is_script() && !command.is_probe()).cloned().collect()
     }
 
-    /// Return the number of requests in these calls.
+    /// Return the number of requests in all of these calls.
     pub fn requests(&self) -> usize {
         self.calls().iter().map(|call| call.requests().len()).sum()
     }
 
-    /// Return the number of probes of the circuit breaker.
+    /// Return the number of probes of the circuit breaker so far.
     pub fn probes(&self) -> usize {
         self.seen.lock().unwrap().iter().filter(|command| command.is_probe()).count()
     }
 }
 
-/// Read an array of bulk strings. Return `None` at the end of the connection.
+/// Read a command, which is an array of bulk strings. Return `None` at the end of the connection.
 fn command(stream: &mut BufReader<TcpStream>) -> Option<Vec<String>> {
     let count = number(stream, '*')?;
     let word = |_| {

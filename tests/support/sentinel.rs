@@ -1,4 +1,4 @@
-//! A master, two replicas and three Sentinels that watch them.
+//! A master, two replicas, and three Sentinels that monitor them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,12 +7,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::eventually;
 use super::redis::Redis;
 
-/// The name of the master in Sentinel.
+/// The name under which the Sentinels monitor the master.
 pub const NAME: &str = "mymaster";
 
-/// The servers. All of them are killed at the end of the test.
+/// All servers. They are killed at the end of the test.
 pub struct Sentinels {
-    /// The initial master, then its replicas.
+    /// The initial master, followed by its replicas.
     pub nodes: Vec<Redis>,
     pub sentinels: Vec<Redis>,
     _alone: MutexGuard<'static, ()>,
@@ -22,7 +22,8 @@ pub struct Sentinels {
 impl Sentinels {
     /// Start all servers and wait until they know each other and all replicas are in sync.
     pub fn start() -> Sentinels {
-        // Seven processes with timers: two groups at once would take each other's delays for failures.
+        // Only one group of servers may run at a time. Two groups of seven processes would delay each other, and the
+        // Sentinels would take the delays for failures.
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = tempfile::tempdir().unwrap();
@@ -37,7 +38,7 @@ impl Sentinels {
                 master.port
             );
             std::fs::write(&file, text).unwrap();
-            // Sentinels write to their configuration file, so each has its own.
+            // A Sentinel writes to its configuration file, so each Sentinel has its own file.
             Redis::start_as(&[file.to_str().unwrap(), "--sentinel"])
         };
         let sentinels = vec![sentinel(), sentinel(), sentinel()];
@@ -47,7 +48,7 @@ impl Sentinels {
         all
     }
 
-    /// Return the URL as the gateway is configured.
+    /// Return a URL with the addresses of all Sentinels.
     pub fn url(&self) -> String {
         let addresses: Vec<_> = self.sentinels.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
         format!("redis+sentinel://{}/{NAME}", addresses.join(","))
@@ -64,7 +65,7 @@ impl Sentinels {
         self.nodes.iter().find(|node| node.port == port).unwrap()
     }
 
-    /// Kill the master with SIGKILL and wait until all Sentinels agree on a new one. Return its port.
+    /// Kill the master with SIGKILL. Wait until all Sentinels agree on a new master. Return its port.
     pub fn fail_over_by_kill(&mut self) -> u16 {
         let old = self.master_port();
         let index = self.nodes.iter().position(|node| node.port == old).unwrap();
@@ -74,11 +75,11 @@ impl Sentinels {
         self.wait_for_another_than(old)
     }
 
-    /// Request a failover from a Sentinel and wait until all agree. Return the port of the new master. The old one
-    /// becomes a replica.
+    /// Request a failover from a Sentinel. Wait until all Sentinels agree on the new master, and return its port. The
+    /// old master becomes a replica.
     pub fn fail_over_by_command(&self) -> u16 {
         let old = self.master_port();
-        // Sentinel rejects the command until the last failover is complete and the replicas have reported.
+        // A Sentinel rejects the command until the last failover is complete and the replicas have reported.
         eventually("a Sentinel begins a failover", || {
             sentinel("FAILOVER").exec(&mut self.sentinels[0].connection()).is_ok()
         });
@@ -95,7 +96,7 @@ impl Sentinels {
         self.master_port()
     }
 
-    /// Wait until every Sentinel could lead a failover.
+    /// Wait until each Sentinel is able to lead a failover.
     fn wait_until_ready(&self) {
         eventually("the Sentinels know each other and both replicas", || {
             self.sentinels.iter().all(|node| {
@@ -113,7 +114,7 @@ impl Sentinels {
     }
 }
 
-/// Start a replica with its files in `folder` and wait until it is in sync.
+/// Start a replica that keeps its files in `folder`. Wait until it is in sync.
 pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
     redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
     let (host, port) = ("127.0.0.1", master.port.to_string());
@@ -122,7 +123,7 @@ pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
     replica
 }
 
-/// Return a command about the master.
+/// Return a SENTINEL command for the master.
 fn sentinel(subcommand: &str) -> redis::Cmd {
     let mut command = redis::cmd("SENTINEL");
     command.arg(subcommand).arg(NAME);

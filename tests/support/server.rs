@@ -1,4 +1,4 @@
-//! An upstream server whose behaviour the test controls: it responds, hangs, resets connections, stops and starts.
+//! An upstream server whose behaviour the test controls: it can respond, hang, reset connections, stop and start again.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -16,7 +16,7 @@ pub enum Behaviour {
     Respond(u16),
     /// Respond after this many ms.
     RespondAfter(u64),
-    /// Respond when the behaviour changes.
+    /// Respond only when the behaviour changes.
     Hang,
     /// Close the connection after reading the request.
     Reset,
@@ -34,13 +34,13 @@ struct Inner {
     /// All requests except health checks.
     seen: Mutex<Vec<Seen>>,
     checks: AtomicUsize,
-    /// Accepted connections, and open connections.
+    /// The number of accepted connections so far, and the number of open connections.
     accepted: AtomicUsize,
     connections: AtomicUsize,
-    /// Requests in flight: now, and the maximum.
+    /// The current number of requests in flight, and its maximum.
     running: AtomicUsize,
     most: AtomicUsize,
-    /// The listener while the server is up.
+    /// The listener, while the server is running.
     open: Mutex<Option<Open>>,
 }
 
@@ -79,11 +79,11 @@ impl Server {
         self.inner.changed.notify_all();
     }
 
-    /// Stop: close open connections and refuse new ones.
+    /// Stop the server: close all open connections and refuse new ones.
     pub fn stop(&self) {
         let Some(open) = self.inner.open.lock().unwrap().take() else { return };
         open.closed.store(true, Ordering::SeqCst);
-        // Wake the accepting thread and wait until the port refuses connections.
+        // Wake the accepting thread. Wait until the port refuses connections.
         while TcpStream::connect(self.address).is_ok() {
             std::thread::yield_now();
         }
@@ -92,7 +92,7 @@ impl Server {
         }
     }
 
-    /// Start again.
+    /// Start the server again on the same address.
     pub fn start_again(&self) {
         open(&self.inner, self.address);
     }
@@ -127,7 +127,7 @@ impl Server {
         self.inner.running.load(Ordering::SeqCst)
     }
 
-    /// Count the values of a header.
+    /// Count how often each value of a header occurred in the requests.
     pub fn count_values(&self, header: &str, counts: &mut HashMap<String, usize>) {
         for seen in self.inner.seen.lock().unwrap().iter() {
             seen.headers(header).into_iter().for_each(|id| *counts.entry(id.to_owned()).or_default() += 1);

@@ -29,7 +29,7 @@ use super::MAX_WAIT;
 use super::redis::Redis;
 
 pub const SECOND: u64 = 1_000_000;
-/// A whole number of minutes, in 2027.
+/// A full minute, in 2027, in µs since the Unix epoch.
 pub const START: u64 = 30_000_000 * 60 * SECOND;
 pub const ALIGNED: WindowStart = WindowStart::Aligned { phase: 0 };
 
@@ -47,7 +47,7 @@ impl Stores {
         Stores { memory: MemoryStore::new(1_000_000, clock.clone()), redis, clock }
     }
 
-    /// Call both stores. They must agree in every field.
+    /// Call both stores. Assert that their verdicts are equal in every field.
     pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         let script = call(&self.redis, operation, charges).await.unwrap();
         let model = self.memory.decide(operation, charges);
@@ -60,17 +60,18 @@ impl Stores {
         script
     }
 
-    /// Check one token of one limit.
+    /// Check one token of one limit in both stores.
     pub async fn check(&self, limit: &Limit) -> Outcome {
         self.call(Operation::Check, &[limit.charge(1, 1)]).await.outcomes[0]
     }
 
-    /// Check several requests at once.
+    /// Check several requests at once in both stores.
     pub async fn check_all(&self, requests: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
         all(requests.iter().map(|charges| self.call(Operation::Check, charges))).await
     }
 
-    /// Return what charges would get at another instant, without writing: each group separately, all at once.
+    /// Return the verdicts for groups of charges at another time, without charging them. The groups are independent and
+    /// in flight together.
     pub async fn peek(&self, at: u64, groups: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
         let now = self.clock.now_us();
         self.clock.set(at);
@@ -80,7 +81,7 @@ impl Stores {
     }
 }
 
-/// Call a server within its timeout.
+/// Call a Redis store, with its timeout.
 pub async fn call(store: &ServerStore, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
     store.call(monotonic() + store.timeout(), false, operation, charges).await
 }
@@ -100,7 +101,7 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
     waiting.into_iter().filter_map(|(_, output)| output).collect()
 }
 
-/// Return a store on a server that loads its scripts on NOSCRIPT.
+/// Return a Redis store. It loads its scripts when the server replies NOSCRIPT.
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
@@ -144,7 +145,7 @@ pub fn concurrency(limit: u64, lease: u64) -> Rule {
     Rule::Concurrency(Concurrency { limit, ttl: lease })
 }
 
-/// Return each algorithm that counts over time with this quota. The calendar one has `limit` per year.
+/// Return each algorithm that counts over time, with this quota. The calendar window has `limit` per year.
 pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     [
         ("token-bucket", bucket(limit, length, limit)),
@@ -157,7 +158,7 @@ pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     ]
 }
 
-/// Return the largest and most unusual limits that can be configured.
+/// Return the largest and the most unusual limits that the configuration accepts.
 pub fn extremes() -> Vec<Rule> {
     let numbers = (0..16).map(|power| 10u64.pow(power)).chain((0..53).map(|bit| 1 << bit));
     let counts: Vec<_> = numbers.flat_map(|n| [n.saturating_sub(1), n, n + 1, n / 7 * 9]).collect();
@@ -167,7 +168,7 @@ pub fn extremes() -> Vec<Rule> {
         let quotas = || {
             counts.iter().filter(|count| (1..EXACT_INTEGER_LIMIT).contains(*count)).map(|count| quota(*count, window))
         };
-        // The largest accepted limits are the ones that may overflow.
+        // Take the largest accepted limits, because they may cause an overflow.
         let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
             let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
             accepted.sort_by_key(Rule::capacity);
@@ -187,7 +188,7 @@ pub fn extremes() -> Vec<Rule> {
     rules
 }
 
-/// Change the quota of a rule, not its shape.
+/// Change the quota of a rule. The shape of its state does not change.
 pub fn resize(rule: &mut Rule, size: u64) {
     match rule {
         Rule::TokenBucket(rule) => rule.burst = size,
@@ -199,13 +200,13 @@ pub fn resize(rule: &mut Rule, size: u64) {
     }
 }
 
-/// Return the longest time after which a state that never exceeded its limit has no effect, µs.
+/// Return the longest time in µs until a state that never exceeded its limit has no effect.
 pub fn longest_reset(rule: &Rule) -> u64 {
     const HOUR: u64 = 3600 * SECOND;
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
         Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(windows), .. }) => {
-            // The end of daylight saving time makes a day, week, month or year longer.
+            // The end of daylight saving time makes a day, a week, a month or a year one hour longer.
             let days = match windows.to_string().split('@').next() {
                 Some("day") => 1,
                 Some("week") => 7,
@@ -222,10 +223,10 @@ pub fn longest_reset(rule: &Rule) -> u64 {
     }
 }
 
-/// Totals by limit, identity and day.
+/// Usage totals by limit, identity and day.
 pub type Totals = BTreeMap<(String, u128, String), i64>;
 
-/// Return all totals in a Redis.
+/// Return all usage totals in a Redis server.
 pub fn usage_in_redis(server: &Redis, prefix: &str) -> Totals {
     let mut connection = server.connection();
     let mut totals = Totals::new();
@@ -244,7 +245,7 @@ pub fn usage_in_redis(server: &Redis, prefix: &str) -> Totals {
     totals
 }
 
-/// Return the totals of limits in a memory store.
+/// Return the usage totals of these limits in a memory store.
 pub fn usage_in_memory(store: &MemoryStore, limits: &[Limit]) -> Totals {
     let query = UsageQuery {
         limits: limits.iter().map(|limit| limit.bucket.limit_name().into()).collect(),
@@ -258,7 +259,7 @@ pub fn usage_in_memory(store: &MemoryStore, limits: &[Limit]) -> Totals {
     rows.map(|row| ((row.limit.into(), row.identity, row.date.to_string()), row.cost)).collect()
 }
 
-/// Assert that the totals of the scripts are those of the model, which forgets days after 400 days.
+/// Assert that the totals of the scripts equal those of the model. The model deletes totals after 400 days.
 pub fn assert_same_totals(mut scripts: Totals, mut model: Totals, what: &str) {
     let date = |day: &str| day.parse::<Date>().unwrap();
     let Some(newest) = model.keys().map(|(.., day)| date(day)).max() else {
@@ -270,12 +271,12 @@ pub fn assert_same_totals(mut scripts: Totals, mut model: Totals, what: &str) {
     assert_eq!(scripts, model, "{what}");
 }
 
-/// A limit for tests: a rule and a name.
+/// A limit for tests, with its name and its rule.
 #[derive(Debug)]
 pub struct Limit {
     pub rule: Rule,
     pub bucket: StateName,
-    /// The days by which the cost is totalled.
+    /// The days for which usage is totalled, or `None` if usage is not counted.
     pub usage: Option<Arc<UsageDays>>,
 }
 
@@ -297,7 +298,7 @@ impl Limit {
         }
     }
 
-    /// Return the Redis key of an identity.
+    /// Return the Redis key of an identity's state.
     pub fn key(&self, prefix: &str, identity: u128) -> Vec<u8> {
         let mut key = Vec::new();
         self.charge(identity, 0).key.write(prefix, &mut key);
@@ -305,8 +306,8 @@ impl Limit {
     }
 }
 
-/// Return limits whose keys for the first `identities` identities are in different shards of the memory store:
-/// sweeping a shard deletes other keys, and the clock may go back.
+/// Return limits whose keys for the first `identities` identities are in different shards of the memory store.
+/// Otherwise, sweeping a shard could delete a state that has an effect again after the clock is set back.
 pub fn apart(rules: Vec<Rule>, identities: u128) -> Vec<Limit> {
     let mut shards = HashSet::new();
     let mut numbers = 0..;

@@ -1,4 +1,4 @@
-//! Upstreams with TLS that record their handshakes.
+//! Upstreams with TLS that record the handshakes of their clients.
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -15,14 +15,14 @@ use super::certificates::{Authority, Pair};
 /// The server side of a connection.
 pub type Stream = StreamOwned<ServerConnection, TcpStream>;
 
-/// A completed handshake.
+/// A completed TLS handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Handshake {
     /// The server name (SNI).
     pub name: Option<String>,
     pub protocol: Option<String>,
     pub resumed: bool,
-    /// The client certificate.
+    /// The client's certificate, if it sent one.
     pub client: Option<CertificateDer<'static>>,
 }
 
@@ -33,7 +33,7 @@ pub struct TlsUpstream {
 }
 
 impl TlsUpstream {
-    /// Accept connections, complete the handshake and run `connection` in a new thread for each.
+    /// Accept connections. For each, complete the TLS handshake and run `connection` in a new thread.
     pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> TlsUpstream {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -47,7 +47,7 @@ impl TlsUpstream {
                     let mut stream = Stream::new(ServerConnection::new(config).unwrap(), stream);
                     while stream.conn.is_handshaking() {
                         if stream.conn.complete_io(&mut stream.sock).is_err() {
-                            // Closing with unread data causes a reset, which may overtake the alert.
+                            // Closing with unread data causes a reset, which may overtake the TLS alert.
                             let _ = stream.sock.shutdown(Shutdown::Write);
                             let _ = io::copy(&mut stream.sock, &mut io::sink());
                             return;
@@ -61,7 +61,7 @@ impl TlsUpstream {
         TlsUpstream { address, handshakes }
     }
 
-    /// Return the handshakes so far.
+    /// Return all completed handshakes so far.
     pub fn handshakes(&self) -> Vec<Handshake> {
         self.handshakes.lock().unwrap().clone()
     }
@@ -76,7 +76,8 @@ pub fn shake(connection: &ServerConnection) -> Handshake {
     }
 }
 
-/// Return a server configuration: certificate, trust roots for clients, TLS versions, ALPN protocols.
+/// Return a server configuration with its certificate, the CA for client certificates, the ALPN protocols and the TLS
+/// versions.
 pub fn server(
     shows: &Pair,
     wants: Option<&Authority>,

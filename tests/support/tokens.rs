@@ -1,4 +1,4 @@
-//! Keys of a JWT issuer and signed tokens, made without the JWT library of the gateway.
+//! Keys of a JWT issuer and signed tokens. They are made without the JWT library that the gateway uses.
 
 use aws_lc_rs::encoding::{AsDer, PublicKeyX509Der};
 use aws_lc_rs::hmac;
@@ -63,9 +63,9 @@ impl Key {
         }
     }
 
-    /// Return encodings of the public RSA key that a careless verifier might use as an HMAC secret.
+    /// Return encodings of the public RSA key. A careless verifier might use one of them as an HMAC secret.
     pub fn public_forms(&self) -> Vec<(&'static str, Vec<u8>)> {
-        let Pair::Rsa(pair) = &self.pair else { panic!("an RSA key is needed") };
+        let Pair::Rsa(pair) = &self.pair else { panic!("the key is not an RSA key") };
         let spki: PublicKeyX509Der<'_> = pair.public_key().as_der().unwrap();
         let text = STANDARD.encode(spki.as_ref());
         let lines: Vec<_> = text.as_bytes().chunks(64).map(|line| std::str::from_utf8(line).unwrap()).collect();
@@ -96,7 +96,7 @@ impl Key {
         self.token_with(&json!({ "typ": "JWT", "alg": self.algorithm(), "kid": self.id }), claims)
     }
 
-    /// Return a token with any header.
+    /// Return a token with this header.
     pub fn token_with(&self, head: &Value, claims: &Value) -> String {
         signed(head, claims, |message| self.signature(message))
     }
@@ -107,14 +107,14 @@ pub fn key_set(keys: &[&Key]) -> String {
     json!({ "keys": keys.iter().map(|key| key.jwk()).collect::<Vec<_>>() }).to_string()
 }
 
-/// Return a token whose signature is `sign` of header and claims.
+/// Return a token. `sign` computes its signature from the header and the claims.
 pub fn signed(head: &Value, claims: &Value, sign: impl FnOnce(&[u8]) -> Vec<u8>) -> String {
     let message = format!("{}.{}", encode(head.to_string()), encode(claims.to_string()));
     let signature = sign(message.as_bytes());
     format!("{message}.{}", encode(signature))
 }
 
-/// Return HMAC-SHA-256.
+/// Return the HMAC-SHA-256 of a message.
 pub fn hs256(secret: &[u8], message: &[u8]) -> Vec<u8> {
     hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, secret), message).as_ref().to_vec()
 }
@@ -124,7 +124,7 @@ pub fn encode(bytes: impl AsRef<[u8]>) -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
-/// Return the Unix time in `seconds` from now.
+/// Return the Unix time `seconds` from now.
 pub fn in_seconds(seconds: i64) -> i64 {
     std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs() as i64 + seconds
 }

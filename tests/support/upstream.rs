@@ -1,4 +1,4 @@
-//! Upstreams: one that records requests and responds, and raw sockets.
+//! Upstreams for tests: one that records requests and sends responses, and raw sockets.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 /// A recorded request.
 #[derive(Debug, Clone)]
 pub struct Seen {
-    /// The head up to the empty line.
+    /// The request line and the headers, including the empty line.
     pub head: String,
     pub body: Vec<u8>,
 }
@@ -26,9 +26,9 @@ impl Seen {
 /// An upstream. Its threads end with the test process.
 pub struct Upstream {
     pub address: SocketAddr,
-    /// Complete requests.
+    /// All complete requests.
     pub seen: Arc<Mutex<Vec<Seen>>>,
-    /// All heads, with or without a complete body.
+    /// The headers of all requests, even if their body is incomplete.
     pub heads: Arc<Mutex<Vec<String>>>,
 }
 
@@ -84,7 +84,7 @@ pub fn serve(connection: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAd
     address
 }
 
-/// Read a head up to the empty line.
+/// Read the request line and the headers up to the empty line. Return `None` if the connection is closed first.
 pub fn read_head(stream: &mut impl Read) -> Option<String> {
     let mut head = Vec::new();
     let mut byte = [0];
@@ -128,7 +128,7 @@ fn read_body(stream: &mut impl Read, head: String) -> Option<Seen> {
     Some(seen)
 }
 
-/// Start an upstream whose responses begin and never end.
+/// Start an upstream whose responses begin but never end.
 pub fn endless() -> SocketAddr {
     serve(|mut stream| {
         if read_head(&mut stream).is_some() {

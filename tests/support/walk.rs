@@ -1,4 +1,4 @@
-//! Walks through a document as its reader: writes the files, runs the commands and compares their output.
+//! Follows a document as a reader does: it writes the files, runs the commands and compares their output.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,10 +17,10 @@ use super::MAX_WAIT;
 use super::gateway::binary;
 use super::pages::{are_like, blocks};
 
-/// The ports in the documents. Each walk replaces them by free ones.
+/// The ports in the documents. Each walk replaces them with free ports.
 const PORTS: [&str; 5] = ["8080", "8081", "9000", "9180", "6379"];
 
-/// What the commands write to.
+/// Where the commands write their output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Output {
     Pipe,
@@ -28,7 +28,8 @@ pub enum Output {
 }
 
 impl Output {
-    /// Return a new pipe or pseudo terminal: the end to read from, and the ends for standard output and error.
+    /// Open a pipe or a pseudo terminal. Return the end for reading, and the two ends for standard output and standard
+    /// error.
     fn open(self) -> (Box<dyn Read + Send>, [Stdio; 2]) {
         match self {
             Output::Pipe => {
@@ -49,7 +50,7 @@ impl Output {
     }
 }
 
-/// One reader with a working directory.
+/// A reader of the documentation, with a working directory.
 pub struct Walk {
     output: Output,
     directory: tempfile::TempDir,
@@ -71,9 +72,10 @@ impl Walk {
         self.directory.path()
     }
 
-    /// Write a file into the directory.
+    /// Write a file to the working directory.
     pub fn put(&self, name: &str, text: &str) {
-        // The output must not depend on the load of this machine: with the default 50 ms a call may time out.
+        // Set a longer timeout: with the default of 50 ms, a call may time out on a busy machine, which would change
+        // the output.
         let mut text = self.with_ports(text);
         if text.contains("\nurl = \"redis") {
             text = text.replace("[store]\n", "[store]\ntimeout = \"5s\"\n");
@@ -83,7 +85,8 @@ impl Walk {
         std::fs::write(path, text).unwrap();
     }
 
-    /// Follow the document. `instead` may return another command, or `None` to skip one.
+    /// Follow a document. `instead` returns the command to run instead of a command, or `None` to skip it. Return the
+    /// number of commands that were run.
     pub fn through(&mut self, document: &str, mut instead: impl FnMut(&str) -> Option<String>) -> usize {
         let mut typed = 0;
         for block in blocks(document) {
@@ -111,7 +114,7 @@ impl Walk {
                 let (mut child, reader) = self.spawn(&command);
                 let said: Vec<_> = lines_of(reader).collect();
                 let alike = are_like(&said.iter().map(String::as_str).collect::<Vec<_>>(), &expected);
-                // A page without output only requires that the command succeeds.
+                // If the page shows no output, the command only has to succeed.
                 let succeeded = child.wait().unwrap().success();
                 assert!(alike || (expected.is_empty() && succeeded), "{}", wrong(&said.join("\n")));
             }
@@ -129,7 +132,7 @@ impl Walk {
         }
     }
 
-    /// Start a command that runs until the end of the walk. Return its output from now on.
+    /// Start a command that runs until the end of the walk. Return the output that it writes, which grows.
     fn start(&mut self, command: &str) -> Arc<Mutex<Vec<String>>> {
         let (child, reader) = self.spawn(&format!("exec env {command}"));
         self.running.push(child);
@@ -141,7 +144,8 @@ impl Walk {
         said
     }
 
-    /// Run a command in a shell. Return what it writes to standard output and error, unless it redirects them.
+    /// Run a command in a shell. Return a reader of its standard output and standard error, unless the command
+    /// redirects them.
     fn spawn(&self, command: &str) -> (Child, Box<dyn Read + Send>) {
         let (reader, [output, error]) = self.output.open();
         let mut shell = Command::new("sh");
@@ -167,13 +171,13 @@ impl Drop for Walk {
     }
 }
 
-/// Return the lines as a person sees them, without colors. A pseudo terminal ends with an error.
+/// Return lines as a person sees them, without colors. Reading from a pseudo terminal ends with an error.
 fn lines_of(reader: Box<dyn Read + Send>) -> impl Iterator<Item = String> {
     let lines = BufReader::new(reader).lines().map_while(Result::ok);
     lines.map(|line| anstream::adapter::strip_str(line.trim_end_matches('\r')).to_string())
 }
 
-/// Convert a log line to the text format of a terminal.
+/// Convert a JSON log record to the text format that the gateway uses on a terminal.
 fn as_on_a_terminal(line: String) -> String {
     let Ok(entry) = serde_json::from_str::<Value>(&line) else { return line };
     match (&entry["timestamp"], &entry["level"], &entry["message"]) {
@@ -182,8 +186,8 @@ fn as_on_a_terminal(line: String) -> String {
     }
 }
 
-/// Return ports below the ephemeral range, so that the kernel assigns none of them to others. None contains a port of
-/// the documents as a substring.
+/// Return free ports below the ephemeral range, so that the kernel does not assign them to other sockets. No port
+/// contains a port of the documents as a substring.
 fn free_ports(count: usize) -> Vec<u16> {
     static WALKS: AtomicU16 = AtomicU16::new(0);
     let begin = 21_000 + (std::process::id() % 40) as u16 * 100;

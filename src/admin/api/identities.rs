@@ -21,20 +21,21 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// The identity that a request to the API names, either by its hash or by the values of its parts.
+/// The identity in a request to the API: its hash or the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
     /// 32 hexadecimal digits, as in `/api/top`, in Redis keys and in the access log.
     Hash(String),
-    /// A value for each part of the limit's `by`, as in `{"api-key": "acme"}`.
+    /// A value for each part of the limit's `by`, such as `{"api-key": "acme"}`.
     Parts(IdentityInput),
 }
 
 impl IdentityQuery {
     /// Parse the remaining query parameters: `identity=HASH`, or one parameter for each part.
     ///
-    /// # Errors The parameter `identity` is combined with parameters for the parts of an identity.
+    /// # Errors
+    /// The parameter `identity` is combined with parameters for the parts of an identity.
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
@@ -60,7 +61,8 @@ impl IdentityQuery {
             IdentityQuery::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
                     ApiError::bad_request(
-                        "`identity` must be 32 hexadecimal digits, as in `/api/top`, or an object with a value for each part",
+                        "`identity` must be a hash of 32 hexadecimal digits, as in `/api/top`, or an object with a \
+                         value for each source in `by`",
                     )
                 })?;
                 let caller = consumer_of_hash(identity, compiled, context, consumers);
@@ -87,8 +89,8 @@ impl IdentityQuery {
     }
 }
 
-/// Find the consumer that a hash belongs to. A consumer cannot be computed from a hash, so the hash of each consumer is
-/// compared. Only limits whose `by` is the API key alone have such hashes.
+/// Find the consumer that a hash belongs to. A hash cannot be inverted, so it is compared with the hash of each
+/// consumer. This is possible only for limits whose `by` is the API key alone.
 fn consumer_of_hash(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -111,7 +113,7 @@ fn consumer_of_hash(
 /// Find a limit by its name.
 ///
 /// # Errors
-/// The error is 404 if no limit has this name.
+/// No limit has this name. The status is 404.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
     context
         .config
@@ -151,14 +153,17 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     let limits = &context.config.limits;
     let identity_query = IdentityQuery::from_query(query)?;
     let consumers = context.config.auth.consumers();
-    // If `limit` is given, the identity must fit that limit. Otherwise select the limits whose parts are all given.
+    // If the query has `limit`, the identity must match the `by` of that limit. Otherwise, select the limits for which
+    // the query has a value for each part of `by`.
     let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
             let compiled = find_limit(context, name)?;
             vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
         }
         (None, IdentityQuery::Hash(_)) => {
-            return Err(ApiError::bad_request("`limit` is missing: each limit has its own hashes of identities"));
+            return Err(ApiError::bad_request(
+                "`limit` is missing: the hash of an identity is valid only for one limit",
+            ));
         }
         (None, IdentityQuery::Parts(input)) => {
             let unknown_label =
@@ -183,7 +188,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
         }
     };
     if resolved_limits.is_empty() {
-        return Err(ApiError::bad_request("no limit counts by exactly these parts"));
+        return Err(ApiError::bad_request("no limit counts by exactly this combination of parts"));
     }
     let statuses =
         resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));
@@ -251,8 +256,8 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.auth.consumers();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // Clear the states of all variants of the limit (default, tiers, consumers), because variants with different
-    // windows have separate states.
+    // Clear the counters of all variants of the limit (default, tiers, consumers), because variants with different
+    // windows have separate counters.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()
@@ -286,9 +291,9 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
 
 // === `/api/overrides`: list, set and remove temporary quota overrides of single identities ===
 
-/// Maximum `ttl`. Longer overrides belong in the configuration.
+/// Maximum `ttl`: 31 days. A longer change of a quota belongs in the configuration.
 const MAX_TTL: Duration = Duration::from_secs(31 * 86_400);
-/// Minimum `ttl`: other gateways need some seconds to read an override.
+/// Minimum `ttl`. It exists because other gateways need some seconds to read an override.
 const MIN_TTL: Duration = Duration::from_secs(5);
 
 /// Maximum length of `note`, in bytes.

@@ -1,8 +1,8 @@
-// Requests to this gateway. The admin token is stored for this tab only and sent to no other host.
+// Requests to this gateway. The admin token is stored only for this browser tab, and is sent to no other host.
 
 const TOKEN_KEY = "sluicegate-token";
 
-/** Whether `admin.token` is configured. Then requests need the token, and changes are possible. */
+/** Whether `admin.token` is configured. If so, requests need the token, and changes are possible. */
 export const hasToken = document.body.dataset.token === "required";
 
 export const token = () => sessionStorage.getItem(TOKEN_KEY);
@@ -19,7 +19,10 @@ export class ApiError extends Error {
   }
 }
 
-/** Send a request. The default method is POST with a `body`, otherwise GET. Throw an `ApiError` unless the status is 2xx. */
+/**
+ * Send a request. The default method is POST if there is a `body`, otherwise GET. Throw an `ApiError` unless the status
+ * is 2xx.
+ */
 export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const headers = {};
   if (token()) headers.authorization = `Bearer ${token()}`;
@@ -34,7 +37,10 @@ export async function request(path, { body, signal, method = body ? "POST" : "GE
   throw new ApiError(response.status, isProblem ? JSON.parse(text).detail : text);
 }
 
-/** Read server-sent events until the stream ends: `onEvent(name, data)`. Abort after `timeoutMs` without data. */
+/**
+ * Read server-sent events until the stream ends, and call `onEvent(name, data)` for each. Abort after `timeoutMs`
+ * without data.
+ */
 export async function subscribe(path, onEvent, timeoutMs = 10_000) {
   const abort = new AbortController();
   let timer;

@@ -1,22 +1,22 @@
-// Charts over a time range: scalable SVG for lines and areas, HTML for the texts beside them.
+// Charts over a time range. Lines and areas are SVG, which scales with the page. Texts are HTML.
 
 import { find, formatNumber, formatTime, make, makeSvg, setText } from "./dom.js";
 
 const [WIDTH, HEIGHT] = [900, 100];
-/** A gap of this many sample lengths interrupts a line. */
+/** A line is interrupted if samples are missing for this many times the length of a sample. */
 const GAP_LENGTHS = 3;
 /** A value is an outlier if it exceeds this multiple of the 95th percentile of all values, for a short time only. */
 const OUTLIER_FACTOR = 2.5;
 const MAX_OUTLIER_SAMPLES = 2;
-/** Minimum number of values for a percentile that is not an outlier itself. */
+/** With fewer values, no value is treated as an outlier, because the 95th percentile could be an outlier itself. */
 const MIN_VALUES = 30;
 /** Maximum number of marks above a chart. */
 const MAX_MARKS = 40;
 
-/** All charts: they share the time under the pointer. */
+/** All charts of the page. They all show the values at the time under the pointer. */
 const charts = [];
 
-/** Return the distance of the grid lines and the maximum of a scale that contains a value. */
+/** Return a scale from 0 to at least `value`: the distance of its grid lines and its maximum. */
 function niceScale(value) {
   const rough = Math.max(value, 1) / 4;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -24,14 +24,17 @@ function niceScale(value) {
   return { step, maximum: step * Math.ceil(Math.max(value, 1) / step - 1e-9) };
 }
 
-/** Return the maximum that a chart has to show. A few outliers do not count, so that they do not flatten the rest. */
+/**
+ * Return the maximum that a chart has to show. Short outliers are ignored, so that they do not flatten the other
+ * values.
+ */
 function shownMaximum(values) {
   const maximum = values.reduce((max, value) => Math.max(max, value), 0);
   if (values.length < MIN_VALUES) return maximum;
   const usual = values.toSorted((a, b) => a - b)[Math.floor(values.length * 0.95) - 1];
   const isHigh = (value) => value > usual * OUTLIER_FACTOR;
   if (!usual || !isHigh(maximum)) return maximum;
-  // Values that stay high are a burst, and shown.
+  // High values in more than `MAX_OUTLIER_SAMPLES` consecutive samples are no outliers.
   let [shown, run] = [0, []];
   for (const value of values) {
     run = isHigh(value) ? [...run, value] : [];
@@ -58,19 +61,19 @@ function splitRuns(samples, read) {
   return runs;
 }
 
-/** Return functions that convert times and values to coordinates. */
+/** Return functions that convert times and values to SVG coordinates. */
 function coordinates(end, rangeMs, maximum) {
   const x = (at) => Math.max(0, WIDTH * (1 - (end - at) / rangeMs)).toFixed(1);
   const y = (value) => (HEIGHT * (1 - Math.min(value / maximum, 1))).toFixed(1);
   return { x, y };
 }
 
-/** Return the path of a line through the runs. A run starts at the beginning of its first sample. */
+/** Return the SVG path of a line through the runs. A run starts at the beginning of its first sample. */
 function linePath(runs, { x, y }) {
   return runs.map((run) => `M${x(run[0].start)} ${y(run[0].value)}${run.map((point) => `L${x(point.at)} ${y(point.value)}`).join("")}`).join("");
 }
 
-/** Return the path of the areas between `base` and `value` of the points. */
+/** Return the SVG path of the areas between `base` and `value` of the points. */
 function areaPath(runs, { x, y }) {
   return runs.map((run) => {
     const back = run.toReversed().map((point) => `L${x(point.at)} ${y(point.base)}`).join("");
@@ -78,7 +81,7 @@ function areaPath(runs, { x, y }) {
   }).join("");
 }
 
-/** Return runs for each series, each on top of the one before. */
+/** Return the runs of each series of a stacked chart. Each series is on top of the previous one. */
 function stackRuns(samples, series) {
   const total = (sample, count) => series.slice(0, count).reduce((sum, { read }) => sum + read(sample), 0);
   return series.map((_, index) => splitRuns(samples, (sample) => total(sample, index + 1)).map((run) =>
@@ -96,7 +99,7 @@ function showTimes(element, minutes) {
   }));
 }
 
-/** Show the values at a time in all charts. `null` hides them. */
+/** Show the values at the time `at` in all charts. If `at` is `null`, hide them. */
 function setCursor(at, isSpoken) {
   for (const each of charts) each.showCursor(at);
   if (isSpoken) setText(find("#spoken"), charts.map((each) => each.cursorText()).filter(Boolean).join("; "));

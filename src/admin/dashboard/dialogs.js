@@ -3,8 +3,8 @@
 import { find, setText } from "./dom.js";
 
 /**
- * Show a dialog until its form is submitted and `onSubmit` succeeds, or until it is cancelled. Return the result of
- * `onSubmit`, or `null`.
+ * Show a dialog until `onSubmit` succeeds after the form is submitted, or until the user cancels. Return the result of
+ * `onSubmit`, or `null` if the user cancels.
  */
 function open(dialog, onSubmit) {
   const form = dialog.querySelector("form");
@@ -31,7 +31,7 @@ function open(dialog, onSubmit) {
   });
 }
 
-/** Ask before a change, then make it. Return its result, or `null` if it was cancelled. */
+/** Ask for confirmation, then make a change with `run`. Return its result, or `null` if the user cancels. */
 export function confirmChange({ title, text, button, run }) {
   const dialog = find("#confirm");
   setText(dialog.querySelector("h2"), title);
@@ -40,7 +40,9 @@ export function confirmChange({ title, text, button, run }) {
   return open(dialog, run);
 }
 
-/** Ask for the quota of an override, then set it with `run({ quota, burst, ttl, note })`. Return as `confirmChange` does. */
+/**
+ * Ask for the quota of an override, then set it with `run({ quota, burst, ttl, note })`. Return its result, or `null`.
+ */
 export function askOverride({ title, quota, hasBurst, run }) {
   const dialog = find("#override");
   setText(dialog.querySelector("h2"), title);

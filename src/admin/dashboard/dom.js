@@ -1,4 +1,4 @@
-// DOM and number helpers of the dashboard. Text is inserted as text only, never as markup.
+// Helper functions for DOM elements and for formatting. Text is always inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -18,12 +18,15 @@ export function makeSvg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Set the text of an element if it changed. An unchanged text keeps its selection and is not read out again. */
+/**
+ * Set the text of an element if it changed. An unchanged text keeps its selection, and screen readers do not read it
+ * again.
+ */
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
 
-/** Update a list of terms and values. */
+/** Update a `<dl>` list. A tile is an array `[term, value, class]`. */
 export function updateTiles(list, tiles) {
   while (list.children.length < tiles.length) list.append(make("div", {}, make("dt"), make("dd")));
   tiles.forEach(([term, value, kind = ""], index) => {
@@ -36,7 +39,7 @@ export function updateTiles(list, tiles) {
 
 /**
  * Update a table. A row has a key, cells, and optionally buttons (`actions`). A cell is a text, `{ text, kind }`, or
- * `{ update(td), kind }` for other content. Rows that remain keep their focus.
+ * `{ update(td), kind }` for other content. If a focused row has the same key in `rows`, it keeps the focus.
  */
 export function updateTable(table, rows) {
   const body = table.tBodies[0];
@@ -73,10 +76,10 @@ export function updateTable(table, rows) {
   }
 }
 
-/** Return the text after a quota that counts something else than requests. */
+/** Return the suffix that names the unit of a quota. The suffix is empty if the unit is requests. */
 export const unitText = (unit) => (unit === "requests" || unit === "concurrent-requests" ? "" : ` ${unit}`);
 
-/** Return a cell with the remaining quota as a text and a bar. The bar shows the used part. */
+/** Return a cell with the remaining quota as text and a bar that shows the used part of the quota. */
 export function usageCell(remaining, capacity) {
   const text = `${formatNumber(remaining)} of ${formatNumber(capacity)}`;
   return {
@@ -92,7 +95,7 @@ export function usageCell(remaining, capacity) {
   };
 }
 
-/** Mark the tables that are wider than their place, so that a note says that they scroll. */
+/** Mark the tables that are wider than their container. A note then says that the table scrolls. */
 export function initScrollHints() {
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) {
@@ -114,7 +117,7 @@ export const formatNumber = (value) => (value == null ? "–" : (value < 10 ? sm
 export const formatMs = (value) => (value == null ? "–" : `${formatNumber(value)} ms`);
 export const numberCell = (value) => ({ text: formatNumber(value), kind: value ? "number" : "number zero" });
 
-/** Format a duration in s, min, h or d. */
+/** Format a number of seconds in s, min, h or d. */
 export function formatDuration(seconds) {
   if (seconds == null) return "–";
   if (seconds < 120) return `${formatNumber(seconds)} s`;

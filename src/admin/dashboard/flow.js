@@ -1,8 +1,8 @@
-// Traffic flow: one row per route, from the requests through its limits to the upstream.
+// The traffic flow: one row per route, with its requests, its limits and its upstream.
 
 import { find, formatNumber, make, setText } from "./dom.js";
 
-/** Number of routes that are shown at first. */
+/** Maximum number of routes that are shown before the user selects all routes. */
 const SHOWN_ROUTES = 6;
 const MAX_PIPE_REM = 1.1;
 const MIN_PIPE_REM = 0.1;
@@ -24,7 +24,7 @@ function describeMatch({ methods, hosts, path, path_regex: expression }) {
   return `${methods?.join(" ") ?? ""} ${hosts?.[0] ?? ""}${more}${path ?? expression}`.trim();
 }
 
-/** Return the name and the state of what serves the requests of a route. */
+/** Return the name and the state of the target of a route: its upstreams, or the gateway itself. */
 function describeTarget(route, upstreams) {
   if (route.respond) return { name: "the gateway", state: `responds with ${route.respond.status ?? 200}`, kind: "" };
   if (route.redirect) return { name: "redirect", state: `to ${route.redirect.to ?? route.redirect.scheme}`, kind: "" };
@@ -57,8 +57,8 @@ function updateChips(list, limits, shadow) {
 }
 
 /**
- * Show the routes. `rates` has the requests per second of each route by outcome, `totals` the requests of each route
- * since the start: the busiest routes come first.
+ * Show the routes, the busiest ones first. `rates` contains the requests per second of each route by outcome, `totals`
+ * the number of requests of each route since the start of the gateway.
  */
 export function showFlow(routes, { rates, totals, upstreams, shadow }) {
   const list = find("#lanes");

@@ -1,11 +1,11 @@
-// Identities: inspect and reset usage, set and remove quota overrides, and list the most denied ones.
+// Identities: inspect and reset usage, set and remove quota overrides, and list the identities with the most denials.
 
 import { hasToken, request } from "./api.js";
 import { askOverride, confirmChange } from "./dialogs.js";
 import { find, formatDuration, formatNumber, numberCell, setText, unitText, updateTable, usageCell } from "./dom.js";
 
 const HASH = /^[0-9a-f]{32}$/i;
-/** Number of most denied identities that are shown. */
+/** Maximum number of top denied identities that are shown. */
 const SHOWN_DENIED = 10;
 
 /** Parse the identity field into query parameters: a hash, or PART=VALUE pairs whose values may contain spaces. */
@@ -32,7 +32,7 @@ function overrideText(override) {
 
 const isDenied = ({ decision }) => decision === "denied" || decision === "cost_too_large";
 
-/** Show the usage of the identity in the form. Return a summary. */
+/** Show the usage of the identity in the form. Return a summary as text. */
 async function showUsage() {
   const limits = await getUsage(parseIdentity(find("#limit").value, find("#identity").value.trim()));
   updateTable(find("#usage table"), limits.map((usage) => ({
@@ -108,7 +108,7 @@ async function showResult(action) {
   }
 }
 
-/** Inspect an identity of another table. */
+/** Put a limit and an identity of another table into the form, and show the usage. */
 export function inspect(limit, identity) {
   find("#limit").value = limit;
   find("#identity").value = identity;
@@ -120,13 +120,13 @@ export function inspect(limit, identity) {
 /** Return the parts of an identity as text. */
 export const clientName = (parts) => Object.entries(parts).map(([part, value]) => `${part}=${value ?? "(hidden)"}`).join(" ");
 
-/** Show the most denied identities, with their remaining quota. */
+/** Show the identities with the most denials, and their remaining quota. */
 export async function showTopDenied() {
   const { limits } = await (await request("api/top")).json();
   const denied = limits.flatMap(({ limit, shadow, identities }) => identities.map((each) => ({ limit, shadow, ...each })));
   denied.sort((a, b) => b.denied_at_most - a.denied_at_most);
   const shown = denied.slice(0, SHOWN_DENIED);
-  // The list stays if the store fails.
+  // If the store is unavailable, show the identities without their usage.
   const usages = await Promise.all(shown.map(({ limit, identity }) =>
     getUsage(new URLSearchParams({ limit, identity })).then(([usage]) => usage, () => null)));
   updateTable(find("#denied table"), shown.map((each, index) => {
@@ -158,7 +158,7 @@ export async function showTopDenied() {
   setText(find("#more-denied"), `${formatNumber(hidden)} more identities were denied less often: GET /api/top has them.`);
 }
 
-/** Show the overrides that are set. */
+/** Show the active overrides. */
 export async function showOverrides() {
   const { overrides, store_error: storeError } = await (await request("api/overrides")).json();
   updateTable(find("#overrides table"), overrides.map((override) => ({

@@ -1,11 +1,11 @@
-// The table of limits: quotas, rates and a small chart for each.
+// The table of limits, which has the quotas, the rates and a small chart of each limit.
 
 import { sparklineCell } from "./chart.js";
 import { find, formatNumber, make, numberCell, setText, unitText, updateTable } from "./dom.js";
 
 const asList = (value) => (Array.isArray(value) ? value : value == null ? [] : [value]);
 
-/** Update the elements with a class in a cell. */
+/** Update the lines of a cell. A line is an array `[text, class]`. */
 function updateLines(cell, lines) {
   while (cell.children.length > lines.length) cell.lastChild.remove();
   lines.forEach(([text, kind], index) => {
@@ -17,7 +17,9 @@ function updateLines(cell, lines) {
 
 const quotaText = ({ quota, burst }, unit, fallback) => `${quota ?? fallback}${unitText(unit)}${burst ? `, burst ${formatNumber(burst)}` : ""}`;
 
-/** Show a row for each limit. `before` are the limits of an earlier event, `elapsed` the seconds since then. */
+/**
+ * Show a row for each limit. `before` contains the limits of an earlier event, `elapsed` the seconds since that event.
+ */
 export function showLimits(limits, { before, elapsed, configuration, intervals, range }) {
   const earlier = new Map(before.map(({ limit, decisions }) => [limit, decisions]));
   updateTable(find("#limits table"), limits.map(({ limit, quota, unit, shadow, decisions }) => {

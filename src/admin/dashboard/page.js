@@ -1,4 +1,4 @@
-// The dashboard: subscribes to the events of the gateway and shows them.
+// The main script of the dashboard, which subscribes to the events of the gateway and shows their data.
 
 import { clearToken, hasToken, isValidToken, request, storeToken, subscribe, token } from "./api.js";
 import { chart } from "./chart.js";
@@ -12,7 +12,7 @@ import { clearTokens, showTokens, showTopCosts } from "./tokens.js";
 const RATE_SECONDS = 10;
 const LISTS_INTERVAL_MS = 5000;
 const MAX_RETRY_DELAY_MS = 8000;
-/** The values are stale this long after the last event. The gateway sends one per second. */
+/** The values are marked as stale this long after the last event. The gateway sends one event per second. */
 const STALE_AFTER_MS = 4000;
 const STALE_CHECK_MS = 500;
 const RANGE_KEY = "sluicegate-range";
@@ -39,13 +39,15 @@ function showStatus(text, kind) {
   find("#status").className = kind;
 }
 
-/** Return the selected time range. It ends with the last second of the gateway. */
+/** Return the selected time range. It ends with the last second that the gateway has sent. */
 function selectedRange() {
   const minutes = Number(find("#range input:checked").value);
   return { end: seconds.at(-1)?.at_ms ?? 0, rangeMs: minutes * 60_000, rangeText: RANGES[minutes] };
 }
 
-/** Return the samples of a range: seconds if the gateway keeps them for so long, otherwise intervals. */
+/**
+ * Return the samples of a time range: seconds if the gateway keeps seconds for the whole range, otherwise intervals.
+ */
 function samplesOf({ end, rangeMs }) {
   const samples = rangeMs <= windows.seconds * 1000 ? seconds : intervals;
   return samples.filter(({ at_ms }) => at_ms > end - rangeMs);
@@ -73,7 +75,7 @@ function showCurrent({ second, connections, health }) {
 /** Return the requests per second between two counts, or `null` without an earlier count. */
 const rateBetween = (later, earlier, elapsed) => (earlier == null || !elapsed ? null : Math.max(0, later - earlier) / elapsed);
 
-/** Show what the last events say about limits, routes and upstreams. */
+/** Show the limits, routes and upstreams with their rates in the most recent events. */
 function showRecent() {
   const event = recentEvents.at(-1);
   if (!event) return;
@@ -98,7 +100,7 @@ function showRecent() {
     rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed))]));
   const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
   updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
-    // The rates are those of the upstream: its first endpoint has them.
+    // The events have rates per upstream, not per endpoint. Show them in the row of its first endpoint.
     const isFirst = endpoints.findIndex(([name]) => name === upstream) === index;
     const rates = isFirst ? upstreamRates.get(upstream) ?? [null, null] : null;
     return {
@@ -130,7 +132,10 @@ function showMinutes() {
   })));
 }
 
-/** Draw everything that depends on the time range. A page in the background is drawn when it becomes visible. */
+/**
+ * Draw everything that depends on the time range. Draw nothing while the page is hidden; it is drawn when it becomes
+ * visible.
+ */
 function draw() {
   if (document.hidden) return;
   const range = selectedRange();
@@ -161,7 +166,7 @@ async function showConfiguration() {
   draw();
 }
 
-/** Grey the values and say since when there are no new ones, or undo that. */
+/** If the values are stale, show them in grey with the time of the last event. Otherwise, show them normally. */
 function showStale() {
   const isStale = lastEventAt != null && !find("#content").hidden && (!isConnected || Date.now() - lastEventAt > STALE_AFTER_MS);
   document.body.classList.toggle("stale", isStale);
@@ -210,7 +215,7 @@ function handleEvent(name, data) {
   draw();
 }
 
-/** Show the sign-in form with a message. Resolve when a token was entered. */
+/** Show the sign-in form with a message. The promise resolves when the user has entered a token. */
 function signIn(message) {
   showStatus("sign-in required", "");
   document.title = "Sign in – Sluicegate";
@@ -233,7 +238,7 @@ function signIn(message) {
   });
 }
 
-/** Follow the event stream. Reconnect with a growing delay when it ends. */
+/** Read the event stream. When it ends, reconnect with a growing delay. */
 async function run() {
   let [delay, message] = [1000, ""];
   for (;;) {

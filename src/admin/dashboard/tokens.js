@@ -1,4 +1,4 @@
-// Limits that count the tokens of LLM APIs: settled cost per minute, and the clients with the highest cost.
+// Limits that count LLM tokens: the settled cost per minute, and the clients with the highest cost.
 
 import { request } from "./api.js";
 import { find, formatNumber, numberCell, updateTable } from "./dom.js";
@@ -6,17 +6,17 @@ import { clientName, inspect } from "./inspect.js";
 
 /** Rates per minute are averages over this many seconds. */
 const WINDOW_SECONDS = 60;
-/** Number of clients that are shown. */
+/** Maximum number of clients that are shown. */
 const SHOWN_CLIENTS = 10;
 
 let samples = [];
 
-/** Forget the samples: the counters may have started again. */
+/** Remove all samples, because a restart of the gateway may have reset the counters. */
 export function clearTokens() {
   samples = [];
 }
 
-/** Take the settled costs of an event, and show what the limits have settled in the last minute. */
+/** Add the settled costs of an event to the samples, and show the settled cost of each limit per minute. */
 export function showTokens({ second, limits }) {
   const counted = limits.filter(({ settled }) => settled != null);
   samples = [...samples, { at_ms: second.at_ms, settled: new Map(counted.map(({ limit, settled }) => [limit, settled])) }]

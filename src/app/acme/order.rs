@@ -1,4 +1,4 @@
-//! An ACME order, from the account to the certificate (RFC 8555 §7.1.6). An order that was interrupted is resumed.
+//! An ACME order, from the account to the certificate (RFC 8555 §7.1.6). Interrupted orders are resumed.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -30,59 +30,59 @@ use crate::upstream::Protocol;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
-/// Maximum number of repetitions of a request whose nonce the CA rejects (RFC 8555 §6.5). In addition, instant-acme
-/// sends each request up to three times.
+/// Maximum number of times that a request is sent while the CA rejects its nonce (RFC 8555 §6.5). In addition,
+/// instant-acme itself sends each request up to three times.
 const MAX_NONCE_RETRIES: u32 = 10;
 
-/// Maximum time for the CA to validate a name and to issue the certificate.
+/// Maximum time in which the CA must validate a name and issue the certificate.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// First and maximum interval between two requests for the state of an order. The interval doubles after each request.
+/// Initial and maximum interval between two polls of an order. The interval doubles after each poll.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
 /// The reason why a certificate was not obtained.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OrderError {
-    /// The CA rejects a request, or cannot be reached.
+    /// The CA rejected a request, or could not be reached.
     #[error("{step}: {error}")]
     Ca {
         /// The request to the CA that failed.
         step: &'static str,
-        /// The error of the CA or of the connection.
+        /// The error from the CA or the connection.
         error: Error,
     },
-    /// The CA could not verify that the gateway controls the DNS name.
+    /// The CA could not validate that the gateway controls the name.
     #[error("the CA could not validate the name: {0}")]
     Invalid(String),
-    /// The CA offers none of the configured kinds of challenges.
+    /// The CA offers none of the configured challenge types.
     #[error("the CA offers none of `acme.challenges`: it offers {0}")]
     NoChallenge(String),
-    /// The CA did not complete the order in time.
+    /// The CA did not complete the order within [`ORDER_TIMEOUT`].
     #[error("the CA did not complete the order within {ORDER_TIMEOUT:?}; the gateway resumes the order later")]
     Timeout,
-    /// The renewal window is invalid (RFC 9773 §4.2).
+    /// The suggested renewal window is invalid (RFC 9773 §4.2).
     #[error("the CA suggests a renewal window that ends before it starts")]
     Window,
-    /// The state of the order cannot be stored.
+    /// A record of the order cannot be stored.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// The issued certificate cannot be used, or the challenge cannot be answered.
+    /// The issued certificate cannot be used, or the gateway cannot respond to the challenge.
     #[error("{0}")]
     Certificate(#[from] TlsError),
-    /// A key or a certificate request cannot be generated.
+    /// A private key or a certificate request cannot be generated.
     #[error("cannot generate a certificate request: {0}")]
     Request(#[from] rcgen::Error),
 }
 
 impl OrderError {
-    /// Return whether the CA has accepted or rejected the order. Only such attempts count towards the rate limits of
-    /// the CA.
+    /// Return whether the CA rejected a request or the order. Only such failures count towards the rate limits of the
+    /// CA.
     pub(super) fn is_verdict(&self) -> bool {
         matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
     }
 }
 
-/// Add the name of the failed request to an error of the CA.
+/// Adds the name of the failed request to an error of the CA.
 trait AtStep<T> {
     fn at(self, step: &'static str) -> Result<T, OrderError>;
 }
@@ -104,20 +104,20 @@ async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> R
     request().await
 }
 
-/// Return whether the error is this problem type of RFC 8555 §6.7.
+/// Return whether the error has this problem type (RFC 8555 §6.7).
 fn is_problem(error: &Error, kind: &str) -> bool {
     let Error::Api(problem) = error else { return false };
     problem.r#type.as_deref().and_then(|text| text.strip_prefix("urn:ietf:params:acme:error:")) == Some(kind)
 }
 
-/// The account at the CA in the form in which it is stored.
+/// The stored form of the account at the CA.
 #[derive(Serialize, Deserialize)]
 struct AccountRecord {
     credentials: AccountCredentials,
     email: Option<Box<str>>,
 }
 
-/// Load the account, or create it if there is none.
+/// Load the account. If there is none, create it.
 ///
 /// # Errors
 /// The CA rejects the account or cannot be reached, or the account cannot be stored.
@@ -130,12 +130,12 @@ pub(super) async fn account(
     let contact: Vec<&str> = contact.iter().map(String::as_str).collect();
     let builder = || Account::builder_with_http(Box::new(client.clone()));
     if let Some(AccountRecord { credentials, email }) = storage.get_json(ACCOUNT) {
-        let account = builder().from_credentials(credentials).await.at("cannot read the directory")?;
+        let account = builder().from_credentials(credentials).await.at("cannot read the ACME directory")?;
         if email != settings.email {
             let updated = with_nonces(async || account.update_contacts(&contact).await).await;
             forget_unknown_account(&updated, storage).await?;
-            updated.at("cannot change the email address of the account")?;
-            // Read the account again, because its credentials do not implement `Clone`.
+            updated.at("cannot change the email address of the ACME account")?;
+            // Load the credentials again, because their type does not implement `Clone`.
             if let Some(AccountRecord { credentials, .. }) = storage.get_json(ACCOUNT) {
                 storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
             }
@@ -147,13 +147,13 @@ pub(super) async fn account(
     let new = NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
     let directory = settings.directory.to_string();
     let created = with_nonces(async || builder().create(&new, directory.clone(), external.as_ref()).await).await;
-    let (account, credentials) = created.at("cannot create an account")?;
+    let (account, credentials) = created.at("cannot create an ACME account")?;
     storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
     info!(ca = %settings.directory, account = account.id(), "ACME account created");
     Ok(account)
 }
 
-/// Remove the account from the storage if the CA does not know the account.
+/// Remove the account from the storage if the CA does not know it.
 async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
     match result {
         Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
@@ -161,20 +161,20 @@ async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Stor
     }
 }
 
-/// Renewal information of a certificate (RFC 9773).
+/// Renewal information of a certificate, as the CA suggests it (RFC 9773).
 pub(super) struct SuggestedRenewal {
     /// Start and end of the renewal window, in seconds since the Unix epoch.
     pub(super) window: (u64, u64),
     /// URL of a page that explains the window.
     pub(super) explanation_url: Option<String>,
-    /// Interval until the renewal information must be read again.
+    /// Time until the renewal information must be read again.
     pub(super) retry_after: Duration,
 }
 
 /// Read the renewal information of a certificate.
 ///
 /// # Errors
-/// The CA has no renewal information, cannot be reached, or sends an invalid window.
+/// The CA provides no renewal information, cannot be reached, or sends an invalid window.
 pub(super) async fn suggested_renewal(
     account: &Account,
     certificate: &Certificate,
@@ -182,7 +182,7 @@ pub(super) async fn suggested_renewal(
     let step = "cannot read the renewal information";
     let id = certificate.certified_key.cert.first().and_then(|leaf| CertificateIdentifier::try_from(leaf).ok());
     let id = id
-        .ok_or(Error::Unsupported("renewal information for certificates without an authority key identifier"))
+        .ok_or(Error::Unsupported("renewal information (ARI) for a certificate that has no authority key identifier"))
         .at(step)?;
     let (RenewalInfo { suggested_window, explanation_url }, retry_after) = account.renewal_info(&id).await.at(step)?;
     if suggested_window.end <= suggested_window.start {
@@ -192,24 +192,24 @@ pub(super) async fn suggested_renewal(
     Ok(SuggestedRenewal { window: (start, end), explanation_url, retry_after })
 }
 
-/// The settings and handles that the order of a certificate needs.
+/// The state that an order needs.
 pub(super) struct OrderContext<'a> {
     pub(super) account: &'a Account,
     pub(super) storage: &'a mut Storage,
     pub(super) certificates: &'a ManagedCertificates,
-    /// Kinds of challenges, in the order of preference.
+    /// Challenge types in order of preference.
     pub(super) challenges: &'a [ChallengeKind],
 }
 
 impl OrderContext<'_> {
-    /// Obtain and store a certificate for `name`, which replaces `previous`.
+    /// Obtain and store a certificate for `name`. It replaces `previous`.
     ///
     /// # Errors
     /// See [`OrderError`].
     pub(super) async fn obtain(mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
         let result = self.run(name, previous).await;
         let mut outdated = vec![challenge_record(name)];
-        // Remove the stored order if the CA has accepted or rejected it, because it cannot be resumed then.
+        // An order that the CA has completed or rejected cannot be resumed, so remove its record.
         if result.is_ok() || result.as_ref().is_err_and(OrderError::is_verdict) {
             outdated.push(order_record(name));
         }
@@ -220,7 +220,7 @@ impl OrderContext<'_> {
         }
         for record in outdated {
             if let Err(error) = self.storage.remove(&record).await {
-                debug!(name, record, %error, "cannot remove a record of an order");
+                debug!(name, record, %error, "cannot remove a stored record of an ACME order");
             }
         }
         publish_challenges(self.storage, self.certificates);
@@ -246,7 +246,7 @@ impl OrderContext<'_> {
                     params.distinguished_name = DistinguishedName::new();
                     let request = params.serialize_request(&key)?;
                     let finalized = with_nonces(async || order.finalize_csr(request.der()).await).await;
-                    finalized.at("cannot finalize the order")?;
+                    finalized.at("cannot finalize the ACME order")?;
                     is_finalized = true;
                     continue;
                 }
@@ -264,23 +264,23 @@ impl OrderContext<'_> {
             }
             sleep(interval).await;
             interval = (interval * 2).min(POLL_INTERVALS.1);
-            with_nonces(async || order.refresh().await.map(drop)).await.at("cannot read the order")?;
+            with_nonces(async || order.refresh().await.map(drop)).await.at("cannot read the ACME order")?;
         };
-        // Check the certificate before it is stored: a certificate that cannot be served must not be stored.
+        // Check the certificate first: a certificate that cannot be served must not be stored.
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
-            // This is not an error, because the storage writes the certificate to Redis later.
+            // This is no error: the storage writes the certificate to Redis later.
             Err(StorageError::Store(error)) => {
-                warn!(name, %error, "cannot store the new certificate in Redis yet: until then, only this gateway \
-                                     serves it");
+                warn!(name, %error, "cannot store the new certificate in Redis yet: until it is stored, only this \
+                                     gateway serves it");
                 Ok(())
             }
             result => Ok(result?),
         }
     }
 
-    /// Return the order that was interrupted, if the CA still has it.
+    /// Return the interrupted order for a name. Return `None` if there is none, or if the CA does not know it.
     async fn resume(&mut self, name: &str) -> Result<Option<(Order, KeyPair)>, OrderError> {
         let Some(PendingOrder { url, key }) = self.storage.get_json(&order_record(name)) else { return Ok(None) };
         let Ok(key) = KeyPair::from_pem(&key) else { return Ok(None) };
@@ -292,9 +292,9 @@ impl OrderContext<'_> {
                     Ok(Some((order, key)))
                 }
             },
-            // The CA does not know the order any more: it has expired, or it belongs to another account.
+            // The CA does not know the order: it has expired, or it belongs to another account.
             Err(Error::Api(_)) => Ok(None),
-            Err(error) => Err(OrderError::Ca { step: "cannot read the order", error }),
+            Err(error) => Err(OrderError::Ca { step: "cannot read the ACME order", error }),
         }
     }
 
@@ -314,24 +314,24 @@ impl OrderContext<'_> {
             .await
         };
         let order = match place(replaced.as_ref()).await {
-            // The CA has no renewal information (RFC 9773), or the certificate is replaced already.
+            // The CA provides no renewal information (RFC 9773), or the certificate was already replaced.
             Err(Error::Unsupported(_)) if replaced.is_some() => place(None).await,
             Err(error) if replaced.is_some() && is_problem(&error, "alreadyReplaced") => place(None).await,
             result => result,
         };
-        let order = order.at("cannot place an order")?;
+        let order = order.at("cannot create an ACME order")?;
         let pending = PendingOrder { url: order.url().to_owned(), key: key.serialize_pem() };
         self.storage.put_json(&order_record(name), &pending).await?;
         Ok((order, key))
     }
 
-    /// Publish the challenges of the pending authorizations, and ask the CA to validate them.
+    /// Publish the challenges of the pending authorizations, and request their validation.
     async fn authorize(&mut self, name: &str, order: &mut Order) -> Result<(), OrderError> {
-        fetch_authorizations(order).await.at("cannot read the authorizations")?;
+        fetch_authorizations(order).await.at("cannot read the authorizations of the ACME order")?;
         let mut chosen = None;
         let mut authorizations = order.authorizations();
         while let Some(authorization) = authorizations.next().await {
-            let mut authorization = authorization.at("cannot read the authorizations")?;
+            let mut authorization = authorization.at("cannot read the authorizations of the ACME order")?;
             if authorization.status != AuthorizationStatus::Pending {
                 continue;
             }
@@ -340,7 +340,7 @@ impl OrderContext<'_> {
             let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
             let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
             let key_authorization = challenge.key_authorization().as_str().to_owned();
-            // Do not ask the CA to validate a challenge that this gateway cannot answer.
+            // Request no validation of a challenge to which this gateway cannot respond.
             Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
             let stored =
                 StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
@@ -363,11 +363,11 @@ impl OrderContext<'_> {
             }
             Ok(())
         });
-        ready.await.at("cannot start the validation")
+        ready.await.at("cannot request the validation of the challenges")
     }
 }
 
-/// Read the authorizations of an order, and store them in the order.
+/// Fetch the authorizations of an order. They are stored in `order`.
 async fn fetch_authorizations(order: &mut Order) -> Result<(), Error> {
     with_nonces(async || {
         let mut authorizations = order.authorizations();
@@ -379,7 +379,7 @@ async fn fetch_authorizations(order: &mut Order) -> Result<(), Error> {
     .await
 }
 
-/// Return why the CA has rejected an order.
+/// Return the reason why the CA rejected an order.
 async fn invalid_reason(order: &mut Order) -> String {
     let mut reasons: Vec<_> = order.state().error.iter().map(ToString::to_string).collect();
     if fetch_authorizations(order).await.is_ok() {
@@ -400,7 +400,7 @@ fn challenge_type(kind: ChallengeKind) -> ChallengeType {
     }
 }
 
-/// Answer the stored challenges from now on.
+/// Respond to the stored challenges.
 pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertificates) {
     let challenges = storage.challenges().filter_map(|(name, stored)| {
         let kind =
@@ -413,44 +413,44 @@ pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertif
 
 // === The HTTP client for the CA ===
 
-/// Error of a connection, of HTTP or of a URL.
+/// An error of the connection, of HTTP or of a URL.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Maximum time of a request, including the connection.
+/// Maximum time for a request, including the time to connect.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum size of a response in bytes. The largest responses are certificate chains.
 const MAX_RESPONSE_BYTES: usize = 1 << 20;
 
-/// User-Agent, which RFC 8555 §6.1 requires.
+/// Value of the `User-Agent` header, which RFC 8555 §6.1 requires.
 const USER_AGENT_VALUE: &str = concat!("sluicegate/", env!("CARGO_PKG_VERSION"), " instant-acme");
 
-/// HTTPS client. Clones share the TLS sessions.
+/// HTTPS client for the CA. Clones share TLS sessions.
 #[derive(Debug, Clone)]
 pub(super) struct CaClient {
     tls: Arc<UpstreamTlsConfig>,
-    /// `Retry-After` of the last error response that had this header.
+    /// Value of `Retry-After` in the last error response that contained this header.
     retry_after: Arc<Mutex<Option<Duration>>>,
 }
 
 impl CaClient {
-    /// Create a client that trusts these CA certificates.
+    /// Create a client that trusts these root certificates.
     ///
     /// # Errors
-    /// rustls rejects the TLS configuration.
+    /// rustls rejects the TLS settings.
     pub(super) fn new(trust_roots: TrustRoots) -> Result<Self, TlsError> {
         let tls = Arc::new(UpstreamTlsConfig::new(trust_roots, None, Protocol::Http1)?);
         Ok(CaClient { tls, retry_after: Arc::default() })
     }
 
-    /// Take the delay that the CA requested with its last error response.
+    /// Return the delay that the CA requested in its last error response, and forget it.
     pub(super) fn take_retry_after(&self) -> Option<Duration> {
         self.retry_after.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // Check that each URL uses https, because the URLs come from responses of the CA.
+        // The URLs come from responses of the CA, so check that each URL uses https.
         if parts.uri.scheme_str() != Some("https") {
             return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }

@@ -1,5 +1,5 @@
-//! Storage of the account, the certificates, and the state of orders: in the storage directory, or in Redis with a copy
-//! of the certificates in the directory.
+//! Storage of the account, the certificates and the state of orders. The records are in the storage directory, or in
+//! Redis. If they are in Redis, the directory has a copy of the certificates.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -26,31 +26,31 @@ use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::tls::Certificate;
 
-/// Minimum interval between two messages about shared records that cannot be read.
+/// Minimum interval between two log messages about shared records that cannot be read.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Time after which all gateways can answer a challenge that one of them has stored.
+/// Time after which all gateways have read a challenge that one of them stored, and can respond to it.
 const SETTLE_TIME: Duration = TICK.saturating_mul(2).saturating_add(Duration::from_millis(500));
 
-/// The reason why a record cannot be stored.
+/// The reason why a record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StorageError {
-    /// The storage directory cannot be written.
+    /// The storage directory cannot be read or written.
     #[error("cannot write to `acme.storage`: {0}")]
     Directory(#[from] io::Error),
     /// A record cannot be encoded.
     #[error("cannot encode a record: {0}")]
     Encode(#[from] serde_json::Error),
-    /// The shared store fails.
+    /// The call to the shared store failed.
     #[error("{0}")]
     Store(#[from] StoreError),
-    /// Another gateway has acquired the lock. The other gateway continues the order.
+    /// Another gateway has acquired the lock and continues the order.
     #[error("another gateway took over this order")]
     LockLost,
-    /// A shared record is encrypted with another secret.
+    /// A shared record was encrypted with another secret.
     #[error("cannot decrypt `{0}` in Redis: is `store.secret` the same on all gateways?")]
     Decrypt(String),
-    /// The cryptographic library fails.
+    /// The cryptographic library failed.
     #[error("cannot encrypt a record")]
     Cipher,
 }
@@ -59,35 +59,35 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the storage directory. A process that has acquired this lock keeps it until it ends. With a shared
-    /// store, the lock is not used.
+    /// The lock of the storage directory. A process that has acquired this lock keeps it until the process ends. Not
+    /// used with a shared store.
     lock: Option<File>,
-    /// The records of all gateways, if there is a shared store.
+    /// The records in Redis, which all gateways share. `None` without a shared store.
     shared: Option<SharedRecords>,
-    /// All records as they were last read or written.
+    /// All records as they were when they were last read or written.
     records: Records,
-    /// Records to write back: records that the shared store has lost, and certificates that are newer than the stored
-    /// ones.
+    /// Names of records to write back to the shared store: records that it has lost, and certificates that are newer
+    /// than the shared ones.
     unshared: Vec<String>,
 }
 
-/// Failed attempts to obtain the certificate of one name.
+/// Failed attempts to obtain the certificate for one name.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Attempts {
-    /// Number of attempts that failed since the last success.
+    /// Number of failed attempts since the last success.
     pub(super) failures: u32,
-    /// Time of the next attempt, seconds since the Unix epoch.
+    /// Time of the next attempt in seconds since the Unix epoch.
     pub(super) retry_at_s: u64,
     /// The reason why the last attempt failed.
     pub(super) error: String,
 }
 
-/// An order that has been placed and has not led to a certificate yet.
+/// An order that has been placed, but for which no certificate has been issued yet.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct PendingOrder {
-    /// URL of the ACME order at the CA.
+    /// URL of the order at the CA.
     pub(super) url: String,
-    /// Private key for the certificate, PEM.
+    /// Private key of the certificate, in PEM.
     pub(super) key: String,
 }
 
@@ -96,18 +96,18 @@ pub(super) struct PendingOrder {
 pub(super) struct StoredChallenge {
     /// `http-01` or `tls-alpn-01`.
     pub(super) kind: String,
-    /// The token of the CA.
+    /// Token that the CA chose for this challenge.
     pub(super) token: String,
-    /// The value with which the gateway proves that it controls the name (RFC 8555 §8.1).
+    /// Key authorization, which proves that the gateway controls the name (RFC 8555 §8.1).
     pub(super) key_authorization: String,
 }
 
 /// The renewal information of a certificate (RFC 9773).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RenewalRecord {
-    /// SHA-256 of the certificate in hexadecimal digits.
+    /// SHA-256 hash of the certificate in hexadecimal.
     pub(super) fingerprint: String,
-    /// Start and end of the renewal window, in seconds since the Unix epoch. `None` if the CA suggests no window.
+    /// Start and end of the renewal window in seconds since the Unix epoch. `None` if the CA suggests no window.
     pub(super) window: Option<(u64, u64)>,
     /// Time at which the information must be read again, in seconds since the Unix epoch.
     pub(super) next_read_s: u64,
@@ -116,43 +116,43 @@ pub(super) struct RenewalRecord {
     pub(super) failures: u32,
 }
 
-/// File name of the account.
+/// Name of the account's record.
 pub(super) const ACCOUNT: &str = "account.json";
 
-/// Suffixes of the file names of the records of a name.
+/// Suffixes of the records for a DNS name.
 const CERTIFICATE: &str = ".pem";
 const ORDER: &str = ".order.json";
 const ATTEMPTS: &str = ".attempts.json";
 const CHALLENGE: &str = ".challenge.json";
 const RENEWAL: &str = ".renewal.json";
 
-/// Return the record with the certificate of a name: its private key and its chain, PEM.
+/// Return the name of the record with the certificate for a DNS name: its private key and its chain, in PEM.
 pub(super) fn certificate_record(name: &str) -> String {
     format!("{name}{CERTIFICATE}")
 }
 
-/// Return the record with the [`PendingOrder`] of a name.
+/// Return the name of the record with the [`PendingOrder`] for a DNS name.
 pub(super) fn order_record(name: &str) -> String {
     format!("{name}{ORDER}")
 }
 
-/// Return the record with the [`Attempts`] of a name.
+/// Return the name of the record with the [`Attempts`] for a DNS name.
 pub(super) fn attempts_record(name: &str) -> String {
     format!("{name}{ATTEMPTS}")
 }
 
-/// Return the record with the [`StoredChallenge`] of a name.
+/// Return the name of the record with the [`StoredChallenge`] for a DNS name.
 pub(super) fn challenge_record(name: &str) -> String {
     format!("{name}{CHALLENGE}")
 }
 
-/// Return the record with the [`RenewalRecord`] of a name.
+/// Return the name of the record with the [`RenewalRecord`] for a DNS name.
 pub(super) fn renewal_record(name: &str) -> String {
     format!("{name}{RENEWAL}")
 }
 
 impl Storage {
-    /// Read all records of the directory.
+    /// Open the storage, and read all records in the directory.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -161,15 +161,14 @@ impl Storage {
         Ok(Storage { directory, lock: None, shared: None, records, unshared: Vec::new() })
     }
 
-    /// Share the records with other gateways through the store. From now on, only the certificates are used from the
-    /// records in the directory.
+    /// Share the records with other gateways through Redis. From then on, only the certificates in the directory are
+    /// used.
     pub(super) fn share(&mut self, shared: SharedRecords) {
         self.shared = Some(shared);
         self.records.retain(|record, _| record.ends_with(CERTIFICATE));
     }
 
-    /// Read the records that other processes have written, and write back the certificates that a shared store has
-    /// lost.
+    /// Read the records that other processes wrote. Write back the records that the shared store has lost.
     pub(super) async fn sync(&mut self) {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if let Err(error) = self.try_sync().await
@@ -197,7 +196,7 @@ impl Storage {
 
     async fn read(&mut self) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
-            // Read nothing while this process holds the lock, because no other process writes then.
+            // While this process holds the lock, no other process writes, so there is nothing to read.
             if self.lock.is_none() {
                 self.records = self.directory.read_all()?;
             }
@@ -227,7 +226,7 @@ impl Storage {
         Ok(())
     }
 
-    /// Acquire the lock, which is required to place orders. Return whether this process holds it.
+    /// Acquire the lock, which is required to place orders. Return whether this process holds the lock.
     ///
     /// # Errors
     /// The lock cannot be acquired, or the records cannot be read.
@@ -237,7 +236,7 @@ impl Storage {
             None if self.lock.is_some() => return Ok(true),
             None => {
                 let lock = self.directory.try_lock()?;
-                // Read the records again, because another process may have written them since the last read.
+                // Another process may have written records since the last read, so read them again.
                 self.records = self.directory.read_all()?;
                 self.lock = lock;
                 return Ok(self.lock.is_some());
@@ -257,7 +256,7 @@ impl Storage {
         }
     }
 
-    /// Renew the lock until the future is dropped.
+    /// Return a future that renews the lock until it is dropped.
     pub(super) fn keep_lock(&self) -> impl Future<Output = ()> + use<> {
         let keeper: Option<LockKeeper> = self.shared.as_ref().map(SharedRecords::keeper);
         async move {
@@ -268,33 +267,33 @@ impl Storage {
         }
     }
 
-    /// If gateways share the records, wait until all gateways have read the last change.
+    /// With a shared store, wait until all gateways have read the last change.
     pub(super) async fn settle(&self) {
         if self.shared.is_some() {
             sleep(SETTLE_TIME).await;
         }
     }
 
-    /// Return the content of a record, if the record exists.
+    /// Return the content of a record, or `None` if it does not exist.
     pub(super) fn get(&self, record: &str) -> Option<&[u8]> {
         self.records.get(record).map(Vec::as_slice)
     }
 
-    /// Return a record in JSON. Malformed records count as missing.
+    /// Return the content of a JSON record. A malformed record counts as missing.
     pub(super) fn get_json<T: DeserializeOwned>(&self, record: &str) -> Option<T> {
         serde_json::from_slice(self.get(record)?).ok()
     }
 
-    /// Return the names with a pending challenge, and the challenges.
+    /// Return the names that have a pending challenge, with their challenges.
     pub(super) fn challenges(&self) -> impl Iterator<Item = (&str, StoredChallenge)> {
         self.records.iter().filter_map(|(record, content)| {
             Some((record.strip_suffix(CHALLENGE)?, serde_json::from_slice(content).ok()?))
         })
     }
 
-    /// Write a record. With a shared store, also copy a certificate to the directory, even if the store cannot be
-    /// reached: the gateway then uses the local copy. Do not copy the certificate if another gateway has acquired the
-    /// lock.
+    /// Write a record. With a shared store, a certificate is also copied to the directory. The copy is written even if
+    /// the store cannot be reached, so that this gateway can use the certificate. It is not written if another gateway
+    /// has acquired the lock.
     ///
     /// # Errors
     /// The record cannot be written, or another gateway has acquired the lock.
@@ -319,10 +318,10 @@ impl Storage {
         result
     }
 
-    /// Write a record in JSON.
+    /// Write a JSON record.
     ///
     /// # Errors
-    /// The errors of [`Storage::put`].
+    /// See [`Storage::put`].
     pub(super) async fn put_json(&mut self, record: &str, content: &impl Serialize) -> Result<(), StorageError> {
         self.put(record, serde_json::to_vec(content)?).await
     }
@@ -351,31 +350,32 @@ fn is_older(one: &[u8], other: &[u8]) -> bool {
     issued_s(one) < issued_s(other)
 }
 
-// === The storage directory: one file per record, with mode 0600, replaced atomically ===
+// === The storage directory. Each record is a file with mode 0600, which is replaced atomically ===
 
-/// The contents of the stored files, by file name.
+/// The contents of all records, by record name.
 pub(super) type Records = BTreeMap<String, Vec<u8>>;
 
-/// Name of the file that is locked by the process that places orders.
+/// Name of the lock file. The process that places orders holds a lock on it.
 const LOCK_FILE: &str = "lock";
 
-/// Suffix of a file while it is being written.
+/// Suffix of a file that is being written.
 const TEMPORARY_SUFFIX: &str = ".tmp";
 
-/// The directory of one CA in the storage directory.
+/// The subdirectory of the storage directory for one CA.
 #[derive(Debug)]
 pub(super) struct Directory {
     path: PathBuf,
 }
 
 impl Directory {
-    /// Open or create the directory for a CA.
+    /// Open the directory for a CA. Create it if it does not exist.
     ///
-    /// # Errors The directory cannot be created.
+    /// # Errors
+    /// The directory cannot be created or written.
     pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
         let path = storage.join(directory_name(ca));
         DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-        // Open the lock file once, so that the start fails if the directory is not writable.
+        // Open the lock file once. The start then fails if the directory is not writable.
         open_lock(&path)?;
         Ok(Directory { path })
     }
@@ -398,7 +398,7 @@ impl Directory {
             }
             match std::fs::read(self.path.join(&name)) {
                 Ok(content) => drop(records.insert(name, content)),
-                // Skip a file that was removed after the directory was listed.
+                // The file was removed after the directory was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }
@@ -406,13 +406,13 @@ impl Directory {
         Ok(records)
     }
 
-    /// Write a record. After a crash, the record has either the old or the new content.
+    /// Write a record atomically. After a crash, the record has either the old or the new content.
     ///
     /// # Errors
-    /// The file cannot be written. The old content remains.
+    /// The file cannot be written. The record keeps its old content.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
-        // Remove the temporary file of a process that was killed, because the file may have another mode.
+        // A process that was killed may have left the temporary file, possibly with another mode. Remove it.
         let _ = std::fs::remove_file(&temporary);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(content)?;
@@ -421,18 +421,19 @@ impl Directory {
         File::open(&self.path)?.sync_all()
     }
 
-    /// Write a local copy of a record from the shared store. If writing fails, only log the error.
+    /// Write a local copy of a shared record. An error is only logged.
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
-            warn!(%directory, record = name, %error, "cannot write a certificate to acme.storage: after a restart, the gateway must read it from Redis");
+            warn!(%directory, record = name, %error, "cannot write a certificate to acme.storage: it is stored only in \
+                                                      Redis");
         }
     }
 
     /// Remove a record.
     ///
     /// # Errors
-    /// The file cannot be removed. A missing file is not an error.
+    /// The file cannot be removed. It is no error if the file does not exist.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         match std::fs::remove_file(self.path.join(name)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -440,11 +441,11 @@ impl Directory {
         }
     }
 
-    /// Lock the directory against other processes until the returned value is dropped. Return `None` if another process
-    /// has locked it.
+    /// Lock the directory against other processes, until the returned file is dropped. Return `None` if another process
+    /// holds the lock.
     ///
     /// # Errors
-    /// The file system has no locks, or the file cannot be opened.
+    /// The file system does not support locks, or the file cannot be opened.
     pub(super) fn try_lock(&self) -> io::Result<Option<File>> {
         let file = open_lock(&self.path)?;
         match file.try_lock() {
@@ -459,7 +460,8 @@ fn open_lock(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path.join(LOCK_FILE))
 }
 
-/// Return host, port and path of the URL as a file name, such as `acme-v02.api.letsencrypt.org-directory`.
+/// Convert the CA's URL to a directory name that contains its host, port and path, such as
+/// `acme-v02.api.letsencrypt.org-directory`.
 pub(super) fn directory_name(ca: &Uri) -> String {
     let authority = ca.authority().map_or("", |authority| authority.as_str());
     let path = ca.path().trim_matches('/');
@@ -467,12 +469,13 @@ pub(super) fn directory_name(ca: &Uri) -> String {
     format!("{authority}-{path}").chars().map(|c| if is_kept(c) { c.to_ascii_lowercase() } else { '-' }).collect()
 }
 
-// === Shared records: encrypted fields of one Redis hash that all gateways with the store share, protected by a lock ===
+// === Shared records: encrypted fields of a Redis hash, which all gateways with the same store use. A lock protects
+// them ===
 
-/// Time after which another gateway may acquire the lock of a gateway that has ended.
+/// Lifetime of the lock. If its owner ends, another gateway can acquire the lock after this time.
 const LOCK_TTL: Duration = Duration::from_secs(10);
 
-/// Interval in which the holder of the lock renews the lock.
+/// Interval at which the owner renews the lock.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
 /// The shared records of one CA.
@@ -480,7 +483,7 @@ const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 pub(super) struct SharedRecords {
     keeper: LockKeeper,
     cipher: Cipher,
-    /// Version of the records that were read last. 0: no records were read.
+    /// Version of the records that were read last. 0 if none were read.
     version: u64,
     /// Fencing token of the lock. `None` if this gateway does not hold the lock.
     token: Option<u64>,
@@ -490,9 +493,9 @@ pub(super) struct SharedRecords {
 #[derive(Debug, Clone)]
 pub(super) struct LockKeeper {
     store: RedisStore,
-    /// Redis key of the hash that contains the records and the lock.
+    /// Key of the Redis hash that contains the records and the lock.
     key: String,
-    /// Name of this process as the owner of the lock.
+    /// Identifier of this process as an owner of the lock.
     owner: String,
 }
 
@@ -501,7 +504,8 @@ impl LockKeeper {
         Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
-    /// Renew the lock until the future is dropped. If another gateway has acquired the lock, writes fail.
+    /// Renew the lock until the future is dropped. If another gateway has acquired the lock, writes of this gateway
+    /// fail.
     pub(super) async fn run(&self) {
         loop {
             sleep(RENEW_INTERVAL).await;
@@ -513,25 +517,25 @@ impl LockKeeper {
 }
 
 impl SharedRecords {
-    /// Use the records in the hash at `key`.
+    /// Create a handle for the records in the Redis hash at `key`.
     ///
     /// # Errors
-    /// The key for encryption cannot be derived.
+    /// The encryption key cannot be derived.
     pub(super) fn new(store: RedisStore, key: String, secret: &[u8]) -> Result<Self, StorageError> {
         let cipher = Cipher::new(secret).map_err(|_| StorageError::Cipher)?;
         let keeper = LockKeeper { store, key, owner: Uuid::new_v4().to_string() };
         Ok(SharedRecords { keeper, cipher, version: 0, token: None })
     }
 
-    /// Return the future that renews the lock.
+    /// Return a handle that can renew the lock.
     pub(super) fn keeper(&self) -> LockKeeper {
         self.keeper.clone()
     }
 
-    /// Return all records, if they have changed since the last call.
+    /// Return all records, or `None` if they have not changed since the last call.
     ///
     /// # Errors
-    /// The store cannot be read, or a record is encrypted with another secret.
+    /// The store cannot be read, or a record was encrypted with another secret.
     pub(super) async fn read(&mut self) -> Result<Option<Records>, StorageError> {
         let (version, fields) = self.keeper.store.read_fenced(&self.keeper.key, self.version).await?;
         let Some(fields) = fields else { return Ok(None) };
@@ -553,7 +557,7 @@ impl SharedRecords {
         Ok(self.token.is_some())
     }
 
-    /// Release the lock. If the store cannot be reached, the lock expires.
+    /// Release the lock. If the store cannot be reached, the lock expires instead.
     pub(super) async fn unlock(&mut self) {
         if let Some(token) = self.token.take()
             && let Err(error) = self.keeper.store.unlock_fenced(&self.keeper.key, token).await
@@ -562,7 +566,7 @@ impl SharedRecords {
         }
     }
 
-    /// Write a record, or remove it.
+    /// Write or remove a record.
     ///
     /// # Errors
     /// The store cannot be reached, or another gateway has acquired the lock.
@@ -579,13 +583,13 @@ impl SharedRecords {
 
 // === Encryption of shared records: AES-256-GCM with a key derived from `store.secret` ===
 
-/// Salt of the key derivation (HKDF, RFC 5869), which separates this key from other uses of the secret.
+/// Salt of the key derivation (HKDF, RFC 5869). It separates this key from other uses of the secret.
 const SALT: &[u8] = b"sluicegate acme";
 
-/// Label that identifies this use of the derived key.
+/// Context label of the key derivation.
 const LABEL: &[u8] = b"shared records, AES-256-GCM";
 
-/// First byte of an encrypted record: the version of its format.
+/// First byte of an encrypted record: the format version.
 const VERSION: u8 = 1;
 
 /// Length of the key in bytes.
@@ -602,7 +606,7 @@ impl KeyType for KeyLength {
 pub(super) struct Cipher(RandomizedNonceKey);
 
 impl Cipher {
-    /// Derive the key from the secret of the store.
+    /// Derive the encryption key from `store.secret`.
     ///
     /// # Errors
     /// The cryptographic library fails.
@@ -612,7 +616,7 @@ impl Cipher {
         RandomizedNonceKey::new(&AES_256_GCM, &key).map(Cipher)
     }
 
-    /// Encrypt a record. Decryption succeeds only with the same name.
+    /// Encrypt a record. It can be decrypted only with the same record name.
     ///
     /// # Errors
     /// The cryptographic library fails.
@@ -625,7 +629,7 @@ impl Cipher {
     /// Decrypt a record.
     ///
     /// # Errors
-    /// The record was encrypted with another secret or for another name, or it was changed.
+    /// The record was encrypted with another secret or another record name, or it was modified.
     pub(super) fn decrypt(&self, name: &str, encrypted: &[u8]) -> Result<Vec<u8>, Unspecified> {
         let [VERSION, rest @ ..] = encrypted else { return Err(Unspecified) };
         let (nonce, sealed) = rest.split_at_checked(NONCE_LEN).ok_or(Unspecified)?;
@@ -647,7 +651,7 @@ mod tests {
         let ca = Uri::from_static("https://ca.test:14000/Dir/x");
         let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
         assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
-        // The test creates the temporary file that a process leaves if it is killed while it writes.
+        // A process that is killed while it writes leaves such a temporary file.
         std::fs::write(directory.path().join("a.pem.tmp"), "half").unwrap();
         directory.write("a.pem", b"one").unwrap();
         directory.write("a.pem", b"two").unwrap();

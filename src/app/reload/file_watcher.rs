@@ -1,8 +1,8 @@
-//! The file watcher reports files with new content: the configuration, and the keys, consumers and certificates that it
-//! names.
+//! The file watcher reports files with new content. It watches the configuration, and the key, consumers and
+//! certificate files that the configuration refers to.
 //!
-//! It watches directories, to detect renamed files and swapped symlinks. It compares the contents of files, to report
-//! each change once. If a file is invalid, the gateway keeps using its previous content.
+//! The watcher watches directories, so that it also detects renamed files and replaced symbolic links. It compares file
+//! contents, so that it reports each change only once. If a file is invalid, its previous content stays in use.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -25,27 +25,27 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 
-/// Delay from the first event to the comparison, so that a write in progress and its many events count as one change.
+/// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
-/// Callback for a group of files. The callback is called when at least one of the files has new content.
+/// Callback that receives a group of files when at least one of them has new content.
 pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
-/// Reads the files of a group. The error contains the path of the file that cannot be read.
+/// Reads the files of a group. An error contains the path of the file that cannot be read.
 pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> + Send>;
 
 /// A group of files whose changes are reported together.
 pub(crate) struct FileGroup {
-    /// Content of the files when they were last read.
+    /// Contents of the files when they were last read.
     pub(crate) files: Vec<FileSnapshot>,
-    /// Reads the files again. After the call, the group may consist of different files.
+    /// Reads the files again. The result may contain other files than before the call.
     pub(crate) read: ReadFiles,
-    /// Directories in which further files of the group may appear.
+    /// Directories in which more files of the group may appear.
     pub(crate) directories: BTreeSet<PathBuf>,
     pub(crate) on_change: OnChange,
 }
 
-/// Create a group with a fixed list of files.
+/// Creates a group with a fixed list of files.
 impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
     fn from((files, on_change): (Vec<FileSnapshot>, OnChange)) -> Self {
         let read = |files: &[FileSnapshot]| {
@@ -56,13 +56,13 @@ impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
     }
 }
 
-/// Handle of the watcher. Dropping the handle ends the watch.
+/// Handle of the watcher. Dropping it stops the watcher.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
     _watcher: RecommendedWatcher,
     directories: BTreeSet<PathBuf>,
     wake: SyncSender<()>,
-    /// Treat all files as changed when the watcher thread wakes up the next time.
+    /// Whether the watcher thread must report all files when it wakes up next.
     report_all: Arc<AtomicBool>,
 }
 
@@ -72,28 +72,28 @@ impl FileWatcher {
         self.directories.is_superset(directories)
     }
 
-    /// Call the callbacks of all files, whether they have changed or not.
+    /// Report all files, even if they have not changed.
     pub(crate) fn report_all(&self) {
         self.report_all.store(true, Ordering::SeqCst);
         let _ = self.wake.try_send(());
     }
 }
 
-/// Whenever the content of a file in a group changes, or other files belong to the group, call the callback of the
-/// group on a separate thread. A group is not reported while one of its files cannot be read.
+/// Watch groups of files. Call the callback of a group on a separate thread when one of its files has new content, or
+/// when the group has other files. While a file of a group cannot be read, the group is not reported.
 ///
 /// # Errors
-/// The system cannot watch a directory.
+/// A directory cannot be watched.
 pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error> {
     let (wake, wakes) = sync_channel(1);
     let report_all = Arc::<AtomicBool>::default();
-    // Compare once at the start, because a file may have changed between reading and watching.
+    // Compare once at the start: a file may have changed after it was read and before it was watched.
     let _ = wake.try_send(());
     let on_event = wake.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-        // Ignore access events, because the comparison itself reads the files and would cause the next event.
+        // Ignore access events. The comparison itself reads the files, so it would trigger itself.
         if !event.is_ok_and(|event| event.kind.is_access()) {
-            // Ignore a full channel, because it already contains a wake-up.
+            // If the channel is full, a wake-up is already pending.
             let _ = on_event.try_send(());
         }
     })?;
@@ -116,11 +116,11 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
     let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true)).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
-        // Discard a wake-up that arrived during the delay, because the following comparison covers it.
+        // Discard a wake-up that arrived during the delay. The next comparison covers it.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (FileGroup { files, read, on_change, .. }, readable) in &mut groups {
-            // Stop if the previous callback has replaced this watcher, as a configuration reload does.
+            // Stop if the previous callback has replaced this watcher, as a reload does.
             if watcher.strong_count() == 0 {
                 return;
             }
@@ -134,7 +134,7 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
                     }
                 }
                 Err((path, error)) => {
-                    // Log the error once, until the file can be read again.
+                    // Log the error only once, until the file is readable again.
                     if std::mem::replace(readable, false) || report_all {
                         let file = path.display();
                         warn!(%file, %error, "cannot read the file: its previous content stays in force");
@@ -145,10 +145,10 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
     }
 }
 
-// === The files that a configuration names ===
+// === The files that a configuration refers to ===
 
-/// Watch the files of the active configuration until the returned value is dropped. Log and return `None` if a
-/// directory cannot be watched.
+/// Watch the files of the active configuration until the returned watcher is dropped. If a directory cannot be watched,
+/// log a warning and return `None`.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let named = watched_files(configuration).into_iter().map(FileGroup::from);
     let watcher = watch(std::iter::once(configuration_files(configuration)).chain(named).collect());
@@ -156,10 +156,10 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
     watcher.ok()
 }
 
-/// Return the configuration file and the files that it includes. This group is the first one, because a successful
-/// reload also reads the other files and replaces this watcher.
+/// Return the group of the configuration file and the files that it includes. It must be the first group: a successful
+/// reload also reads the files of the other groups, and replaces this watcher.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
-    // The directories are part of the group: a new directory must be watched, even if it is empty.
+    // Include the directories in the comparison, because a new directory must be watched even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
         let directories = directories.into_iter().map(|path| FileSnapshot { path, content: Vec::new() });
         std::iter::once(main).chain(included).chain(directories).collect()
@@ -174,14 +174,14 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     let configuration = configuration.clone();
     let reload = move |files: &[FileSnapshot]| {
         if all(configuration.last_attempt()) != files {
-            // Ignore the result, because the reload thread logs it.
+            // The reload thread logs the result.
             let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
         }
     };
     FileGroup { files: all(last), read: Box::new(read), directories, on_change: Box::new(reload) }
 }
 
-/// Return the files that the active configuration names, in the groups that are reloaded together.
+/// Return the other files of the active configuration, in groups that are reloaded together.
 fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
     let config = &configuration.active().config;
     let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
@@ -241,7 +241,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
     files
 }
 
-/// Add the certificate and CA files of a listener.
+/// Add the certificate files and the CA file of a listener.
 fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<(Vec<FileSnapshot>, OnChange)>) {
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
@@ -295,7 +295,7 @@ mod tests {
         let read = FileSnapshot::read(&path).unwrap();
         fs::write(&path, "two").unwrap();
         let (reported, contents) = channel();
-        // Writing another file into the watched directory, such as a log, is not reported.
+        // The log is another file in the watched directory. Writing it must not be reported.
         let log = folder.path().join("log");
         let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();
@@ -327,7 +327,7 @@ mod tests {
             reported.send(files.iter().map(|file| file.content.clone()).collect()).unwrap()
         };
         let watcher = watch(vec![group(before, on_change)]).unwrap();
-        // While one file is missing, the change of the other is not reported.
+        // While one file of a group is missing, changes of the other file are not reported.
         fs::remove_file(&paths[0]).unwrap();
         fs::write(&paths[1], "new").unwrap();
         assert!(contents.recv_timeout(5 * DEBOUNCE).is_err());
@@ -365,7 +365,7 @@ mod tests {
         let log = folder.path().join("log");
         let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
         let (wake, wakes) = sync_channel(4);
-        // The loop takes two wake-ups in each iteration, so four wake-ups are two iterations.
+        // Each iteration of the loop receives two wake-ups, so four wake-ups cause two iterations.
         (0..4).for_each(|_| wake.send(()).unwrap());
         drop(wake);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));

@@ -28,27 +28,28 @@ use crate::snapshot::CompiledConfig;
 /// Timeout of a request to the admin API. The gateway may wait for its store before it responds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of a response in bytes. A list of 1000 overrides uses about 5 % of it.
+/// Maximum size of a response in bytes. A list of 1000 overrides takes about 5 % of this size.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// Default port of a URL that names no port.
+/// The port of a URL without a port.
 const DEFAULT_HTTP_PORT: u16 = 80;
 
 /// The admin listener of a gateway.
 pub(crate) struct AdminClient {
     authority: Authority,
     token: Option<HeaderValue>,
-    /// The admin socket to connect to. `None` connects to the authority over TCP.
+    /// The admin socket to connect to. If it is `None`, the client connects to `authority` over TCP.
     socket: Option<PathBuf>,
 }
 
-/// Maximum time of a reload: the gateway resolves the names of new upstream servers, and waits for other reloads.
+/// Timeout of a reload. The gateway resolves the names of new upstream servers and waits for other reloads before it
+/// responds.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl AdminClient {
-    /// Find the running gateway. `admin` is a URL or the path of an admin socket. Without it, the order is: the admin
-    /// socket of the configuration or of `RUNTIME_DIRECTORY`, then the address of `[admin]`. The configuration may be
-    /// invalid, unless the address of `[admin]` is needed.
+    /// Find the running gateway. `admin` is a URL or the path of an admin socket. If `admin` is `None`, try the admin
+    /// socket of the configuration or of `RUNTIME_DIRECTORY` first, then the address of `[admin]`. The configuration is
+    /// loaded and validated only if neither is found.
     ///
     /// # Errors
     /// `admin` is invalid, or the configuration has neither an admin socket nor an admin address.
@@ -74,7 +75,7 @@ impl AdminClient {
         AdminClient { authority: Authority::from_static("localhost"), token: None, socket: Some(path) }
     }
 
-    /// Reload the gateway and return the response, even if the gateway rejected the configuration.
+    /// Request a reload and return the response, even if the gateway rejected the configuration.
     ///
     /// # Errors
     /// The gateway is unreachable, or it rejects the admin token.
@@ -200,8 +201,8 @@ impl AdminClient {
         let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
-                "the gateway at {self} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the \
-                 configuration, must be the token of the gateway"
+                "the gateway at {self} rejects the token: set SLUICEGATE_ADMIN_TOKEN, or admin.token in the \
+                 configuration, to the token of the gateway"
             ),
             (status, Some(json)) if status.is_success() => Ok(json),
             (_, Some(json)) if json["detail"].is_string() => {
@@ -273,7 +274,7 @@ impl AdminClient {
     }
 }
 
-/// The admin token in the environment, if the variable is set.
+/// The admin token in the environment, if the variable is set and not empty.
 pub(crate) fn token_from_env() -> Option<String> {
     std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty())
 }
@@ -285,34 +286,34 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
         return Ok(None);
     };
     let mut value = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat())
-        .map_err(|_| anyhow!("the admin token has characters that are invalid in a header"))?;
+        .map_err(|_| anyhow!("the admin token has characters that are not valid in a header value"))?;
     value.set_sensitive(true);
     Ok(Some(value))
 }
 
 /// The addresses at which the running gateway of a configuration listens for admin requests. Only `[admin]` is read, so
-/// the rest of the configuration may be invalid: `sluicegate reload` must reach the gateway to report the errors.
-/// Environment variables outside of `[admin]` may be unset.
+/// the rest of the configuration may be invalid. This is necessary because `sluicegate reload` gets the report of the
+/// errors from the gateway. Environment variables outside of `[admin]` may be unset.
 #[derive(Debug, Default)]
 pub(crate) struct AdminLocation {
     /// The admin sockets on which the gateway may listen.
     sockets: Vec<PathBuf>,
     address: Option<SocketAddr>,
     token: Option<String>,
-    /// Why the configuration cannot be read.
+    /// The reason why the configuration cannot be read.
     read_error: Option<io::Error>,
 }
 
 impl AdminLocation {
-    /// Read `[admin]` of a configuration that may have syntax errors elsewhere.
+    /// Read `[admin]` of a configuration, even if the file has syntax errors outside of this table.
     pub(crate) fn read(config_path: &Path) -> Self {
         let (content, read_error) = match std::fs::read(config_path) {
             Ok(content) => (content, None),
             Err(error) => (Vec::new(), Some(error)),
         };
         let text = String::from_utf8_lossy(&content);
-        // A syntax error before `[admin]` can hide the table from the TOML parser. In this case, parse the text again
-        // without the lines before `[admin]`.
+        // A syntax error before `[admin]` can hide the table from the TOML parser. Therefore, also parse only the lines
+        // of `[admin]`.
         let tables = [&*text, admin_section(&text)].map(|text| DeTable::parse_recoverable(text).0);
         let mut found = tables.iter().filter_map(|table| table.get_ref().get("admin")?.get_ref().as_table());
         let admin = found.next();
@@ -352,7 +353,7 @@ impl AdminLocation {
     }
 }
 
-/// Return the lines from `[admin]` to the next table. The result is empty if no line is `[admin]`.
+/// Return the lines from the header `[admin]` up to the next table. Return an empty string if there is no such header.
 fn admin_section(text: &str) -> &str {
     let is_header = |line: &str| line.trim_start().starts_with("[admin]");
     let mut start = 0;
@@ -366,8 +367,8 @@ fn admin_section(text: &str) -> &str {
     ""
 }
 
-/// Return whether a process listens on a unix socket. The socket is non-blocking: `connect` on a blocking socket would
-/// wait while the accept queue of the other process is full.
+/// Return whether a process listens on a Unix socket. The socket is non-blocking, because `connect` on a blocking
+/// socket would wait while the accept queue of the other process is full.
 fn is_listening(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

@@ -54,8 +54,8 @@ pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
     pub(super) expires: Option<Datetime>,
     pub(super) routes: Vec<String>,
-    /// Time at which the key was created. The file has this time only for keys with a name, an expiry
-    /// or routes.
+    /// Time at which the key was created. It is written to the file only for keys with a name, an expiry time or
+    /// routes.
     pub(super) created: Option<Datetime>,
 }
 
@@ -174,7 +174,7 @@ impl ConsumersDoc {
             table.insert("tier", value(tier));
         }
         table.insert("keys", value(Array::new()));
-        // Write comments at the end of the file before the new table, so that they keep their position.
+        // Write the comments at the end of the file before the new table, so that they stay after the last consumer.
         let trailing = decor_text(Some(self.0.trailing()));
         self.0.set_trailing("");
         table.decor_mut().set_prefix(format!("{trailing}\n"));
@@ -200,7 +200,7 @@ impl ConsumersDoc {
         Ok(())
     }
 
-    /// Find the only key whose hash begins with these digits.
+    /// Find the key whose hash begins with these digits. It is an error if several keys match.
     pub(super) fn find_key(&self, digits: &str) -> anyhow::Result<FoundKey> {
         let mut matches = Vec::new();
         for row in self.rows() {
@@ -231,7 +231,7 @@ impl ConsumersDoc {
         }
     }
 
-    /// Set `disabled = true` for a key, or remove `disabled`.
+    /// Set `disabled = true` for a key. To enable the key, remove `disabled`.
     pub(super) fn set_disabled(&mut self, key: &FoundKey, disabled: bool) {
         fn set(table: &mut dyn TableLike, disabled: bool) {
             if disabled {
@@ -300,14 +300,14 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
     table.get("name")?.as_str()
 }
 
-/// Append a key to the list in the style of the last key: on the same line, or on a separate line.
+/// Append a key to the list, formatted as the last key: on the same line, or on a separate line.
 fn push_key(keys: &mut Array, mut key: Value) {
     let has_trailing_comma = keys.trailing_comma();
     if let Some(last) = keys.len().checked_sub(1).and_then(|last| keys.get_mut(last)) {
         let prefix = decor_text(last.decor().prefix());
         let suffix = decor_text(last.decor().suffix());
         last.decor_mut().set_suffix("");
-        // Move a comment after the last key behind the comma that is added to this key.
+        // A comma is added after the last key. Move a comment after this key behind the comma.
         let tail = suffix + &decor_text(Some(keys.trailing()));
         if let Some((comment, _)) = tail.rsplit_once('\n') {
             let indentation = prefix.rsplit('\n').next().unwrap_or_default();
@@ -352,7 +352,7 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
 
 // The file on disk. The consumers file is replaced atomically, and only with content that the gateway accepts.
 
-/// Keys of the configuration that determine which consumers are valid.
+/// Configuration keys that the validation of consumers needs.
 const NEEDED_KEYS: &[&str] = &["auth", "limit", "route.name"];
 
 const EMPTY_FILE: &str =
@@ -365,13 +365,14 @@ pub(super) struct ConsumersFile {
     index: usize,
     text: String,
     config: CompiledConfig,
-    /// Lock of the folder. The file itself cannot be locked, because it is replaced.
+    /// Lock on the folder. A lock on the file itself would be lost when the file is replaced.
     _lock: File,
 }
 
 impl ConsumersFile {
-    /// Open and lock the consumers file of a configuration. Create an empty file if there is no file. `provider`
-    /// selects the consumers file of `[auth.NAME]`, if the configuration has several.
+    /// Open and lock the consumers file of a configuration. Create the file without consumers if it does not exist.
+    /// `provider` is the NAME of the `[auth.NAME]` whose consumers file is used. It may be `None` if the configuration
+    /// names only one file.
     ///
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
@@ -379,7 +380,8 @@ impl ConsumersFile {
         let gateway_file = config::read_gateway(config_path, &env_var)?;
         let name = consumers_name(&gateway_file.value, config_path, provider)?;
         if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
-            // Fail here with the error of the configuration, which names the unset variable.
+            // The path of the consumers file contains an unset variable. Load the configuration to fail with an error
+            // that names the variable.
             load_for(config_path, NEEDED_KEYS)?;
         }
         let path = gateway_file.sources.directory_of(&name.span()).join(name.get_ref());
@@ -424,7 +426,7 @@ impl ConsumersFile {
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
-            // Do not require an existing file, because the first edit creates it.
+            // Ignore the result, because `write_new` may not have created the file.
             let _ = fs::remove_file(&new_path);
         }
         result.with_context(|| format!("{} cannot be replaced", self.path.display()))
@@ -433,7 +435,7 @@ impl ConsumersFile {
     fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
         let previous = fs::metadata(&self.path)?;
         let mut file = File::create_new(new_path)?;
-        // Give other users no access before `fchown`, because until then the new file may have another owner than the
+        // Deny access to other users until `fchown`, because the owner of the new file may differ from the owner of the
         // previous file.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let metadata = file.metadata()?;

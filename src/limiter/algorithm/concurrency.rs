@@ -3,7 +3,7 @@
 
 use crate::limiter::algorithm::{Change, Outcome, PermitEdit, State, Status, Step, StepKind};
 
-/// At most `limit` permits are unexpired.
+/// A concurrency limit: at most `limit` requests hold a permit at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Concurrency {
     /// Maximum number of permits at the same time.
@@ -72,7 +72,7 @@ pub enum PermitAction {
     Renew,
     /// Remove a permit.
     Release,
-    /// Limit the expiry of all permits to the expiry of a new permit.
+    /// Shorten all permits that expire later than a new permit would.
     RepairClockSkew,
 }
 

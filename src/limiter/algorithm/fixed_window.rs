@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{CalendarUnit, CalendarWindows, EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// Each window has at most `limit` tokens.
+/// A fixed window that admits at most `limit` tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedWindow {
     /// Tokens per window.
@@ -31,7 +31,7 @@ pub enum WindowStart {
 }
 
 impl WindowStart {
-    /// Return the start of the windows of another quota. A calendar quota keeps the time zone.
+    /// Return the rule for the window starts of another quota. Calendar windows keep their time zone.
     pub(super) fn with_quota(&self, quota: Quota) -> Result<Self, QuotaError> {
         Ok(match (self, quota.calendar) {
             (WindowStart::FirstRequest, _) => WindowStart::FirstRequest,
@@ -55,7 +55,7 @@ impl FixedWindow {
     /// Create a window for a quota.
     ///
     /// # Errors
-    /// The quota has no window, or twice its count exceeds the exact integers of Lua 5.1.
+    /// The quota has no window of fixed length, or twice its count is not an exact integer in Lua 5.1.
     pub fn new(quota: Quota, start: WindowStart) -> Result<Self, QuotaError> {
         let window = match start {
             WindowStart::Calendar(_) => 0,
@@ -63,7 +63,8 @@ impl FixedWindow {
                 quota.window_us.ok_or(QuotaError::NoFixedWindow)?
             }
         };
-        // Twice the count must be an exact integer, because a charge is added to the count before the comparison.
+        // Twice the count must be an exact integer, because a charge is added to the count before the sum is compared
+        // with the limit.
         if u128::from(quota.count) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
@@ -77,7 +78,8 @@ impl FixedWindow {
         };
         let (start, end) = match &self.start {
             WindowStart::Aligned { phase } => {
-                // Before the phase, the difference is negative. Use the remainder that is never negative, as in Lua.
+                // If `now` is before `phase`, the difference is negative. Like `%` in Lua, `rem_euclid` returns a
+                // remainder that is never negative.
                 let start = now - (now as i64 - *phase as i64).rem_euclid(self.window as i64) as u64;
                 (start, start + self.window)
             }
@@ -127,7 +129,7 @@ impl FixedWindow {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, repair);
         }
         match charged.min(MAX_STATE) {
-            // Do not write a count of 0: without a charge, the state does not change.
+            // A count of 0 means that nothing was charged, so the state does not change.
             0 => Step { change: Change::None, ..with_count(0) },
             charged => with_count(charged),
         }

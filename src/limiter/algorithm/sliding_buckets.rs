@@ -4,14 +4,14 @@
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// Any window has at most `limit` tokens. Tokens become available again one bucket at a time.
+/// Sliding buckets that admit at most `limit` tokens in any window. Tokens become available again one bucket at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingBuckets {
     /// Tokens in any window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// Number of buckets. The number divides the length of the window.
+    /// Number of buckets. The length of the window in µs is a multiple of this number.
     pub buckets: u64,
 }
 
@@ -19,8 +19,8 @@ impl SlidingBuckets {
     /// Create a window with this number of buckets for a quota.
     ///
     /// # Errors
-    /// The quota has no window, the number of buckets does not divide it, or twice the count exceeds the exact integers
-    /// of Lua 5.1.
+    /// The quota has no window of fixed length, the length is not a multiple of the number of buckets, or twice the
+    /// count is not an exact integer in Lua 5.1.
     pub fn new(quota: Quota, buckets: u64) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if !window.is_multiple_of(buckets) {
@@ -45,7 +45,7 @@ impl SlidingBuckets {
             }
         }
         let total: u64 = counts.iter().sum();
-        // Time until the bucket of this age is no longer in the window.
+        // Time in µs until the bucket of this age has left the window. The newest bucket has age 0.
         let dropped_after_us = |age: usize| (index + self.buckets + 1 - age as u64) * width - now;
         let until_empty = |counts: &[u64]| counts.iter().position(|count| *count > 0).map_or(0, dropped_after_us);
         let (free, free_reset_us) = (self.limit.saturating_sub(total), until_empty(&counts));

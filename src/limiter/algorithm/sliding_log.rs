@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::limiter::algorithm::{Change, LogEdit, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// Any window has at most `limit` tokens.
+/// A sliding log that admits at most `limit` tokens in any window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingLog {
     /// Tokens in any window.
@@ -14,7 +14,7 @@ pub struct SlidingLog {
     pub window: u64,
 }
 
-/// Maximum limit of a sliding log. The log needs 8 to 12 bytes per token and identity, so sliding buckets are better
+/// Maximum `limit` of a sliding log. The log needs 8 to 12 bytes per token and identity, so sliding buckets are better
 /// for larger limits.
 pub const MAX_LOG_ENTRIES: u64 = 10_000;
 
@@ -22,7 +22,7 @@ impl SlidingLog {
     /// Create a log for a quota.
     ///
     /// # Errors
-    /// The quota has no window, or more than [`MAX_LOG_ENTRIES`] tokens.
+    /// The quota has no window of fixed length, or has more than [`MAX_LOG_ENTRIES`] tokens.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if quota.count > MAX_LOG_ENTRIES {
@@ -37,7 +37,7 @@ impl SlidingLog {
             Some(State::Log(log)) => log,
             _ => &empty,
         };
-        // A time in the future counts as now, because the clock was set back.
+        // A stored time in the future counts as `now`: the clock was set back after the time was stored.
         let instant_at = |index: usize| log[index].min(now);
         let first_active = log.partition_point(|&instant| instant.min(now) + self.window <= now);
         let active = (log.len() - first_active) as u64;
@@ -89,7 +89,7 @@ impl LogEdit {
     /// Apply the change to a sliding log.
     pub fn apply(&self, log: &mut VecDeque<u64>) {
         if let Some((mut units, instant)) = self.remove {
-            // Entries are removed from the newest on, as LREM does with a negative count.
+            // Remove the newest matching entries first, as LREM does with a negative count.
             for index in (0..log.len()).rev() {
                 if units > 0 && log[index] == instant {
                     log.remove(index);

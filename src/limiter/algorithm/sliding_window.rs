@@ -3,15 +3,15 @@
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// Any window has about `limit` tokens. A client that sends its bursts around the boundary of two aligned windows gets
-/// at most twice as many.
+/// A sliding window that admits about `limit` tokens in any window. A client that sends bursts around the boundary of
+/// two aligned windows gets at most twice as many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingWindow {
     /// Tokens per window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// Unit in which the elapsed part of the window is measured, µs. The unit divides the length of the window.
+    /// Unit for measuring the elapsed part of the window, µs. The length of the window is a multiple of the unit.
     pub unit: u64,
 }
 
@@ -19,11 +19,11 @@ impl SlidingWindow {
     /// Create a window for a quota, with the smallest unit for which the arithmetic is exact.
     ///
     /// # Errors
-    /// The quota has no window, or the arithmetic is not exact with any unit.
+    /// The quota has no window of fixed length, or the arithmetic is not exact with any unit.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
-        // Four times the count must be exact: the counts of two windows are added before the comparison, and deferred
-        // costs may double each of them.
+        // Four times the product of the count and the number of units must be an exact integer: the counts of two
+        // windows are added before the comparison, and deferred costs may double each of them.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));

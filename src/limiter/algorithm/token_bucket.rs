@@ -22,7 +22,8 @@ impl TokenBucket {
     /// Create a bucket for a quota.
     ///
     /// # Errors
-    /// The quota has no window, the burst is zero, or `burst × parts` exceeds the exact integers of Lua 5.1.
+    /// The quota has no window of fixed length, the burst is zero, or twice `burst × parts` is not an exact integer in
+    /// Lua 5.1.
     pub fn new(quota: Quota, burst: u64) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if burst == 0 {
@@ -30,26 +31,27 @@ impl TokenBucket {
         }
         let divisor = gcd(quota.count, window);
         let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
-        // Twice the value must be an exact integer, because a charge is added to the debt before the comparison.
+        // Twice `burst × parts` must be an exact integer, because a charge is added to the debt before the sum is
+        // compared with the capacity.
         if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
         Ok(bucket)
     }
 
-    /// Return one of `n` equal shares of the rate, with this burst. Return `None` if 64-bit integers cannot count the
-    /// share exactly.
+    /// Return a bucket with one `n`-th of the rate and with this burst. Return `None` if its numbers need more than 64
+    /// bits.
     pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
         let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
         let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
-        // Twice the value must be exact, as in `new`, but with 64-bit integers, because only this process counts
-        // shares.
+        // Twice `burst × parts` must fit into 64 bits. The smaller bound in `new` does not apply, because the share is
+        // used only in this process, not in Lua.
         burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
-    /// Return the time in µs in which the bucket repays the debt before a charge of `cost`. The debt after the charge
-    /// is repaid in `reset_us`.
+    /// Return the time in µs in which the bucket repays the debt that existed before a charge of `cost`. `reset_us` is
+    /// the time in which it repays the debt after the charge.
     pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
         // `reset_us` is rounded up, so the debt after the charge is more than (reset_us - 1) * refill parts.
         let refill = u128::from(self.refill);
@@ -92,7 +94,8 @@ impl TokenBucket {
                 Change::Delete
             } else {
                 let ttl_us = reset(debt);
-                // As in `lua/generic.lua`, the key keeps its expiry, or expires a second after the debt is repaid.
+                // As in `lua/generic.lua`, the key keeps its expiry if the slack is within its bounds. Otherwise, the
+                // key expires a second after the debt is repaid.
                 let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
                 let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
                     true => key_expires_at,
@@ -121,12 +124,12 @@ impl TokenBucket {
             } else {
                 (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
             };
-            // Compute `retry_us` with the new rate, which applies from now on.
+            // Write the state with the current rate, because `retry_us` was computed with this rate.
             let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
         let charged = charged.min(MAX_STATE);
-        // Do not write a debt of 0: without a charge, the state does not change.
+        // A debt of 0 means that nothing was charged, so the state does not change.
         let change = if charged == 0 { Change::None } else { put(charged) };
         step(charged_outcome(charged), change)
     }
@@ -145,8 +148,8 @@ fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // Use the larger result. `exact` can be larger than the result with doubles, because the numbers of a local share
-    // may exceed the exact integers of doubles.
+    // Use the larger of the two results. `exact` can be larger than the result with doubles, because the numbers of a
+    // local share may exceed the exact integers of doubles.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

@@ -48,8 +48,8 @@ pub(super) struct Batch {
     probe_call: Option<ProbeCall>,
 }
 
-/// One of the calls that failed. A probe repeats this call, because it fails for the same reason until the cause is
-/// removed.
+/// The properties of a call that failed. A probe sends a call with these properties, because such calls fail until the
+/// cause is removed.
 #[derive(Debug, Clone)]
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
@@ -77,8 +77,8 @@ pub(super) enum Purpose {
     /// Checks that another cluster node redirected to this node with `ASK`, because this node is importing their slot.
     /// `ASKING` precedes the call.
     Asking,
-    /// A probe of a server whose circuit breaker is open, or that did not reply. The probe does not count for the
-    /// circuit breaker.
+    /// A probe of a server whose circuit breaker is open, or that did not reply. The batcher does not record its result
+    /// in the circuit breaker.
     Probe,
 }
 
@@ -112,7 +112,7 @@ struct KeyBuffer {
 }
 
 impl KeyBuffer {
-    /// Append the key that `write` appends to the buffer. Return the length of the key.
+    /// Append the key that `write` writes. Return its length in bytes.
     fn push_with(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> usize {
         let start = self.bytes.len();
         write(&mut self.bytes);
@@ -144,7 +144,7 @@ impl Batch {
         self.key_count == 0
     }
 
-    /// Return whether the batch would have too many keys with the keys of these charges.
+    /// Return whether the batch would have too many keys if these charges were added.
     pub(super) fn would_overflow(&self, charges: &[Charge<'_>]) -> bool {
         let keys: usize = charges.iter().map(|charge| 1 + usize::from(charge.usage.is_some())).sum();
         !self.is_empty() && self.key_count + keys > MAX_KEYS
@@ -180,7 +180,7 @@ impl Batch {
         self.groups.iter().map(|group| group.waiters.len()).sum()
     }
 
-    /// Send the source of the script instead of its SHA-1 from now on. Return whether this is a change.
+    /// Make the call send the source of the script instead of its SHA-1. Return `false` if it already did.
     pub(super) fn send_source(&mut self) -> bool {
         !std::mem::replace(&mut self.sends_source, true)
     }
@@ -264,8 +264,8 @@ impl Batch {
         !self.is_empty()
     }
 
-    /// Return the script for these requests. The script has at least `algorithms`, and counts usage only if a request
-    /// does.
+    /// Return the script for these requests. The script contains at least `algorithms`, and counts usage only if a
+    /// request does.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
         script(
@@ -274,7 +274,7 @@ impl Batch {
         )
     }
 
-    /// Return the arguments of the call. `lua/generic.lua` documents the contract of the scripts.
+    /// Return the command of the call. `lua/generic.lua` documents the arguments and replies of the scripts.
     pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
@@ -351,14 +351,15 @@ impl Batch {
         BatchOutcome { is_valid, has_verdict, refunds }
     }
 
-    /// Add the refund of the charges of a request of `group`.
+    /// Add a refund of the charges that a request of `group` made according to `verdict`. Return `None` if there is
+    /// nothing to refund.
     fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
         if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
         }
         let first = request * group.limits.len();
         let mut usage_keys = (request * group.usages_per_request()..).map(|index| group.usage_keys.get(index));
-        // Add the key of the total, if the limit has one, even if the limit is not refunded.
+        // Take the key of the limit's total even if the limit is not refunded, so that the next limit gets its own key.
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
@@ -391,9 +392,9 @@ impl BatchGroup {
         self.limits.iter().filter(|limit| limit.counts_usage()).count()
     }
 
-    /// Return whether the group may begin with a command that deletes keys. Such groups come last, because above
-    /// `maxmemory` Redis rejects commands that need memory only until the script has written: after a release of
-    /// permits, it would accept the charges of the same call.
+    /// Return whether the group may begin with a command that deletes keys. Such groups come last: above `maxmemory`,
+    /// Redis rejects commands that need memory, but only until the script has written. After a release of permits,
+    /// Redis would therefore accept the charges of the same call.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
@@ -448,13 +449,14 @@ mod tests {
 // The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
 // and shrinks multiplicatively, depending on the delay that the requests of the worker add to the round trip.
 
-/// Weight of a call without keys, in keys. The value is the CPU time of Redis for the smallest script.
+/// Weight of a call without keys, in keys. The smallest script costs Redis as much CPU time as this number of keys.
 const CALL_WEIGHT: usize = 8;
 
-/// The minimum and initial size. The minimum holds one full batch.
+/// The minimum and initial size of the window, in keys. One full batch fits.
 const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 
-/// The maximum size. The maximum holds 16 full batches: with a round trip of 40 ms, 50,000 checks/s.
+/// The maximum size of the window, in keys. 16 full batches fit, which is enough for 50,000 checks/s with a round trip
+/// of 40 ms.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
 /// Number of replies after which the minimum round trip is measured again, because a failover may have changed the
@@ -490,9 +492,9 @@ impl InFlightWindow {
         in_flight + InFlightWindow::weight(keys) <= self.size
     }
 
-    /// Record a reply. Compare the delay above the minimum round trip with the rest of the timeout. If the delay is
-    /// more than a quarter, the window is halved. Below the target, the window grows if `is_limited`, which means that
-    /// the window limited the number of requests in flight.
+    /// Record a reply. The delay is the round trip minus the minimum round trip. If the delay is more than a quarter of
+    /// the timeout minus the minimum round trip, halve the window. Otherwise, enlarge the window if `is_limited`, which
+    /// means that the window limited the number of requests in flight.
     pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
         if self.replies == ROUND_TRIP_RESET_REPLIES {
@@ -521,11 +523,11 @@ mod window_tests {
     #[test]
     fn window_grows_on_prompt_replies_and_halves_on_slow_ones() {
         let mut window = InFlightWindow::default();
-        assert!(window.has_room(0, 128) && !window.has_room(1, 128), "a full batch always fits");
-        assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start");
-        assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "12 ms more than the shortest of 1 ms");
+        assert!(window.has_room(0, 128) && !window.has_room(1, 128), "exactly one full batch fits");
+        assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start adds the weight of each reply");
+        assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "a delay of 12 ms is less than a quarter of 49 ms");
         assert_eq!(size_after(&mut window, &[14]), 5 * MIN_WINDOW / 2);
-        assert_eq!(size_after(&mut window, &[1; 2]), 5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT, "additive from then on");
+        assert_eq!(size_after(&mut window, &[1; 2]), 5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT, "then, growth is additive");
         assert_eq!(size_after(&mut window, &[1; 1000]), MAX_WINDOW);
         assert_eq!(size_after(&mut window, &[20; 10]), MIN_WINDOW);
     }
@@ -543,7 +545,7 @@ mod window_tests {
     fn distant_server_is_not_slow() {
         let mut window = InFlightWindow::default();
         assert_eq!(size_after(&mut window, &[40; 1000]), MAX_WINDOW);
-        assert_eq!(size_after(&mut window, &[43]), MAX_WINDOW / 2, "of 10 ms that are left");
+        assert_eq!(size_after(&mut window, &[43]), MAX_WINDOW / 2, "a delay of 3 ms is more than a quarter of 10 ms");
     }
 
     #[test]

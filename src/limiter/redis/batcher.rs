@@ -1,4 +1,4 @@
-//! One Redis server as one worker calls it: the batcher queues checks, and sends them in script calls.
+//! The client of one worker for one Redis server. The batcher queues checks and sends them in script calls.
 //!
 //! All checks of one event-loop tick share one EVALSHA. With [`MIN_IN_FLIGHT_TO_WAIT`] or more requests in flight and a
 //! server that replies fast, new checks wait for the next reply and share a call. A window limits the calls in flight,
@@ -34,9 +34,9 @@ use crate::limiter::redis::server::{Address, RedisEndpoint};
 use crate::limiter::redis::{RedisSettings, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// With this number of requests in flight, the next call waits for a reply. A call costs Redis and the gateway as much
-/// as one more request in a batch. With fewer requests in flight, too few requests would share a call to justify the
-/// wait.
+/// With at least this number of requests in flight, the next call waits for a reply. A call costs Redis and the gateway
+/// as much as one more request in a batch. With fewer requests in flight, too few requests would share a call to
+/// justify the wait.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
 /// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
@@ -70,7 +70,7 @@ pub(super) struct Batcher {
     retry_timeout: Duration,
     /// Whether requests of different identities may share a call.
     pub(super) shares_calls: bool,
-    /// Counts the calls.
+    /// Metrics of the worker, in which the batcher counts its calls.
     pub(super) metrics: Arc<LimiterMetrics>,
     /// The circuit breaker of the server.
     pub(super) breaker: Arc<CircuitBreaker>,
@@ -115,7 +115,7 @@ struct PendingBatch {
     deadline: Option<Instant>,
 }
 
-/// Counts a call as in flight until it is dropped.
+/// Counts a call as in flight until the guard is dropped.
 struct InFlightGuard<'a> {
     batcher: &'a Batcher,
     requests: usize,
@@ -291,7 +291,7 @@ impl Batcher {
             }
         };
         if began >= due {
-            // Fail the checks, because the circuit breaker is open and the call is not sent.
+            // The deadline passed while the batch was queued. Fail the checks without sending the call.
             return batch.fail(&BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
@@ -417,8 +417,8 @@ impl Batcher {
         checkout.unwrap_or_else(|_| Err(self.connections.checkout_timeout()))
     }
 
-    /// Wait for the reply to a call that was written. At the deadline, fail the checks and continue to wait for the
-    /// reply.
+    /// Wait for the reply to a call that was written. At the deadline, fail the checks, but continue to wait for the
+    /// reply, because its charges must be refunded.
     async fn wait_for_reply<T>(
         self: &Arc<Self>,
         mut call: Pin<&mut impl Future<Output = T>>,
@@ -527,9 +527,11 @@ impl BatchQueue {
         !self.batches.is_empty() && !self.has_room()
     }
 
-    /// Claim the first batch if it must be sent now and no task has claimed it. The caller must send the batch.
+    /// Claim the first batch if it can be sent now and no task has claimed it. Return whether the caller must send the
+    /// batch.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
-        // A batch does not wait if it is full, or if calls are not shared.
+        // A batch waits for a reply only if replies are fast, calls are shared, the batch is not full, and enough
+        // requests are in flight.
         let ready =
             self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
         let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
@@ -572,13 +574,13 @@ fn server_time(error: &RedisError) -> Option<u64> {
     detail.rsplit(' ').next()?.parse().ok()
 }
 
-// === The server as one worker calls it ===
+// === The client of one server ===
 
 /// Interval for checking whether the server has closed idle connections.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A Redis server in the form in which one worker calls it: its connections, its batcher and its circuit breaker.
-/// Clones share all three. Connections belong to the runtime that opened them, so create one value for each runtime.
+/// The client of one worker for one Redis server: its connections, its batcher and its circuit breaker. Clones share
+/// all three. Connections belong to the runtime that opened them, so create one value for each runtime.
 #[derive(Debug, Clone)]
 pub struct ServerStore {
     batcher: Arc<Batcher>,
@@ -673,7 +675,7 @@ impl ServerStore {
         let result = self.batcher.enqueue(deadline, purpose, operation, charges).await;
         breaker.record_write(operation, charges, &result);
         result.map_err(|error| {
-            // Record only replies here, because the batcher records calls without a reply.
+            // Record only error replies here, because the batcher records calls without a reply.
             if self.batcher.is_failure_reply(&error) {
                 self.batcher.call_failed(epoch, &error, ProbeCall::from_charges(charges));
             }
@@ -685,8 +687,8 @@ impl ServerStore {
         })
     }
 
-    /// Send an administrator's command. While the circuit breaker is open, nothing is sent, and a failure does not
-    /// count for it.
+    /// Send an administrator's command. While the circuit breaker is open, nothing is sent. The circuit breaker does
+    /// not count failures of these commands.
     ///
     /// # Errors
     /// See [`StoreError`].

@@ -36,7 +36,7 @@ impl RecoverySignal {
         self.notify.notified().await;
     }
 
-    /// Return whether the last recovery was within `time`.
+    /// Return whether there was a recovery within the last `time`.
     pub fn is_within(&self, time: Duration) -> bool {
         let last = self.last_us.load(Ordering::Relaxed);
         last != 0 && elapsed_since(self.created_at) < Duration::from_micros(last) + time
@@ -51,8 +51,8 @@ impl RecoverySignal {
 /// The state of a circuit breaker. All workers share the circuit breaker, so that only one worker sends probes.
 #[derive(Debug)]
 pub struct CircuitBreaker {
-    /// Number of changes of the circuit breaker. If the number is odd, the circuit breaker is open. Results of calls
-    /// from an earlier epoch are ignored.
+    /// Number of times that the circuit breaker has opened or closed. If the number is odd, the circuit breaker is
+    /// open. Results of calls from an earlier epoch are ignored.
     epoch: AtomicU32,
     failures: FailureWindow,
     /// Whether a task probes a store that did not reply to a call.
@@ -173,7 +173,8 @@ impl CircuitBreaker {
         self.is_probing.store(false, Ordering::Relaxed);
     }
 
-    /// Return up to a tenth of a probe delay, so that gateways that lost the store together do not return together.
+    /// Return a jitter of up to a tenth of a probe delay. Without jitter, gateways that lost the store at the same time
+    /// would probe it at the same time.
     pub(super) fn probe_jitter(&self, delay: Duration) -> Duration {
         delay.mul_f64((self.age().as_micros() % 1000) as f64 / 10_000.0)
     }
@@ -193,7 +194,8 @@ impl CircuitBreaker {
 /// replaced, so that the first probe uses a new connection.
 const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 
-/// The failure ratios count over this time, and open the circuit breaker from this number of calls on.
+/// Length of the window of a failure ratio, and the minimum number of calls in a window for opening the circuit
+/// breaker.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
@@ -208,7 +210,8 @@ pub(crate) struct FailureWindow {
     late_ratio: FailureRatio,
 }
 
-/// The share of failed calls in a window of [`WINDOW`] that begins with a failure.
+/// The share of matching (failed or late) calls in a window of the length [`WINDOW`]. A window begins with a matching
+/// call.
 #[derive(Debug)]
 struct FailureRatio {
     /// The share from which the circuit breaker opens, in tenths.
@@ -295,7 +298,8 @@ impl FailureRatio {
 
 // The log of an outage, which contains each reason once.
 
-/// Maximum number of reasons that are logged for one outage. The first reason may be a coincidence.
+/// Maximum number of reasons that are logged for one outage. Later reasons are logged too, because the first reason may
+/// be a coincidence.
 const MAX_REASONS: usize = 8;
 
 /// The reasons of one outage that were logged.
@@ -395,10 +399,10 @@ mod tests {
         }
         assert_eq!(breaker.record_failure(before), Assessment::Failing);
         assert!(breaker.try_open(before) && !breaker.try_open(before), "one caller opens it");
-        assert_eq!(breaker.record_failure(before), Assessment::Outdated, "while it is open");
+        assert_eq!(breaker.record_failure(before), Assessment::Outdated, "opening changes the epoch");
         breaker.close();
         for _ in 0..2 * MAX_CONSECUTIVE_FAILURES {
-            assert_eq!(breaker.record_failure(before), Assessment::Outdated, "after it has closed");
+            assert_eq!(breaker.record_failure(before), Assessment::Outdated, "closing changes the epoch");
         }
         assert!(!breaker.try_open(before) && !breaker.is_open());
         assert_eq!(breaker.record_failure(breaker.epoch()), Assessment::Suspect, "the first failure since it closed");
@@ -435,22 +439,22 @@ mod failures_tests {
     fn five_consecutive_failures_open_the_breaker() {
         assert_eq!(calls_until_open("FFFFF", 0, 1), Some(5));
         assert_eq!(calls_until_open("FFFFF", 0, 100_000), Some(5));
-        assert_eq!(calls_until_open("SSSFFFFSFFFFF", 0, 1), Some(13), "a success begins the row anew");
-        assert_eq!(calls_until_open("FFFFSFFFFSFFFFS", 0, 1), None, "not twenty yet");
+        assert_eq!(calls_until_open("SSSFFFFSFFFFF", 0, 1), Some(13), "a success resets the consecutive failures");
+        assert_eq!(calls_until_open("FFFFSFFFFSFFFFS", 0, 1), None, "fewer than twenty calls");
     }
 
     #[test]
     fn half_of_twenty_calls_within_a_second_open_the_breaker() {
         let half = "FS".repeat(100);
         assert_eq!(calls_until_open(&half, 0, 1), Some(21), "at the first failure from the twentieth call on");
-        assert_eq!(calls_until_open(&half, 0, 47), Some(21), "in 940 ms");
+        assert_eq!(calls_until_open(&half, 0, 47), Some(21), "21 calls in 940 ms");
         assert_eq!(calls_until_open(&half, 0, 60), None, "fewer than twenty in a second");
-        assert_eq!(calls_until_open(&"FSS".repeat(100), 0, 1), None, "a third");
-        assert_eq!(calls_until_open(&"FFS".repeat(100), 0, 1), Some(20), "two thirds");
+        assert_eq!(calls_until_open(&"FSS".repeat(100), 0, 1), None, "a third of the calls failed");
+        assert_eq!(calls_until_open(&"FFS".repeat(100), 0, 1), Some(20), "two thirds of the calls failed");
         assert_eq!(
             calls_until_open(&format!("{}{half}", "S".repeat(1000)), 0, 1),
             Some(1021),
-            "after any number that went well"
+            "successes before the first failure do not count"
         );
     }
 
@@ -459,23 +463,23 @@ mod failures_tests {
         assert_eq!(calls_until_open(&"L".repeat(100), 0, 1), Some(20));
         assert_eq!(calls_until_open(&"L".repeat(100), 0, 60), None, "fewer than twenty in a second");
         assert_eq!(calls_until_open(&"LLLLS".repeat(100), 0, 1), None, "one of five is in time");
-        assert_eq!(calls_until_open(&format!("{}S", "L".repeat(18)).repeat(100), 0, 1), Some(20), "one of nineteen");
+        assert_eq!(calls_until_open(&format!("{}S", "L".repeat(18)).repeat(100), 0, 1), Some(20), "1 of 19 in time");
         assert_eq!(
             calls_until_open("LLLLFFFFLLLLF", 0, 1),
             Some(13),
-            "a late reply to another call does not end a row of failures"
+            "a late reply does not reset the consecutive failures"
         );
     }
 
     #[test]
     fn window_starts_with_a_failure() {
-        // The cases have single failures in three windows, and a window in which half of the calls fail.
+        // The calls are three windows with one failure each, and a window in which half of the calls fail.
         let quiet = format!("F{}", "S".repeat(1099));
         assert_eq!(calls_until_open(&format!("{}{}", quiet.repeat(3), "FS".repeat(20)), 0, 1), Some(3321));
         let failures = FailureWindow::default();
         assert!(!failures.record_failure(millis(5)));
         failures.record_success(|| millis(1005));
-        assert_eq!(failures.failed_ratio.packed_window.load(Ordering::Relaxed), 0, "successes cost nothing again");
+        assert_eq!(failures.failed_ratio.packed_window.load(Ordering::Relaxed), 0, "the window has ended");
     }
 
     #[test]
@@ -490,7 +494,7 @@ mod failures_tests {
             failures.record_success(|| millis(3));
             failures.record_failure(millis(3))
         });
-        assert!(trips.collect::<Vec<_>>().contains(&true), "half of those that come now");
+        assert!(trips.collect::<Vec<_>>().contains(&true), "half of the new calls fail");
         failures.reset();
         assert!(!failures.record_failure(millis(4)));
     }

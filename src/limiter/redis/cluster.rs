@@ -1,4 +1,4 @@
-//! The Redis Cluster client. The master of a slot keeps the states of the slot's identities, and has its own circuit
+//! The Redis Cluster client. Each master keeps the states of the identities in its slots, and has its own circuit
 //! breaker.
 
 pub mod topology;
@@ -33,8 +33,8 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict
 const MAX_REDIRECTIONS: u32 = 3;
 const REDIRECTION_DELAY: Duration = Duration::from_millis(2);
 
-/// A Redis Cluster as one worker calls it. Clones share it. Connections belong to the runtime that opened them, so
-/// create one client for each runtime.
+/// The client of one worker for a Redis Cluster. Clones share their connections. Connections belong to the runtime that
+/// opened them, so create one client for each runtime.
 #[derive(Debug, Clone)]
 pub struct ClusterStore(Arc<Inner>);
 
@@ -51,7 +51,7 @@ struct Inner {
 /// The nodes that this worker has called.
 #[derive(Debug, Default)]
 struct KnownNodes {
-    /// The slots with which `guards` was last cleaned up. Nodes that own none of these slots are removed.
+    /// The slot map with which `guards` was last cleaned up: the clients of nodes that are not in the map were removed.
     slots: Option<Arc<SlotMap>>,
     guards: HashMap<Address, ServerStore>,
 }
@@ -107,7 +107,7 @@ impl ClusterStore {
             timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
         let nodes = match &discovered {
             Ok(Ok(slots)) => slots.masters(),
-            // Connect to all nodes, so that unreachable nodes are detected before the first request.
+            // Connect to all seed nodes, so that unreachable nodes are detected before the first request.
             Ok(Err(_)) | Err(_) => &self.0.seeds,
         };
         self.connect_to(nodes).await;
@@ -229,8 +229,7 @@ impl ClusterStore {
             if let Ok(slots) = cluster.discover().await {
                 let masters = slots.masters().to_vec();
                 cluster.0.cluster_map.replace(slots);
-                // Connect before the first request needs the connection, because a promoted replica was not called
-                // before.
+                // Connect to new masters before the first request needs them: a promoted replica has no connection yet.
                 let is_known = |master: &Address| cluster.lock_nodes().guards.contains_key(master);
                 let new: Vec<_> = masters.into_iter().filter(|master| !is_known(master)).collect();
                 cluster.connect_to(&new).await;
@@ -291,13 +290,14 @@ impl ClusterStore {
     }
 }
 
-/// Return whether one server keeps all states of these charges, because an identity has only one slot.
+/// Return whether all charges have the same identity. One server then keeps all their states, because an identity has
+/// only one slot.
 pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
     charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
 }
 
-/// Return whether the keys of the call are on two nodes while their slot migrates. While a slot migrates, calls with
-/// single keys succeed.
+/// Return whether the keys of the call are on two nodes, because their slot migrates. Calls with a single key still
+/// succeed.
 fn is_try_again(error: &StoreError) -> bool {
     matches!(error, StoreError::Redirected(reply) if reply.code() == "TRYAGAIN")
 }
@@ -319,11 +319,11 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
 
 // === Decisions by several calls: one for each identity, or one for each key while a slot migrates ===
 
-// First, all groups are read (peeked), and they are charged only if none denies. A denied request therefore rarely
-// holds tokens of other limits. If two requests race for the last token, the loser refunds what other groups granted
-// and reads the states again, so that its denial does not include its own charges. The loser may still be denied
-// because of tokens that another request refunds one round trip later. For this reason, denials by several calls are
-// never cached (see `Verdict::decided_at_us`).
+// First, all groups are read (peeked), and they are charged only if none denies. A denied request is therefore rarely
+// charged by other limits. If two requests race for the last token, the loser refunds what other groups granted and
+// reads the states again, so that its denial does not include its own charges. The loser may still be denied because of
+// tokens that another request refunds one round trip later. For this reason, denials by several calls are never cached
+// (see `Verdict::decided_at_us`).
 
 /// Maximum number of attempts of a request that loses races, and of a refund that was not executed.
 const MAX_ATTEMPTS: usize = 3;
@@ -366,7 +366,7 @@ impl ShardCharge {
 /// The charges of one call, each with its index in the request.
 type ShardCall = Vec<(usize, ShardCharge)>;
 
-/// Receives the result for the request.
+/// Sends the result to the waiting request.
 type ResultSender = oneshot::Sender<Result<Verdict, StoreError>>;
 
 /// A group and its result.
@@ -399,8 +399,8 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Check that the owners of all groups can be called. If one of the owners has failed, calls to the others would
-    /// have no effect.
+    /// Return an error if the circuit breaker of a group's owner is open. The charges of the other groups would then
+    /// have to be refunded.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -411,8 +411,8 @@ impl ClusterStore {
         Ok(())
     }
 
-    /// Send the verdict. Then refund unneeded charges: of other groups if one group failed, or of a request that no
-    /// longer waits.
+    /// Call all groups and send the verdict. Then refund unneeded charges: those of other groups if one group denied or
+    /// failed, and all charges if the request does not wait for the verdict any more.
     async fn scatter_gather(
         &self,
         deadline: Instant,
@@ -493,8 +493,7 @@ impl ClusterStore {
         groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
     ) -> Vec<ShardResult<'a>> {
         let cost = |owned: &ShardCharge| match operation {
-            // In these two cases the amount differs from the cost: a deferred cost charges nothing yet, and `TakeUpTo`
-            // can take fewer tokens.
+            // A check of a deferred charge needs only one token, so the peek before the check asks for one token.
             Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
@@ -505,8 +504,8 @@ impl ClusterStore {
         .await
     }
 
-    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes. While
-    /// a slot migrates, charge the state, and change the total in a second call.
+    /// Call the owner of a group. While a slot migrates, the state and the usage total of a charge may be on two nodes.
+    /// In this case, charge the state, and change the total in a second call.
     async fn call_group(
         &self,
         deadline: Instant,
@@ -523,7 +522,7 @@ impl ClusterStore {
         Ok(verdict)
     }
 
-    /// Add the amount that an operation charged to the total of its charge.
+    /// Add the amount that an operation charged to the usage total.
     async fn add_usage(&self, operation: Operation, charge: &Charge<'_>, verdict: &Verdict) {
         let Some(outcome) = verdict.outcomes.first() else { return };
         let amount = charge.usage_amount(operation, verdict.granted, outcome.status);
@@ -538,18 +537,21 @@ impl ClusterStore {
             match self.admin_command(identity_slot(identity), &command).await {
                 Ok(_) => return,
                 Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
-                Err(error) => return warn!(%error, amount, "usage totals of a cluster slot that migrates may be lost"),
+                Err(error) => {
+                    return warn!(%error, amount, "usage totals may be lost, because their cluster slot migrates to \
+                                                  another node");
+                }
             }
         }
-        warn!(amount, "usage totals of a cluster slot that migrates are lost");
+        warn!(amount, "usage totals are lost, because their cluster slot migrates to another node");
     }
 
-    /// Refund what each group granted in addition to what all groups granted.
+    /// Refund the tokens that a group granted in addition to the `granted` tokens that all groups granted.
     async fn refund_excess(&self, operation: Operation, results: &[ShardResult<'_>], granted: u64) {
         self.refund(operation, results, granted..u64::MAX).await;
     }
 
-    /// Refund the tokens with these numbers from each group, counted from the first token that the group granted.
+    /// Refund a range of the tokens of each group. Token 0 is the first token that the group granted.
     async fn refund(&self, operation: Operation, results: &[ShardResult<'_>], tokens: Range<u64>) {
         join_all(results.iter().map(|result| self.refund_group(operation, result, &tokens))).await;
     }
@@ -583,7 +585,7 @@ impl ClusterStore {
     }
 }
 
-/// Return what all groups granted.
+/// Return the number of tokens that all groups granted. A failed group granted 0.
 fn min_granted(results: &[ShardResult<'_>]) -> u64 {
     let granted = results.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
     granted.min().unwrap_or(0)
@@ -640,7 +642,7 @@ mod tests {
                 let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
                 let failed = || (&[][..], Err(error.clone()));
                 let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
-                assert_eq!(min_granted(&answers), 0, "{error}: nothing is granted, so that what ran is refunded");
+                assert_eq!(min_granted(&answers), 0, "{error}: the successful group must be refunded");
                 let merged = merge(answers, 0, 2).unwrap_err();
                 assert_eq!((merged.is_overload(), merged.is_outage()), (is_overload, is_outage), "{error}: {merged}");
                 assert!(!merged.is_not_executed(), "{error}: {merged}");

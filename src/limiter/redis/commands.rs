@@ -13,7 +13,8 @@ const USAGE_SCRIPT: &str = include_str!("../../../lua/usage.lua");
 /// Number of keys that Redis examines in one call of SCAN.
 const SCAN_COUNT: u64 = 1000;
 
-/// Return the command that adds a post to the totals. The reply is 1, or 0 if the post was added before.
+/// Return the command that adds a [`UsagePost`] to the usage totals. The reply is 1, or 0 if Redis had already added
+/// the post.
 pub fn post_usage_command(prefix: &str, post: &UsagePost) -> Cmd {
     let UsagePost { key, amounts, poster, sequence } = post;
     let ttl_ms = i64::from(RETENTION_DAYS) * 86_400_000;
@@ -35,7 +36,8 @@ pub fn post_usage_command(prefix: &str, post: &UsagePost) -> Cmd {
     command
 }
 
-/// Return the command that lists keys of totals, starting at a cursor. The first and the last cursor is 0.
+/// Return the command that lists keys of usage totals from a SCAN cursor on. A scan starts with cursor 0, and ends when
+/// the reply contains cursor 0.
 pub fn scan_usage_command(prefix: &str, cursor: u64) -> Cmd {
     let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
     let escaped = prefix.chars().flat_map(|one| is_special(one).then_some('\\').into_iter().chain([one]));
@@ -55,7 +57,7 @@ pub fn parse_usage_scan_reply(prefix: &str, reply: Value) -> Result<(u64, Vec<Us
     Ok((cursor, keys.iter().filter_map(|key| UsageKey::parse(prefix, key)).collect()))
 }
 
-/// Return the command that reads the totals of a month.
+/// Return the command that reads the usage totals of a month.
 pub fn read_usage_command(prefix: &str, key: &UsageKey) -> Cmd {
     let mut command = redis::cmd("HGETALL");
     command.arg(key.to_redis_key(prefix));
@@ -86,7 +88,8 @@ const FENCED_HASH_SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 /// The fields of a Redis hash and their values.
 pub type Fields = BTreeMap<String, Vec<u8>>;
 
-/// Return the command that reads all fields if the version is not `known_version`. 0: no version is known.
+/// Return the command that reads all fields if the version is not `known_version`. If the caller knows no version,
+/// `known_version` is 0.
 pub fn read_hash_command(key: &str, known_version: u64) -> Cmd {
     command(key, "read", known_version)
 }
@@ -99,7 +102,7 @@ pub fn lock_hash_command(key: &str, owner: &str, ttl: Duration) -> Cmd {
     command
 }
 
-/// Return the command that releases the lock. The reply is 1, or 0 if the lock has another token.
+/// Return the command that releases the lock. The reply is 1, or 0 if `token` is not the token of the last lock.
 pub fn unlock_hash_command(key: &str, token: u64) -> Cmd {
     command(key, "unlock", token)
 }
@@ -135,7 +138,7 @@ pub fn parse_hash_reply(reply: Value, known_version: u64) -> Result<(u64, Option
     Ok((version, (version != known_version || version == 0).then_some(fields)))
 }
 
-/// Parse the reply to the other commands.
+/// Parse the reply to a command that replies with a number.
 ///
 /// # Errors
 /// The reply is malformed.
@@ -156,7 +159,7 @@ pub struct EventClaim<'a> {
     pub id: &'a str,
     /// Time for which no other event can get the claim.
     pub ttl: Duration,
-    /// The stream to which the event is added.
+    /// The stream to which the event is added. `None` if the event is not added to a stream.
     pub entry: Option<StreamEntry<'a>>,
 }
 

@@ -53,7 +53,7 @@ pub struct Pooled(Arc<Mutex<Connection>>);
 struct ConnectionHealth {
     address: ConnectionAddr,
     unanswered_calls: AtomicU32,
-    /// Whether the connection must be replaced although it works, because its server is not the master any more.
+    /// Whether the connection must be replaced although it works, for example because its server has become a replica.
     is_retired: AtomicBool,
     throttle: Arc<ReconnectThrottle>,
 }
@@ -125,7 +125,7 @@ impl Connections {
     }
 
     /// Open missing connections. Replace idle connections that the server has closed, and connections to a server that
-    /// is no longer the master. Requests use the previous connections until the new ones are open.
+    /// is not the master. Requests use the previous connections until the new ones are open.
     pub async fn maintain(&self) {
         let master = self.manager.server.current_master(self.manager.connect_timeout).await;
         let is_outdated = |connection: &Connection| {
@@ -203,7 +203,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
 /// Connect once without a pool, and send a PING.
 ///
 /// # Errors
-/// The connection cannot be opened, or the server does not reply to PING. A pool would fail in the same way.
+/// The connection cannot be opened, or the server does not reply to PING. A pool would fail for the same reasons.
 pub async fn try_connect(
     server: RedisEndpoint,
     algorithms: AlgorithmSet,
@@ -530,8 +530,8 @@ pub async fn verify_server(
     address: &ConnectionAddr,
 ) -> RedisResult<()> {
     let reply = pipe.send_packed_command(&redis::cmd("HELLO")).await?;
-    // Redis closes unauthenticated connections that send long arguments, such as scripts, so the reply to a script may
-    // be lost.
+    // Report NOAUTH here: Redis closes unauthenticated connections that send long arguments, such as scripts, so the
+    // same error reply to a script may be lost.
     if let Value::ServerError(error) = &reply
         && error.code() == "NOAUTH"
     {

@@ -23,7 +23,7 @@ pub enum RedisErrorKind {
     Retryable,
     /// The call was not executed: another server keeps the state, or will keep it after a migration.
     Redirect,
-    /// All calls fail, because a permission is missing or the server has no scripts.
+    /// All calls fail, because a permission is missing or the server does not support scripts.
     Fatal,
     /// Writes are rejected, and this call was rejected before its first write. Calls that do not write succeed.
     WritesRejected,
@@ -67,8 +67,8 @@ impl RedisErrorKind {
     }
 }
 
-/// Return whether another connection may succeed, because it may lead to a new master at the same address or log in
-/// again.
+/// Return whether the call may succeed on a new connection, which logs in again and may lead to a new master at the
+/// same address.
 pub fn is_connection_error(error: &RedisError) -> bool {
     matches!(code_and_detail(error), Some(("READONLY" | "NOAUTH", _)))
 }
@@ -123,7 +123,7 @@ impl Iterator for Backoff {
 
 // === Diagnosis: a sentence for each error, which says what to do ===
 
-/// Diagnose a URL that names no server.
+/// Diagnose an invalid Redis URL.
 pub fn diagnose_url(error: &RedisError) -> String {
     let message = error.to_string();
     let starts_with = |words| message.starts_with(words);
@@ -225,8 +225,8 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
-/// The beginnings of the error of a script that lacks a permission for a command or key: up to Redis 7.0, and since
-/// Redis 7.2 and in Valkey.
+/// The beginnings of the error message of a script that lacks a permission for a command or key. The first is that of
+/// Redis up to 7.0, the second that of Redis since 7.2 and of Valkey.
 const SCRIPT_PERMISSION_ERRORS: [&str; 2] = ["The user executing the script can't", "ACL failure in script"];
 
 /// Return whether a part of an error reply is the error of a script that lacks a permission.
@@ -240,8 +240,7 @@ pub fn missing_permission(error: &RedisError) -> Option<String> {
 }
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
-    // Without a command name, give the general advice, because Redis 7.0 does not name the command that the script
-    // called.
+    // Redis 7.0 does not name the command that the script called. Without a command name, name the kind of permission.
     let script = is_script_permission_error(detail);
     if code != "NOPERM" && !script {
         return None;

@@ -15,18 +15,18 @@ type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 /// One field of the Redis hash of overrides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OverrideEntry {
-    /// Limit, identity and kind of the record.
+    /// Name of the field, which contains the kind, the limit and the identity of the record.
     pub key: String,
     /// The override as JSON. Empty for a reset and for a removed override.
     pub value: String,
-    /// Revision of the record: the time of the write, and greater than the revision that it replaced. 0 if the value
-    /// has none.
+    /// Revision of the record: the time of the write in µs, but always greater than the revision that it replaced. 0 if
+    /// the stored value has no revision.
     pub revision: u64,
     /// Instant until which the record is active, in µs since the Unix epoch by Redis' clock. For a removed override,
     /// the value is 0.
     pub expires_at_us: u64,
-    /// Instant until which the record is kept. Until then, no gateway can restore an older record that this record has
-    /// replaced.
+    /// Instant until which Redis keeps the record, in µs since the Unix epoch. Until then, no gateway can restore an
+    /// older record that this record has replaced.
     pub keep_until_us: u64,
 }
 
@@ -35,7 +35,7 @@ pub struct OverrideEntry {
 pub struct Snapshot {
     /// Time of Redis, µs since the Unix epoch.
     pub now_us: u64,
-    /// Records that are still kept.
+    /// Records whose `keep_until_us` has not passed.
     pub entries: Vec<OverrideEntry>,
 }
 
@@ -55,19 +55,20 @@ pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
-/// A write of one field. For concurrent writes, the revision that the gateway knows decides which write wins.
+/// A write of one field. Redis gives the record a revision that is greater than the revision that this gateway knows,
+/// and than the revision that Redis has.
 #[derive(Debug, Clone, Copy)]
 pub struct OverrideWrite<'a> {
-    /// Limit, identity and kind of the record.
+    /// Name of the field, which contains the kind, the limit and the identity of the record.
     pub field: &'a str,
     /// The state of the field as this gateway knows it.
     pub known: KnownRevision,
-    /// The new record, or `None` to remove the record.
+    /// Text and TTL of the new record, or `None` to remove the record.
     pub record: Option<(&'a str, Duration)>,
 }
 
 impl OverrideWrite<'_> {
-    /// Return the command for the hash at `key`.
+    /// Return the command that writes the field of the hash at `key`.
     pub fn command(&self, key: &str, max_records: usize) -> Cmd {
         let KnownRevision { revision, keep_until_us, is_in_force } = self.known;
         let (operation, number, value) = match self.record {
@@ -159,7 +160,8 @@ pub fn read_command(key: &str) -> Cmd {
     command
 }
 
-/// Parse the replies to [`time_command`] and [`read_command`]. Fields and values that no gateway writes are skipped.
+/// Parse the replies to [`time_command`] and [`read_command`]. Fields and values with an unknown format are skipped,
+/// and so are records whose `keep_until_us` has passed.
 ///
 /// # Errors
 /// The replies are malformed.
@@ -175,7 +177,7 @@ pub fn parse_snapshot(time: Value, hash_reply: Value) -> Result<Snapshot, StoreE
 }
 
 impl OverrideEntry {
-    /// Parse `EXPIRY REVISION KEPT TEXT`, or `EXPIRY TEXT`, which has no revision.
+    /// Parse `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, or `EXPIRES_AT TEXT`, which has no revision.
     fn parse(field: String, value: &str) -> Option<Self> {
         let (expiry, rest) = value.split_once(' ')?;
         let expiry_us = expiry.parse().ok()?;

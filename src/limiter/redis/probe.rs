@@ -47,8 +47,8 @@ impl Batcher {
         }
     }
 
-    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, later
-    /// probes send a call with the same properties.
+    /// Record a failed call that was sent in this epoch of the circuit breaker. If there is a `sample`, later probes
+    /// send a call with the same properties.
     pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
             Assessment::Failing => self.open_breaker(epoch, error, sample),
@@ -72,7 +72,7 @@ impl Batcher {
         }
         let mut outage_log = OutageLog::new(self.node.clone());
         outage_log.log_failure(error);
-        // A node that left its cluster is dropped, and its probes end.
+        // Keep only a weak reference: when a node has left its cluster, its batcher is dropped and the probes end.
         let batcher = Arc::downgrade(self);
         let breaker = self.breaker.clone();
         tokio::spawn(async move {

@@ -1,7 +1,7 @@
 //! Composes the Lua scripts from the files in `lua/`, encodes their arguments and decodes their replies.
 //!
-//! A driver reads the arguments, decides about the requests and writes the states. The algorithms are branches of an
-//! `if` in the driver. The composer knows four markers, each alone on a line:
+//! A driver reads the arguments, performs the checks and writes the states. The algorithms are branches of an `if` in
+//! the driver. The composer knows four markers, each alone on a line:
 //!
 //! - `--@body` in an algorithm file: the lines after the marker are the branch. The declarations before the marker name
 //!   the variables of the driver that the branch uses. They are not part of the composed script.
@@ -247,7 +247,7 @@ pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Scri
         [const { [const { OnceLock::new() }; SETS] }; ScriptVariant::ALL.len()];
     SCRIPTS[variant.index()][algorithms.0].get_or_init(|| {
         let source = variant.compose(algorithms);
-        // SHA-1 is the name of a script in Redis. Security does not depend on it.
+        // Redis identifies a script by its SHA-1 hash. Security does not depend on this hash.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, source.as_bytes());
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         Script { source, sha }
@@ -264,7 +264,7 @@ pub fn all_scripts(algorithms: AlgorithmSet) -> impl Iterator<Item = &'static Sc
 
 // === Arguments and replies: packed numbers, see the header of `lua/generic.lua` ===
 
-/// Number of bytes of a number, which is a double that is exact for integers up to 2^53.
+/// Size of a packed number in bytes. A number is a double, which is exact for integers up to 2^53.
 const NUMBER_BYTES: usize = 8;
 
 /// Number of bytes of a group in the argument, without its limits: three numbers and the operation.
@@ -287,7 +287,7 @@ pub struct LimitArgs {
     cost: u64,
     parameters: [u64; 3],
     last_parameter: [u8; NUMBER_BYTES],
-    /// The day of the total that the request changes, if usage is counted.
+    /// The day whose usage total the request changes, if usage is counted.
     usage: Option<UsageDay>,
 }
 
@@ -303,8 +303,8 @@ impl LimitArgs {
         LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter, usage: None }
     }
 
-    /// Return the same arguments with the day of the total that the request changes. `None` if the request changes no
-    /// total.
+    /// Return the same arguments with the day whose usage total the request changes. `None` if the request changes no
+    /// usage total.
     #[must_use]
     pub fn with_usage(self, usage: Option<UsageDay>) -> Self {
         LimitArgs { usage, ..self }
@@ -373,7 +373,7 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
     }
 }
 
-/// Return the argument for usage for these groups, each with its limits.
+/// Return the argument for usage (`ARGV[2]`). Each item of `groups` contains the limits of one group.
 pub fn usage_argument<'a>(groups: impl Iterator<Item = &'a [LimitArgs]>) -> Vec<u8> {
     let mut argument = Vec::new();
     for limit in groups.flatten() {
@@ -482,7 +482,7 @@ mod tests {
         for (variant, counts_usage) in variants {
             for (bit, algorithm) in ALGORITHMS.iter().enumerate() {
                 let source = &script(variant, AlgorithmSet(1 << bit).with_usage(counts_usage)).source;
-                assert_eq!(source.contains("HINCRBY"), counts_usage, "{variant:?}");
+                assert_eq!(source.contains("'HINCRBY'"), counts_usage, "{variant:?}");
                 let condition = format!("elseif kind == '{}'", algorithm.kinds[0].letter());
                 let branches = source.lines().filter(|line| line.trim().starts_with(&condition)).count();
                 let is_supported =

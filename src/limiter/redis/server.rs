@@ -114,7 +114,7 @@ pub enum RedisEndpoint {
     Sentinel(Arc<Sentinels>),
     /// A node of a cluster.
     Node(Client),
-    /// Any of the other endpoints, over streams that the redis crate does not open.
+    /// A single server or a node of a cluster, over streams that `dial` opens instead of the redis crate.
     Dialed {
         /// Address of the server, and the login for it.
         client: Client,
@@ -156,8 +156,8 @@ impl RedisEndpoint {
         }
     }
 
-    /// Return the master that the Sentinels report now. The Sentinels are queried once a second for all workers. Return
-    /// `None` for other endpoints.
+    /// Return the master that the Sentinels report now. All workers together query the Sentinels at most once a second.
+    /// Return `None` for other endpoints.
     pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,

@@ -1,7 +1,7 @@
-//! One pass over a request body, which collects the values at JSON pointers and the JSON-RPC messages.
+//! Reads a JSON request body in one pass, and collects the values at JSON pointers and the JSON-RPC messages.
 //!
-//! All other values are discarded. A value is ambiguous if servers may read it differently: a member of its path occurs
-//! twice, or another member differs only in case.
+//! All other values are discarded. A value is ambiguous if servers may read different values for its path. This is the
+//! case if a member of the path occurs twice, or if another member has the same name in different case.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,19 +14,19 @@ use crate::payload::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError}
 /// Maximum length of a value in bytes.
 pub const MAX_VALUE: usize = 1024;
 
-/// Maximum number of pointers of a configuration.
+/// Maximum number of JSON pointers in a configuration.
 pub const MAX_POINTERS: usize = 64;
 
-/// The value at a pointer.
+/// The value at a JSON pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JsonValue {
     /// A string.
     Text(Box<str>),
-    /// An integer of 64 bits.
+    /// An integer that fits in 64 bits, signed or unsigned.
     Integer(i128),
     /// `true` or `false`.
     Bool(bool),
-    /// A number that is not an integer of 64 bits.
+    /// Any other number.
     Fraction,
     /// `null`.
     Null,
@@ -34,12 +34,12 @@ pub enum JsonValue {
     Compound,
     /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values, because the member with this name occurs more than once.
+    /// Servers may read different values, because the member with this name occurs more than once or in different case.
     Ambiguous(Box<str>),
 }
 
 impl JsonValue {
-    /// Return the text of a string, an integer, `true` or `false`.
+    /// Return the value as text if it is a string, an integer or a Boolean. Otherwise, return `None`.
     pub fn text(&self) -> Option<Cow<'_, str>> {
         match self {
             JsonValue::Text(text) => Some(Cow::Borrowed(text)),
@@ -59,18 +59,18 @@ impl JsonValue {
 pub struct JsonBody {
     pointers: Arc<[JsonPointer]>,
     values: Vec<Option<JsonValue>>,
-    /// The JSON-RPC messages, if they had to be read.
+    /// The JSON-RPC messages, if the reader was created to read them.
     pub messages: Option<Result<Messages, RpcError>>,
 }
 
 impl JsonBody {
-    /// Create a body from values, for sample requests.
+    /// Create a body with these values, for sample requests.
     pub fn from_values(values: Vec<(JsonPointer, JsonValue)>) -> Self {
         let (pointers, values): (Vec<_>, Vec<_>) = values.into_iter().map(|(at, value)| (at, Some(value))).unzip();
         JsonBody { pointers: pointers.into(), values, messages: None }
     }
 
-    /// Return the value at a pointer, which must be one of the pointers that had to be read.
+    /// Return the value at a pointer. `pointer` must be one of the pointers with which the body was read.
     pub fn value(&self, pointer: &JsonPointer) -> Option<&JsonValue> {
         let index = self.pointers.iter().position(|other| other == pointer)?;
         self.values.get(index)?.as_ref()
@@ -103,22 +103,22 @@ pub struct Collector {
 pub struct Position {
     /// Number of containers around the value.
     depth: usize,
-    /// Pointers that lead to the value, as bits.
+    /// Bit set of the pointers whose first `depth` segments match the path of the value.
     matching: u64,
-    /// Pointers of JSON-RPC that lead to the value, as bits.
+    /// Bit set of the [`RPC_POINTERS`] whose segments so far match the path of the value.
     rpc: u64,
-    /// Number of containers around the JSON-RPC message, which is 1 in a batch.
+    /// Number of containers around the JSON-RPC message: 1 in a batch, otherwise 0.
     rpc_base: usize,
 }
 
-/// The members of an object that have been read.
+/// The members of an object that have been read, as bit sets of the pointers that they match.
 #[derive(Debug, Default)]
 pub struct SeenMembers {
     matching: u64,
     rpc: u64,
 }
 
-/// The indices of the bits that are set.
+/// Return the indices of the bits that are set.
 fn bits(mut set: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let index = (set != 0).then(|| set.trailing_zeros() as usize)?;
@@ -133,7 +133,7 @@ fn all_bits(count: usize) -> u64 {
 }
 
 impl Collector {
-    /// Create a collector. The collector reads at most [`MAX_POINTERS`] pointers.
+    /// Create a collector for the values at these pointers, at most [`MAX_POINTERS`].
     pub fn new(pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Self {
         Collector {
             values: vec![None; pointers.len()],
@@ -142,7 +142,7 @@ impl Collector {
         }
     }
 
-    /// Return the position of the document.
+    /// Return the position of the whole document.
     pub fn root(&self) -> Position {
         Position { matching: all_bits(self.pointers.len()), rpc: self.rpc_bits(), ..Position::default() }
     }
@@ -151,7 +151,8 @@ impl Collector {
         if self.messages.is_some() { all_bits(RPC_POINTERS.len()) } else { 0 }
     }
 
-    /// Return the position of a member of an object. `seen` contains the members of this object that have been read.
+    /// Return the position of the member `key` of an object. `seen` contains the members of this object that have been
+    /// read.
     pub fn member(&mut self, object: Position, seen: &mut SeenMembers, key: &str) -> Position {
         let mut member = Position { depth: object.depth + 1, rpc_base: object.rpc_base, ..Position::default() };
         for index in bits(object.matching) {
@@ -187,7 +188,7 @@ impl Collector {
             (element.rpc, element.rpc_base) = (self.rpc_bits(), 1);
         }
         for bit in bits(array.matching) {
-            // Reject an array index with leading zeros (RFC 6901 §4).
+            // An array index has no leading zeros (RFC 6901 §4) and no sign.
             let is_index = |segment: &str| {
                 segment.parse() == Ok(index)
                     && !(segment.len() > 1 && segment.starts_with('0'))
@@ -200,14 +201,14 @@ impl Collector {
         element
     }
 
-    /// Record the value at a position. `value` is called only if a pointer leads to this position.
+    /// Record the value at a position. `value` is called only if a pointer may lead to this position.
     pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
         if position.matching | position.rpc == 0 {
             return;
         }
         let value = value();
         for index in bits(position.matching).filter(|index| self.pointers[*index].depth() == position.depth) {
-            // Do not replace the value if it is already ambiguous.
+            // Keep the existing value if it is ambiguous.
             self.values[index].get_or_insert_with(|| value.clone());
         }
         if let Some(messages) = &mut self.messages {
@@ -252,16 +253,16 @@ pub fn text_value(text: &str) -> JsonValue {
     if text.len() > MAX_VALUE { JsonValue::TooLong } else { JsonValue::Text(text.into()) }
 }
 
-/// The result of comparing a member with a segment of a pointer.
+/// The result of comparing the name of a member with a segment of a pointer.
 enum Spelling {
     Equal,
-    /// The member is equal to the segment for servers that ignore case.
+    /// The name differs from the segment only in case, so servers that ignore case treat them as equal.
     OtherCase,
     Different,
 }
 
-/// Return a text without case. Fold case as Unicode does, because some servers do: `ſ` becomes `s`, and the Kelvin sign
-/// becomes `k`.
+/// Return the text with its case folded, for comparisons that ignore case. As in Unicode, `ſ` becomes `s`, and the
+/// Kelvin sign becomes `k`, because some servers fold case in this way.
 pub fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
     text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
 }
@@ -274,7 +275,7 @@ fn compare(segment: &str, key: &str) -> Spelling {
     }
 }
 
-/// Return the beginning of a member name, for an error message.
+/// Return the beginning of a member's name, for an error message.
 pub fn shortened(key: &str) -> Box<str> {
     key.chars().take(MAX_NAMED_KEY).collect::<String>().into()
 }
@@ -386,7 +387,7 @@ impl<'de> Visitor<'de> for KeySeed {
 /// Maximum number of segments of a pointer.
 pub const MAX_SEGMENTS: usize = 16;
 
-/// A pointer to a member of a document, with at least one segment.
+/// A JSON pointer (RFC 6901) with at least one segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonPointer {
     text: Box<str>,
@@ -395,12 +396,12 @@ pub struct JsonPointer {
 }
 
 impl JsonPointer {
-    /// Parse a pointer. Return `None` if the text is not a pointer, points to the whole document, or has too many
-    /// segments.
+    /// Parse a JSON pointer. Return `None` if the text is not a JSON pointer, points to the whole document, or has more
+    /// than [`MAX_SEGMENTS`] segments.
     pub fn parse(text: &str) -> Option<Self> {
         let mut segments = Vec::new();
         for segment in text.strip_prefix('/')?.split('/') {
-            // Reject `~` that is not followed by 0 or 1 (RFC 6901 §3).
+            // Reject a `~` that is not followed by 0 or 1 (RFC 6901 §3).
             let mut parts = segment.split('~').skip(1);
             if !parts.all(|part| part.starts_with(['0', '1'])) {
                 return None;
@@ -410,7 +411,7 @@ impl JsonPointer {
         (segments.len() <= MAX_SEGMENTS).then(|| JsonPointer { text: text.into(), segments: segments.into() })
     }
 
-    /// Return the pointer as written.
+    /// Return the pointer as it is written in the configuration.
     pub fn as_str(&self) -> &str {
         &self.text
     }
@@ -420,7 +421,7 @@ impl JsonPointer {
         self.segments.len()
     }
 
-    /// Return the segment at this depth, from 0.
+    /// Return the segment at this depth. The first segment has depth 0.
     pub(super) fn segment(&self, depth: usize) -> Option<&str> {
         self.segments.get(depth).map(|segment| &**segment)
     }
@@ -515,7 +516,8 @@ mod tests {
             let _ = read(&bytes, &pointers(&["/a", "/0/b"]), true);
         }
 
-        /// The value at a pointer is the same as in a document that serde_json has parsed, wherever the value is.
+        /// The collected value is the value that serde_json finds at the pointer, regardless of its position in the
+        /// document.
         #[test]
         fn value_agrees_with_serde_json(before in "[b-z]{1,4}", text in "\\PC{0,20}", index in 0..4usize) {
             let mut elements = vec![serde_json::json!({ "b": 1 }); 4];

@@ -1,5 +1,5 @@
-//! JSON-RPC 2.0 messages of a request body: their methods, the id for error responses, and the MCP headers that must
-//! match them.
+//! JSON-RPC 2.0 messages in request bodies: their methods, the id for error responses, and the check of MCP headers
+//! against the messages.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -37,7 +37,7 @@ pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
     written.into_iter().filter_map(JsonPointer::parse).collect()
 });
 
-/// The reason why a body is not a valid JSON-RPC message, or is rejected.
+/// The reason why a request with a JSON-RPC body is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RpcError {
     /// The body is neither an object nor an array of objects.
@@ -46,10 +46,10 @@ pub enum RpcError {
     /// The batch has no messages.
     #[error("the JSON-RPC batch is empty")]
     EmptyBatch,
-    /// The batch has too many messages.
+    /// The batch has more than [`MAX_BATCH`] messages.
     #[error("the JSON-RPC batch has more than {MAX_BATCH} messages")]
     LongBatch,
-    /// A member that determines the tool or method is invalid.
+    /// A member of a message is invalid. The fields are the name of the member and the reason.
     #[error("`{0}` of the JSON-RPC message {1}")]
     Member(&'static str, String),
     /// An MCP header does not match the body.
@@ -58,7 +58,7 @@ pub enum RpcError {
 }
 
 impl RpcError {
-    /// Return the code of a JSON-RPC error.
+    /// Return the error code for the JSON-RPC error response.
     pub fn code(&self) -> i32 {
         match self {
             RpcError::NoMessage | RpcError::EmptyBatch | RpcError::LongBatch => -32600,
@@ -72,7 +72,7 @@ impl RpcError {
 /// A JSON-RPC message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
-    /// The method. `None` if the message is a response to a request of the server.
+    /// The method. `None` if the message is the client's response to a request of the server.
     pub method: Option<Box<str>>,
     /// `params.name`, if it is a string.
     pub name: Option<Box<str>>,
@@ -87,7 +87,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// Return the tool that the message calls.
+    /// Return the name of the tool that the message calls. Return `None` if the method is not `tools/call`.
     pub fn tool(&self) -> Option<&str> {
         self.name.as_deref().filter(|_| self.method.as_deref() == Some(TOOLS_CALL))
     }
@@ -98,9 +98,9 @@ impl Message {
 pub struct Messages {
     /// The messages. The list is not empty.
     pub list: Vec<Message>,
-    /// Whether the messages are a batch.
+    /// Whether the body is a batch.
     pub is_batch: bool,
-    /// The id of a response to all messages.
+    /// The id for an error response to the whole body. It is null for a batch.
     pub id: Value,
 }
 
@@ -126,7 +126,7 @@ impl Messages {
     }
 }
 
-/// Collects the messages while a body is read.
+/// Collects the JSON-RPC messages while a body is read.
 #[derive(Debug, Default)]
 pub(super) struct MessageReader {
     /// The members of the message that is being read.
@@ -143,7 +143,7 @@ impl MessageReader {
         }
     }
 
-    /// Record a document or an element of a batch that is not an object.
+    /// Record that the document or an element of a batch is not an object.
     pub(super) fn found_other(&mut self) {
         self.error.get_or_insert(RpcError::NoMessage);
     }
@@ -162,7 +162,7 @@ impl MessageReader {
 
     pub(super) fn end_batch(&mut self) {
         self.messages.is_batch = true;
-        // Return no id for a batch, because an error for the whole batch belongs to no single message (JSON-RPC 2.0
+        // The id of an error response is null for a batch, because the error belongs to no single message (JSON-RPC 2.0
         // §6).
         self.messages.id = Value::Null;
         if self.messages.list.is_empty() {
@@ -182,7 +182,9 @@ fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcE
         if let Some(JsonValue::Ambiguous(key)) = value {
             return Err(RpcError::Member(
                 name,
-                format!("is ambiguous: the message has `{key}` twice, or in another spelling"),
+                format!(
+                    "is ambiguous: the message has `{key}` twice, or in a different spelling (such as another case)"
+                ),
             ));
         }
     }
@@ -226,7 +228,7 @@ fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcE
 pub fn error_body(id: &Value, code: i32, message: &str, data: &Value) -> Vec<u8> {
     let error = serde_json::json!({ "code": code, "message": message, "data": data });
     let mut body = serde_json::json!({ "jsonrpc": "2.0", "id": id, "error": error }).to_string().into_bytes();
-    // End the body with a line break for users who read it in a terminal.
+    // End the body with a line break, so that it is readable in a terminal.
     body.push(b'\n');
     body
 }
@@ -239,17 +241,17 @@ pub const MCP_METHOD: HeaderName = HeaderName::from_static("mcp-method");
 /// The header with the name of a tool or prompt, or with the URI of a resource.
 pub const MCP_NAME: HeaderName = HeaderName::from_static("mcp-name");
 
-/// The header with the MCP revision.
+/// The header with the MCP protocol version. The version of MCP is the date of a revision.
 pub const MCP_PROTOCOL_VERSION: HeaderName = HeaderName::from_static("mcp-protocol-version");
 
 /// The first MCP revision whose requests must have these headers. Revisions are dates, so they can be compared as text.
 const FIRST_WITH_HEADERS: &str = "2026-07-28";
 
-/// Check the MCP headers against the messages in the body. A header that is present must match in any revision. Since
+/// Check the MCP headers against the messages in the body. A header that is present must always match. Since revision
 /// 2026-07-28, requests must have the headers.
 ///
 /// # Errors
-/// A header does not match, is missing, or is present twice.
+/// A header does not match the body, is missing although it is required, or is present more than once.
 pub fn check_mcp_headers(headers: &HeaderMap, messages: &Messages) -> Result<(), RpcError> {
     let method = single(headers, &MCP_METHOD, "Mcp-Method")?;
     let name = single(headers, &MCP_NAME, "Mcp-Name")?;
@@ -287,7 +289,7 @@ pub fn check_mcp_headers(headers: &HeaderMap, messages: &Messages) -> Result<(),
     }
 }
 
-/// Return the value of the body that `Mcp-Name` repeats. Return `None` if the method has no such value.
+/// Return the value of the body that the header `Mcp-Name` must contain. Return `None` if the method has no such value.
 fn mirrored_name(message: &Message) -> Option<&str> {
     match message.method.as_deref()? {
         TOOLS_CALL | "prompts/get" => message.name.as_deref(),
@@ -298,7 +300,7 @@ fn mirrored_name(message: &Message) -> Option<&str> {
     }
 }
 
-/// Return the value of a header that may occur only once.
+/// Return the value of a header. It is an error if the header occurs more than once.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<Option<&'h str>, RpcError> {
     let mut lines = headers.get_all(name).iter();
     let Some(first) = lines.next() else { return Ok(None) };
@@ -311,7 +313,8 @@ fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<
     }
 }
 
-/// Decode the Base64 form `=?base64?…?=` of a header value. Return `None` if the value is malformed.
+/// Decode a header value of the form `=?base64?…?=`. Return other values unchanged. Return `None` if the encoded value
+/// is malformed.
 fn decoded(value: &str) -> Option<Cow<'_, str>> {
     match value.strip_prefix("=?base64?").and_then(|rest| rest.strip_suffix("?=")) {
         None => Some(Cow::Borrowed(value)),
@@ -437,7 +440,7 @@ mod tests {
             (old, &[], ""),
             (old, &[("mcp-protocol-version", "2025-11-25")], ""),
             (old, &[V], "Mcp-Method header is missing"),
-            // Check a header even if it is not required, because another server may trust it.
+            // A header is checked even if the revision does not require it, because another server may trust it.
             (old, &[("mcp-name", "b")], "Mcp-Name header does not match"),
             (old, &[("mcp-method", "tools/list")], "Mcp-Method header does not match"),
             (r#"{"method":"notifications/x"}"#, &[V], ""),

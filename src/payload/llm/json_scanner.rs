@@ -1,9 +1,9 @@
-//! Incremental scanner of JSON text. The scanner finds values at a few paths and the length of generated text, in
-//! bounded memory.
+//! Incremental scanner of JSON text. The scanner finds the values at a few paths and measures the length of generated
+//! text. Its memory is bounded.
 //!
 //! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams
-//! it. The text arrives in chunks that may end anywhere, and each chunk is forwarded at once. The scanner keeps only
-//! the values at the paths.
+//! it. The text arrives in chunks that may end anywhere, and the gateway forwards each chunk immediately. The scanner
+//! stores only the values at the paths.
 
 use std::sync::Arc;
 
@@ -15,19 +15,19 @@ pub const MAX_SEGMENTS: usize = 8;
 /// Maximum number of paths.
 pub const MAX_PATHS: usize = 16;
 
-/// Maximum number of open objects and arrays. The scanner rejects a document with more.
+/// Maximum number of nested objects and arrays. The scanner treats a document with more as malformed.
 const MAX_DEPTH: usize = 128;
 
-/// Maximum length in bytes of a value that the scanner keeps. Usage objects have about 500 bytes.
+/// Maximum length in bytes of a value that the scanner stores. Usage objects have about 500 bytes.
 const MAX_VALUE: usize = 16 << 10;
 
 /// Maximum length in bytes of a key that the scanner compares.
 const MAX_KEY: usize = 64;
 
-/// Length in bytes up to which a loop finds the end of a string faster than `memchr`. Most keys are shorter than this.
+/// Up to this length in bytes, a loop finds the end of a string faster than `memchr`. Most keys are shorter.
 const SHORT_STRING: usize = 24;
 
-/// Return whether the string values of a key are generated text, in the documents of all providers.
+/// Return whether a string with this key is generated text, in the documents of any provider.
 fn is_text_key(key: &[u8]) -> bool {
     matches!(
         key,
@@ -44,7 +44,7 @@ fn is_text_key(key: &[u8]) -> bool {
     )
 }
 
-/// Return one of 64 bits for a key, as in a Bloom filter. Most keys that differ have different bits.
+/// Return one of 64 bits for a key, as in a Bloom filter. Different keys usually have different bits.
 fn key_bit(key: &[u8]) -> u64 {
     let first = usize::from(key.first().copied().unwrap_or_default());
     1 << ((first * 7 + key.len()) % 64)
@@ -57,16 +57,17 @@ fn find_string_end(text: &[u8]) -> Option<usize> {
     start.iter().position(is_end).or_else(|| memchr2(b'"', b'\\', rest).map(|offset| start.len() + offset))
 }
 
-/// Path of a value in a document: keys of objects, or indices of arrays in decimal digits.
+/// Path of a value in a document. Each segment is the key of an object member, or the index of an array element in
+/// decimal digits.
 pub type JsonPath = Box<[Box<str>]>;
 
 /// Receives the values that the scanner finds.
 pub trait JsonSink {
-    /// The value at the path with this index.
+    /// Called with the index of a path and the JSON text of the value at this path.
     fn value(&mut self, path: usize, json: &[u8]);
-    /// The length in bytes of a string of generated text.
+    /// Called with the length in bytes of a string of generated text.
     fn text(&mut self, bytes: u64);
-    /// The end of a document.
+    /// Called at the end of a document.
     fn document_end(&mut self);
 }
 
@@ -74,7 +75,7 @@ pub trait JsonSink {
 #[derive(Debug)]
 pub struct JsonScanner {
     paths: Arc<[JsonPath]>,
-    /// The [bits](key_bit) of all keys of the paths.
+    /// The [bits](key_bit) of all segments of the paths.
     key_bits: u64,
     token: Token,
     depth: usize,
@@ -85,13 +86,13 @@ pub struct JsonScanner {
     expects_key: bool,
     key: Key,
     is_text: bool,
-    /// Number of bytes of the current text. The number is negative while an escape sequence is counted.
+    /// Number of bytes of the current text. It may be negative directly after `\u`.
     text_length: i64,
-    /// For each open container, the paths that lead into it, as bits.
+    /// For each open container, the bit set of the paths that lead into it.
     entered: [u16; MAX_SEGMENTS + 1],
     /// For each open array, the index of the next element.
     indices: [u32; MAX_SEGMENTS + 1],
-    /// The paths that match the position of the next value so far, as bits.
+    /// The bit set of the paths that match the position of the next value so far.
     matching: u16,
     captured: Option<Captured>,
     value: Vec<u8>,
@@ -111,7 +112,7 @@ enum Token {
     Malformed,
 }
 
-/// A value that is being collected.
+/// A value at a path that is being stored.
 #[derive(Debug, Clone, Copy)]
 struct Captured {
     paths: u16,
@@ -122,8 +123,8 @@ struct Captured {
 #[derive(Debug, Clone, Copy)]
 struct Key {
     bytes: [u8; MAX_KEY],
-    /// The key that is being collected. `None` if it is too long or has escape sequences, so that it cannot be equal to
-    /// a key of the paths.
+    /// Number of bytes of the key so far. `None` if the key is too long or has escape sequences. Such a key is equal to
+    /// no segment of the paths.
     length: Option<usize>,
 }
 
@@ -142,8 +143,8 @@ impl Key {
 }
 
 impl JsonScanner {
-    /// Create a scanner for the values at these paths: at most [`MAX_PATHS`] paths of at most [`MAX_SEGMENTS`]
-    /// segments.
+    /// Create a scanner for the values at these paths. There may be at most [`MAX_PATHS`] paths with at most
+    /// [`MAX_SEGMENTS`] segments.
     pub fn new(paths: Arc<[JsonPath]>) -> Self {
         let keys = paths.iter().flat_map(|path| path.iter());
         JsonScanner {
@@ -165,7 +166,7 @@ impl JsonScanner {
         }
     }
 
-    /// Forget an unfinished document.
+    /// Discard an unfinished document.
     pub fn reset(&mut self) {
         self.token = Token::Between;
         self.depth = 0;
@@ -173,10 +174,10 @@ impl JsonScanner {
         self.captured = None;
     }
 
-    /// Scan the text up to the end of a document, or the whole text. Return the number of bytes that were scanned.
+    /// Scan the text up to the end of a document, or to the end of the text. Return the number of scanned bytes.
     pub fn scan(&mut self, text: &[u8], sink: &mut impl JsonSink) -> usize {
         let mut at = 0;
-        // Start of the part of the value that has not been collected yet.
+        // Start of the part of the current value that has not been copied to `value` yet.
         let mut unkept = 0;
         while let Some(&byte) = text.get(at) {
             match self.token {
@@ -218,8 +219,8 @@ impl JsonScanner {
                 }
                 Token::KeyEscape => self.token = Token::Key,
                 Token::TextEscape => {
-                    // Subtract one for `\u`: its four hexadecimal digits are counted as text, but stand for a character
-                    // of about 3 bytes.
+                    // Subtract one for `\u`, because its four hexadecimal digits are counted as text, but encode a
+                    // character of about 3 bytes.
                     self.text_length += if byte == b'u' { -1 } else { 1 };
                     self.token = Token::Text;
                 }
@@ -300,7 +301,7 @@ impl JsonScanner {
         }
     }
 
-    /// End a key. Return `None` if it is equal to no key of the paths.
+    /// Record the end of a key. `key` is `None` if the key is equal to no segment of the paths.
     fn end_key(&mut self, key: Option<&[u8]>) {
         self.token = Token::Between;
         self.expects_key = false;
@@ -309,7 +310,7 @@ impl JsonScanner {
         self.matching = in_path.map_or(0, |key| self.matching_paths(|segment| segment.as_bytes() == key));
     }
 
-    /// Return the paths into the current container whose next segment matches.
+    /// Return the bit set of the paths that lead into the current container and whose next segment matches.
     fn matching_paths(&self, fits: impl Fn(&str) -> bool) -> u16 {
         let Some(mut candidates) = self.entered.get(self.depth).copied() else { return 0 };
         let mut matching = 0;
@@ -343,7 +344,7 @@ impl JsonScanner {
         }
     }
 
-    /// Report the value that ends at the end of `text`, if it is collected.
+    /// If a value is being stored and ends at the end of `text`, report it to `sink`.
     fn end_value(&mut self, text: &[u8], unkept: &mut usize, sink: &mut impl JsonSink) {
         if self.captured.is_none_or(|captured| captured.depth != self.depth) {
             return;
@@ -439,7 +440,11 @@ mod tests {
             assert_eq!(values(&[path], text), expected, "{path} {text}");
         }
         let found = scan(&["/a", "/a/b", "/c"], r#"{"c":1,"a":{"b":2}}"#);
-        assert_eq!(found.values, [(2, "1".to_owned()), (0, r#"{"b":2}"#.to_owned())], "a value within a kept one");
+        assert_eq!(
+            found.values,
+            [(2, "1".to_owned()), (0, r#"{"b":2}"#.to_owned())],
+            "a value within a captured value is not reported separately"
+        );
     }
 
     #[test]
@@ -464,7 +469,11 @@ mod tests {
         assert_eq!(values(&["/a"], &fits)[0].len(), MAX_VALUE);
         let deep = |depth: usize| format!(r#"{{"b":{}{},"a":1}}"#, "[".repeat(depth), "]".repeat(depth));
         assert_eq!(values(&["/a"], &deep(MAX_DEPTH - 1)), ["1"]);
-        assert_eq!(scan(&["/a"], &deep(MAX_DEPTH)), Found::default(), "too deep");
+        assert_eq!(
+            scan(&["/a"], &deep(MAX_DEPTH)),
+            Found::default(),
+            "a document that is nested too deeply has no values"
+        );
         assert_eq!(scan(&["/a"], &"[".repeat(1 << 20)).documents, 0);
         let long_key = format!(r#"{{"{}":1,"a":2}}"#, "a".repeat(1 << 16));
         assert_eq!(values(&["/a"], &long_key), ["2"]);
@@ -508,7 +517,7 @@ mod tests {
             cuts.sort_unstable();
             let parts = cuts.windows(2).map(|cut| &text.as_bytes()[cut[0]..cut[1]]);
             let found = scan_parts(&PATHS, parts);
-            prop_assert_eq!(&found, &scan(&PATHS, &text), "cuts change nothing");
+            prop_assert_eq!(&found, &scan(&PATHS, &text), "the result does not depend on the chunks");
             prop_assert_eq!(found.documents, documents.len());
             for (index, path) in PATHS.iter().enumerate() {
                 let expected: Vec<_> = documents.iter().filter_map(|value| value.pointer(path)).collect();

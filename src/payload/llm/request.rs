@@ -1,4 +1,4 @@
-//! The request body of an LLM API: the model, the maximum of the output, and the size of the input.
+//! The request body of an LLM API: the model, the maximum number of output tokens, and the size of the input.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,10 +12,11 @@ use crate::payload::json::body::{
 };
 use crate::payload::llm::usage::Provider;
 
-/// Maximum length of a model name in bytes. Longer names are rejected, because the access log contains the name.
+/// Maximum length of a model name in bytes. Requests with longer names are rejected, because the access log contains
+/// the name.
 const MAX_MODEL: usize = 128;
 
-/// Minimum length of a string that may be an image or audio although it is not a `data:` URL.
+/// Minimum length in bytes of a base64 string that is treated as an image or audio. Shorter strings count as text.
 const MIN_BASE64: usize = 64;
 
 /// The values that a request body contains.
@@ -25,11 +26,12 @@ pub struct RequestInfo {
     pub model: Option<Box<str>>,
     /// Whether the client requests a stream.
     pub is_stream: bool,
-    /// Whether the client asks for the usage of the stream: `stream_options.include_usage` of OpenAI.
+    /// Whether the client requests a report of the usage in the stream (OpenAI's `stream_options.include_usage`).
     pub includes_usage: bool,
-    /// Whether the response is generated without the client: `background` of OpenAI's Responses.
+    /// Whether the response is generated in the background (`background` of OpenAI's Responses API). The client fetches
+    /// it later.
     pub is_background: bool,
-    /// Maxima of output tokens of each choice.
+    /// Maximum numbers of output tokens per choice.
     pub bounds: OutputBounds,
     /// Number of alternative outputs (choices) that the client requests.
     pub choices: u64,
@@ -41,7 +43,8 @@ pub struct RequestInfo {
     pub audio: u64,
 }
 
-/// The maximum numbers of output tokens in a request body, by their position. `None` if the position has no maximum.
+/// The maximum numbers of output tokens in a request body, by their position in the body. `None` if the body has no
+/// maximum at a position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OutputBounds {
     /// The largest maximum at the root, as for OpenAI and Anthropic.
@@ -53,7 +56,8 @@ pub struct OutputBounds {
 }
 
 impl OutputBounds {
-    /// Return the maximum that a provider uses. Many servers have the API of OpenAI and may use any of the maxima.
+    /// Return the maximum that a provider uses. For OpenAI, return the largest one, because the server may be any
+    /// compatible server, which may use any of them.
     fn of(self, provider: Provider) -> Option<u64> {
         match provider {
             Provider::OpenAi => self.root.max(self.generation_config).max(self.options),
@@ -75,7 +79,7 @@ pub enum RequestError {
     Key(String),
 }
 
-/// Estimated numbers of tokens before the response.
+/// Parameters for the estimate of tokens before the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputEstimate {
     /// Number of bytes of text per token.
@@ -84,7 +88,7 @@ pub struct InputEstimate {
     pub image: u64,
     /// Estimated tokens of an audio part.
     pub audio: u64,
-    /// Output tokens of a choice if the request has no maximum.
+    /// Assumed number of output tokens per choice, if the request has no maximum.
     pub default_output: u64,
 }
 
@@ -96,7 +100,7 @@ impl InputEstimate {
         text.saturating_add(media)
     }
 
-    /// Return the maximum number of output tokens of a request to this provider.
+    /// Return the maximum number of output tokens of all choices of a request to this provider.
     pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
         info.bounds.of(provider).unwrap_or(self.default_output).saturating_mul(info.choices)
     }
@@ -105,8 +109,8 @@ impl InputEstimate {
 /// Read a request body.
 ///
 /// # Errors
-/// The body is not a JSON object, has a key that determines the cost twice or in different spellings, or has a value of
-/// such a key that is not a count.
+/// The body is not a JSON object. Or a key that determines the cost occurs twice or in different spellings, or has an
+/// invalid value.
 pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
     match inspect_with(body, Collector::default()) {
         Ok((info, _)) => info,
@@ -133,14 +137,14 @@ pub fn inspect_with(
     info.choices = info.choices.max(1).saturating_mul(prompts.max(1));
     let info = match error {
         Some(error) => Err(RequestError::Key(error)),
-        None if !is_object => Err(RequestError::Json("it is another value".to_owned())),
+        None if !is_object => Err(RequestError::Json("it is another JSON value".to_owned())),
         None => Ok(info),
     };
     Ok((info, collector.finish()))
 }
 
-/// Return a body with the option that makes OpenAI report the usage of a stream. The body must be a JSON object without
-/// `stream_options`.
+/// Return the body with `stream_options.include_usage` set to true, which makes OpenAI report the usage of a stream.
+/// The body must be a JSON object.
 pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
     let options = match member_value(body, "stream_options").map(|range| &body[range]) {
         Some(options) if options.starts_with(b"{") => with_member(options, "include_usage", b"true"),
@@ -149,7 +153,7 @@ pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
     with_member(body, "stream_options", &options)
 }
 
-/// Return a JSON object with this value of a member.
+/// Return a JSON object in which the member `name` has this value. Replace the member, or add it if it is missing.
 fn with_member(object: &[u8], name: &str, value: &[u8]) -> Vec<u8> {
     if let Some(Range { start, end }) = member_value(object, name) {
         return [&object[..start], value, &object[end..]].concat();
@@ -160,7 +164,7 @@ fn with_member(object: &[u8], name: &str, value: &[u8]) -> Vec<u8> {
     [&object[..start], b"\"", name.as_bytes(), b"\":", value, separator, rest].concat()
 }
 
-/// Return the range of the value of a member in a valid JSON object.
+/// Return the byte range of the value of a member in a valid JSON object. Return `None` if there is no such member.
 fn member_value(object: &[u8], name: &str) -> Option<Range<usize>> {
     let mut at = object.iter().position(|byte| *byte == b'{')? + 1;
     loop {
@@ -180,7 +184,7 @@ fn skip_space(json: &[u8], at: usize) -> usize {
     at + json.get(at..).map_or(0, |rest| rest.len() - rest.trim_ascii_start().len())
 }
 
-/// Return the end of the string that begins at `start`. `None` if no string begins there.
+/// Return the end of the string that begins at `start`. Return `None` if no string begins there.
 fn string_end(json: &[u8], start: usize) -> Option<usize> {
     let mut bytes = json.iter().enumerate().skip(start);
     bytes.next().filter(|(_, byte)| **byte == b'"')?;
@@ -218,8 +222,8 @@ fn value_end(json: &[u8], start: usize) -> usize {
     at
 }
 
-/// Return the model that a canonical path names, as those of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
-/// (`/openai/deployments/NAME/chat/completions`) do.
+/// Return the model in a canonical path. The paths of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
+/// (`/openai/deployments/NAME/chat/completions`) contain it.
 pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
     let mut segments = path.split('/');
     let name = match segments.find(|segment| matches!(*segment, "models" | "deployments"))? {
@@ -234,15 +238,15 @@ pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
 #[derive(Debug, Default)]
 struct Reader {
     info: RequestInfo,
-    /// Number of bytes of images and audio.
+    /// Number of bytes of images and audio in the body.
     media_bytes: u64,
-    /// Number of prompts of a request to Completions.
+    /// Number of prompts in a request to the Completions API.
     prompts: u64,
-    /// Bit set of the keys that have been read. Each [`Known`] key has one bit.
+    /// Bit set of the keys that have been read, with one bit for each [`Known`] key.
     seen: u32,
     /// The first error in a key that determines the cost.
     error: Option<String>,
-    /// Collects the values that routes and identities need.
+    /// Collects the values that routes and identities of limits need.
     collector: Collector,
 }
 
@@ -256,7 +260,7 @@ enum Place {
     Options,
     /// `stream_options` of OpenAI.
     StreamOptions,
-    /// The value is in the messages, which are the only place for images and audio.
+    /// The value is within the messages. Only messages can contain images and audio.
     Content,
     /// `image_url` of OpenAI.
     ImageUrl,
@@ -273,8 +277,8 @@ enum Place {
     Elsewhere,
 }
 
-/// A key that determines the cost. Keys are compared without regard to case and `_`: Gemini accepts `maxOutputTokens`
-/// and `max_output_tokens`, and servers written in Go ignore case.
+/// A key that determines the cost. The comparison of keys ignores case and `_`, because Gemini accepts
+/// `maxOutputTokens` and `max_output_tokens`, and servers written in Go ignore case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Known {
     Model,
@@ -298,8 +302,8 @@ enum Known {
     Prompt,
 }
 
-/// The keys that determine the cost, in the spellings that providers document. Gemini reads JSON as Protocol Buffers
-/// does: in both spellings.
+/// The keys that determine the cost, in the spellings that providers document. Gemini accepts keys in camel case and in
+/// snake case, as Protocol Buffers do.
 const KNOWN_KEYS: [(Place, &str, Known); 22] = [
     (Place::Root, "model", Known::Model),
     (Place::Root, "stream", Known::Stream),
@@ -325,7 +329,7 @@ const KNOWN_KEYS: [(Place, &str, Known); 22] = [
     (Place::StreamOptions, "include_usage", Known::IncludeUsage),
 ];
 
-/// A key that determines the cost, or that a server may read as one.
+/// The result of comparing a key with [`KNOWN_KEYS`].
 enum KeyMatch {
     Known(Known),
     /// A key that differs from a documented spelling only in case or `_`. Some servers ignore these differences.
@@ -350,7 +354,7 @@ fn match_key(place: Place, key: &str) -> KeyMatch {
     }
 }
 
-/// Return the position of the value of a key that does not determine the cost.
+/// Return the position of the value of `key`, which does not determine the cost.
 fn place_of(parent: Place, key: &str) -> Place {
     match (parent, key) {
         (Place::Root, "messages" | "contents" | "input" | "system" | "systemInstruction" | "system_instruction") => {
@@ -358,7 +362,7 @@ fn place_of(parent: Place, key: &str) -> Place {
         }
         (Place::Root | Place::Content, "images") => Place::Images,
         (Place::ImageUrl, "url") => Place::ImageUrl,
-        // Count the arguments and results of tools as text, never as images or audio.
+        // The arguments and results of tools count as text, never as images or audio.
         (Place::Content, "input" | "args" | "response" | "arguments") => Place::Elsewhere,
         (Place::Content, "image_url" | "imageUrl") => Place::ImageUrl,
         (Place::Content, "input_audio") => Place::InputAudio,
@@ -375,14 +379,14 @@ fn place_of(parent: Place, key: &str) -> Place {
 enum Found<'de> {
     Null,
     Bool(bool),
-    /// An integer, which saturates at the maximum of its type. `None` if the integer is negative.
+    /// An integer, or `None` if it is negative. An integer that is too large becomes the maximum of `u64`.
     Count(Option<u64>),
-    /// A number that is not a count.
+    /// A number with a fraction.
     Fraction,
     Text(Cow<'de, str>),
-    /// A string without spaces that may be an image or audio, with its length.
+    /// A base64 string that may be an image or audio. The field is its length in bytes.
     Base64(u64),
-    /// An array, with the number of its elements that are strings or arrays.
+    /// An array. The field is the number of its elements that are strings or arrays.
     Array(u64),
     Object,
 }
@@ -460,14 +464,14 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_i64<E>(self, value: i64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
-        // A negative integer: serde_json calls this function only for negative integers.
+        // serde_json calls this function only for negative integers.
         Ok(Found::Count(None))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Fraction);
         Ok(match value.fract() == 0.0 {
-            // A cast with `as` saturates.
+            // The cast with `as` saturates.
             true => Found::Count((value >= 0.0).then_some(value as u64)),
             false => Found::Fraction,
         })
@@ -510,7 +514,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
                     continue;
                 }
                 KeyMatch::OtherSpelling(name) => {
-                    reader.fail(format!("servers may read `{}` as `{name}`: write `{name}`", shortened(&key)));
+                    reader.fail(format!("some servers may read `{}` as `{name}`: write `{name}`", shortened(&key)));
                 }
                 KeyMatch::Other => {}
             }
@@ -539,7 +543,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 }
 
 impl Reader {
-    /// Return the counter for parts of this media type. Return `None` if such parts are counted as text.
+    /// Return the counter for parts of this media type. Return `None` if such parts count as text.
     fn media_count(&mut self, media_type: &str) -> Option<&mut u64> {
         match media_type.split('/').next() {
             Some("image") => Some(&mut self.info.images),
@@ -582,7 +586,7 @@ impl Reader {
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::Background, Found::Bool(is_background)) => self.info.is_background = is_background,
             (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = includes,
-            // Treat a negative number as no maximum, as Ollama and llama.cpp do.
+            // A negative number means no maximum, as in Ollama and llama.cpp.
             (Known::NumPredict | Known::NPredict, Found::Count(None)) => {}
             (
                 Known::MaxTokens
@@ -592,7 +596,7 @@ impl Reader {
                 | Known::NPredict
                 | Known::GenerationMaxOutputTokens
                 | Known::NumPredict,
-                // Treat 0 as no maximum, as some servers do.
+                // 0 means no maximum, as in some servers.
                 Found::Count(Some(0)),
             ) => {}
             (
@@ -603,7 +607,7 @@ impl Reader {
                 | Known::NPredict,
                 Found::Count(bound @ Some(_)),
             ) => {
-                // Servers differ in which of these keys they use, so reserve the largest value.
+                // Servers differ in which of these keys they use, so keep the largest value.
                 self.info.bounds.root = self.info.bounds.root.max(bound);
             }
             (Known::GenerationMaxOutputTokens, Found::Count(bound @ Some(_))) => {
@@ -625,7 +629,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Record the first error, and continue to read the body, because routes and identities need its values.
+    /// Record the first error. The reader then continues to read the body, because routes and identities need its
+    /// values.
     fn fail(&mut self, message: String) {
         self.error.get_or_insert(message);
     }
@@ -677,16 +682,19 @@ mod tests {
     fn hostile_bodies_are_rejected() {
         for (body, expected) in [
             (r#"{"max_tokens":1,"max_tokens":9000}"#, "`max_tokens` is in the request body more than once"),
-            (r#"{"maxTokens":9000}"#, "servers may read `maxTokens` as `max_tokens`: write `max_tokens`"),
-            (r#"{"max_to\u212aens":9000}"#, "servers may read `max_to\u{212a}ens` as `max_tokens`: write `max_tokens`"),
-            (r#"{"mo_del":"cheap"}"#, "servers may read `mo_del` as `model`: write `model`"),
-            (r#"{"OPTIONS":{"num_predict":7}}"#, "servers may read `OPTIONS` as `options`: write `options`"),
+            (r#"{"maxTokens":9000}"#, "some servers may read `maxTokens` as `max_tokens`: write `max_tokens`"),
+            (
+                r#"{"max_to\u212aens":9000}"#,
+                "some servers may read `max_to\u{212a}ens` as `max_tokens`: write `max_tokens`",
+            ),
+            (r#"{"mo_del":"cheap"}"#, "some servers may read `mo_del` as `model`: write `model`"),
+            (r#"{"OPTIONS":{"num_predict":7}}"#, "some servers may read `OPTIONS` as `options`: write `options`"),
             (
                 r#"{"options":{"Num_Predict":7}}"#,
-                "servers may read `Num_Predict` as `num_predict`: write `num_predict`",
+                "some servers may read `Num_Predict` as `num_predict`: write `num_predict`",
             ),
             (r#"{"max_tokens":1,"max_token\u0073":9000}"#, "`max_tokens` is in the request body more than once"),
-            (r#"{"model":"a","Model":"b"}"#, "servers may read `Model` as `model`: write `model`"),
+            (r#"{"model":"a","Model":"b"}"#, "some servers may read `Model` as `model`: write `model`"),
             (
                 r#"{"generationConfig":{},"generation_config":{"maxOutputTokens":9}}"#,
                 "`generation_config` is in the request body more than once",
@@ -702,8 +710,8 @@ mod tests {
             (r#"{"model":7}"#, "`model` is not a string"),
             (r#"{"options":[]}"#, "`options` is not an object"),
             ("", "the request body is not a JSON object: EOF while parsing a value at line 1 column 0"),
-            ("[]", "the request body is not a JSON object: it is another value"),
-            ("7", "the request body is not a JSON object: it is another value"),
+            ("[]", "the request body is not a JSON object: it is another JSON value"),
+            ("7", "the request body is not a JSON object: it is another JSON value"),
             (r#"{"a":1} {}"#, "the request body is not a JSON object: trailing characters at line 1 column 9"),
         ] {
             assert_eq!(bound(body), Err(expected.to_owned()), "{body}");
@@ -725,7 +733,7 @@ mod tests {
             assert_eq!(ESTIMATE.output(&info, provider), expected, "{provider:?}");
         }
         let info = inspect(br#"{"max_tokens":1}"#).unwrap();
-        assert_eq!(ESTIMATE.output(&info, Provider::Ollama), 1024, "Ollama ignores it");
+        assert_eq!(ESTIMATE.output(&info, Provider::Ollama), 1024, "Ollama ignores `max_tokens`");
     }
 
     #[test]
@@ -870,7 +878,7 @@ mod tests {
             let _ = inspect(&bytes);
         }
 
-        /// The maximum is found regardless of the other keys in the body.
+        /// The maximum number of output tokens is found regardless of the other keys in the body.
         #[test]
         fn bound_is_found_among_other_keys(bound in any::<u32>(), text in "\\PC{0,40}", position in 0..3usize) {
             let mut entries = vec![format!("\"messages\":[{}]", serde_json::to_string(&text).unwrap()), "\"a\":{\"b\":[1]}".to_owned()];
@@ -879,7 +887,8 @@ mod tests {
             prop_assert_eq!(inspect(body.as_bytes()).unwrap().bounds.root, Some(u64::from(bound)).filter(|bound| *bound > 0));
         }
 
-        /// The changed body is equal to the document that serde_json produces with the same change.
+        /// The changed body is equal to the document that results if serde_json parses the body and makes the same
+        /// change.
         #[test]
         fn usage_option_changes_nothing_else(
             keys in proptest::collection::vec("stream_options|[a-c\"\\\\{}]{1,3}", 1..5),

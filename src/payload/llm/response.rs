@@ -1,4 +1,5 @@
-//! Measures the usage of a response while it is forwarded: the reported usage, or else the generated text.
+//! Measures the token usage of an LLM response while the gateway forwards it. If the provider does not report the
+//! usage, it is estimated from the generated text.
 
 use std::sync::{Arc, LazyLock};
 
@@ -9,16 +10,16 @@ use serde::de::IgnoredAny;
 use crate::payload::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
 use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
 
-/// Where a response reports its usage.
+/// The place in a response where the provider reports the usage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UsageFormat {
-    /// The usage has the format of any supported provider.
+    /// The usage is an object in the format of any supported provider.
     Auto,
     /// The usage is at paths that the configuration sets.
     Paths {
         /// Paths of the token counts.
         paths: Arc<[JsonPath]>,
-        /// The kind of value at each of the paths.
+        /// The kind of count at each of the paths.
         counts: Box<[CountKind]>,
     },
 }
@@ -26,7 +27,7 @@ pub enum UsageFormat {
 /// The kind of tokens of a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountKind {
-    /// Input tokens, including cached ones.
+    /// Input tokens, including cached input tokens.
     Input,
     /// Cached input tokens.
     CachedInput,
@@ -34,8 +35,7 @@ pub enum CountKind {
     Output,
 }
 
-/// Paths of [`UsageFormat::Auto`] with whole usage objects. After these paths come `choices` and `type`, and then the
-/// counts of Ollama.
+/// Paths of usage objects for [`UsageFormat::Auto`]. In the list of all paths, `type` and the counts of Ollama follow.
 const USAGE_PATHS: [&[&str]; 8] = [
     &["usage"],
     &["response", "usage"],
@@ -60,13 +60,13 @@ static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
 /// The usage of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeasuredUsage {
-    /// The numbers of tokens.
+    /// The numbers of used tokens.
     pub usage: TokenUsage,
     /// Whether a count was estimated because the provider did not report it.
     pub is_estimated: bool,
 }
 
-/// How the documents in a response are delimited.
+/// The form of a response, which determines how its documents are delimited.
 #[derive(Debug)]
 enum Framing {
     /// Server-sent events.
@@ -75,7 +75,7 @@ enum Framing {
     Documents,
 }
 
-/// Measures a response whose chunks may end anywhere. The memory of the meter is bounded.
+/// Measures a response that arrives in chunks. A chunk may end anywhere. The memory of the meter is bounded.
 #[derive(Debug)]
 pub struct ResponseMeter {
     framing: Framing,
@@ -89,9 +89,9 @@ struct Tally {
     format: UsageFormat,
     bytes_per_token: u64,
     reported: Option<TokenUsage>,
-    /// Estimated output tokens since the last report of the output.
+    /// Estimated number of output tokens since the last report of output tokens.
     unreported_output: u64,
-    /// Number of documents with generated text.
+    /// Number of documents with generated text (deltas).
     deltas: u64,
     document: Document,
 }
@@ -107,7 +107,7 @@ struct Document {
 
 impl ResponseMeter {
     /// Create the meter of a response with this media type. Return `None` if the media type is not JSON or an event
-    /// stream. The output is estimated as one token for each `bytes_per_token` of a delta, but at least one per delta.
+    /// stream. The output of a delta is estimated as one token per `bytes_per_token` bytes, but at least one token.
     pub fn new(media_type: &str, format: UsageFormat, bytes_per_token: u64) -> Option<Self> {
         let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         let framing = match &*essence {
@@ -149,8 +149,8 @@ impl ResponseMeter {
         }
     }
 
-    /// Measure a part of the response: up to the end of an event or document, or the whole part. Return the length of
-    /// the text that was measured.
+    /// Measure a part of the response up to the end of an event or document, or up to the end of `data`. Return the
+    /// number of measured bytes.
     pub fn feed_event(&mut self, data: &[u8]) -> usize {
         let ResponseMeter { framing, scanner, tally } = self;
         match framing {
@@ -170,7 +170,7 @@ impl ResponseMeter {
         }
     }
 
-    /// Return whether the last measured byte ended an event.
+    /// Return whether the response is an event stream whose last measured byte ended an event.
     pub fn is_between_events(&self) -> bool {
         match &self.framing {
             Framing::Events(lines) => lines.is_between_events(),
@@ -178,13 +178,14 @@ impl ResponseMeter {
         }
     }
 
-    /// Return the minimum number of output tokens of the response: the reported number, or one for each delta.
+    /// Return a lower bound of the number of output tokens so far: the reported number or one per delta, whichever is
+    /// larger.
     pub fn min_output(&self) -> u64 {
         self.tally.reported.map_or(0, |reported| reported.output).max(self.tally.deltas)
     }
 
-    /// Return the usage so far. `input` is the estimate that was reserved. Return `None` if the response has neither
-    /// usage nor text.
+    /// Return the usage so far. `input` is the estimated number of input tokens that was reserved. Return `None` if the
+    /// response contains neither usage nor generated text.
     pub fn usage(&self, input: u64) -> Option<MeasuredUsage> {
         let Tally { reported, unreported_output, deltas, .. } = self.tally;
         if reported.is_none() && deltas == 0 {
@@ -248,7 +249,8 @@ impl JsonSink for Tally {
         }
         let Some(usage) = usage else { return };
         let reported = self.reported.unwrap_or_default();
-        // Compare with the text, because a report may be early: Anthropic sends a first count at the start of a stream.
+        // The report includes the output so far, so discard its estimate. Reports of 0 or of a lower number are ignored
+        // here.
         if usage.output > 0 && usage.output >= reported.output {
             self.unreported_output = 0;
         }
@@ -256,14 +258,16 @@ impl JsonSink for Tally {
     }
 }
 
-/// Return whether an event contains only the usage that `stream_options.include_usage` of OpenAI adds.
+/// Return whether an event is the extra event with the usage that OpenAI sends because of
+/// `stream_options.include_usage`.
 pub fn is_usage_event(event: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Chunk {
         choices: Vec<IgnoredAny>,
         usage: Option<IgnoredAny>,
     }
-    // Parse only events that contain `[]`, because most events have choices.
+    // For speed, parse only events that contain `[]`. The extra event has `"choices": []`, but most events have
+    // choices.
     if memmem::find(event, b"[]").is_none() {
         return false;
     }
@@ -286,20 +290,20 @@ enum EventPart<'d> {
 #[derive(Debug, Default)]
 struct EventLines {
     line: Line,
-    /// Whether the last byte was CR, so that a following LF belongs to the same line end.
+    /// Whether the last byte was CR. An LF that follows belongs to the same line end.
     is_after_cr: bool,
-    /// Whether the current event has a line.
+    /// Whether at least one line of the current event has been read.
     has_lines: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
-    /// The number of bytes of `data:` that have been read.
+    /// At the start of a line. The field is the number of bytes of `data:` that have been read.
     Field(usize),
-    /// In the data, after its first byte, which may be a space to skip.
+    /// In the data, after its first byte. A space as the first byte is not part of the data.
     Data,
     DataStart,
-    /// The line is another field of an event, or a comment.
+    /// In another field of the event, or in a comment.
     Other,
 }
 
@@ -316,7 +320,7 @@ impl EventLines {
         self.line == Line::Field(0) && !self.has_lines
     }
 
-    /// Read lines up to the end of an event, or read all data. Return the number of bytes that were read.
+    /// Read lines up to the end of an event, or up to the end of `data`. Return the number of bytes that were read.
     fn read(&mut self, data: &[u8], mut on_part: impl FnMut(EventPart<'_>)) -> usize {
         let mut at = 0;
         while let Some(&byte) = data.get(at) {
@@ -422,7 +426,7 @@ pub(super) mod tests {
         "\"usage\":{\"billed_units\":{\"input_tokens\":3,\"output_tokens\":5},\"tokens\":{\"input_tokens\":209,\"output_tokens\":5}}}}\n\n",
     );
 
-    /// Name, media type and content of a stream, and its input, cached input and output tokens.
+    /// Name, media type and content of a stream, and its numbers of input, cached input and output tokens.
     type Example = (&'static str, &'static str, &'static str, (u64, u64, u64));
 
     const STREAMS: [Example; 6] = [
@@ -490,7 +494,7 @@ pub(super) mod tests {
         let stream = delta("") + &delta("a") + &delta("four") + &delta("five5") + "data: [DONE]\n\n";
         assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured((100, 0, 4), true));
         let empty = delta("") + "data: [DONE]\n\n";
-        assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "nothing is known of the response");
+        assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "neither text nor usage");
         assert_eq!(measure("application/json", [&b"{\"error\":{\"message\":\"x\"}}"[..]]), None);
         assert!(ResponseMeter::new("image/png", UsageFormat::Auto, 4).is_none());
     }
@@ -499,11 +503,15 @@ pub(super) mod tests {
     fn aborted_stream_costs_what_was_streamed() {
         let up_to = |text: &'static str, end: &str| &text.as_bytes()[..text.find(end).unwrap()];
         let openai = measure("text/event-stream", [up_to(OPENAI, "data: {\"choices\":[],")]);
-        assert_eq!(openai, measured((100, 0, 4), true), "3 and 10 bytes");
+        assert_eq!(openai, measured((100, 0, 4), true), "texts of 3 and 10 bytes: 1 and 3 tokens");
         let anthropic = measure("text/event-stream", [up_to(ANTHROPIC, "event: message_delta")]);
-        assert_eq!(anthropic, measured((30, 5, 3), true), "the count of message_start and 5 bytes");
+        assert_eq!(anthropic, measured((30, 5, 3), true), "1 reported token, and a text of 5 bytes: 2 tokens");
         let responses = measure("text/event-stream", [up_to(RESPONSES, "event: response.completed")]);
-        assert_eq!(responses, measured((100, 0, 3), true), "repeated text does not count");
+        assert_eq!(
+            responses,
+            measured((100, 0, 3), true),
+            "`response.output_text.done` repeats text, which is not counted"
+        );
         let gemini = measure("application/json", [up_to(GEMINI, ",\r\n")]);
         assert_eq!(gemini, measured((4, 0, 2), true));
     }
@@ -558,7 +566,7 @@ pub(super) mod tests {
             assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured((9, 0, 1), false), "{bad:?}");
         }
         let lines = "data: {\"usage\":\ndata: {\"prompt_tokens\":9,\r\ndata:\"completion_tokens\":1}}\r\r";
-        assert_eq!(measure("text/event-stream", [lines.as_bytes()]), measured((9, 0, 1), false), "several lines");
+        assert_eq!(measure("text/event-stream", [lines.as_bytes()]), measured((9, 0, 1), false), "several data lines");
     }
 
     #[test]

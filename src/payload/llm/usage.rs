@@ -1,4 +1,4 @@
-//! Token counts and error bodies in the formats of the providers, and the weights of tokens.
+//! Token counts and error bodies in the formats of LLM providers, and the weights of tokens.
 //!
 //! | provider | where | cached input |
 //! |---|---|---|
@@ -15,22 +15,23 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
 
-/// Maximum plausible count. A report with a larger count is ignored, because it would use up a quota for years.
+/// Maximum plausible number of tokens. A report with a larger count is ignored, because it would use up a quota for
+/// years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
 
-/// The number of tokens that a request used.
+/// The numbers of tokens that a request used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenUsage {
-    /// Number of input tokens, including cached ones.
+    /// Number of input tokens, including tokens that the provider read from its cache.
     pub input: u64,
     /// Number of input tokens that the provider read from its cache.
     pub cached_input: u64,
-    /// Number of output tokens, including reasoning.
+    /// Number of output tokens, including reasoning tokens.
     pub output: u64,
 }
 
 impl TokenUsage {
-    /// Return the larger value of each count. Providers report totals, so a repeated report adds nothing.
+    /// Return the larger value of each count. Providers report totals, so the counts of two reports are not added.
     #[must_use]
     pub fn max(self, other: TokenUsage) -> TokenUsage {
         TokenUsage {
@@ -41,13 +42,13 @@ impl TokenUsage {
     }
 }
 
-/// Parse a usage object of any provider. Return `None` if the object has no count, or has an invalid count: negative,
+/// Parse a usage object of any provider. Return `None` if the object has no count, or if a count is invalid: negative,
 /// with a fraction, larger than [`MAX_TOKENS`], or of another type.
 pub fn parse_usage(json: &[u8]) -> Option<TokenUsage> {
     serde_json::from_slice::<UsageObject>(json).ok()?.tokens()
 }
 
-/// Parse a single count.
+/// Parse a single count. Return `None` if it is absent or invalid.
 pub fn parse_count(json: &[u8]) -> Option<u64> {
     match serde_json::from_slice(json).ok()? {
         Count::Valid(count) => Some(count),
@@ -55,7 +56,7 @@ pub fn parse_count(json: &[u8]) -> Option<u64> {
     }
 }
 
-/// The fields of all providers. A missing field has the same meaning as `null`.
+/// The fields of the usage objects of all providers. A missing field and `null` have the same meaning.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct UsageObject {
@@ -141,7 +142,7 @@ enum Count {
     #[default]
     Absent,
     Valid(u64),
-    /// The value is not a number of tokens.
+    /// The value is not a valid number of tokens.
     Invalid,
 }
 
@@ -201,12 +202,12 @@ impl<'de> Deserialize<'de> for Count {
     }
 }
 
-// === Weights of tokens, which determine the cost of a request in the unit of its limit ===
+// === Weights of tokens, which determine the cost of a request in the unit of the limit ===
 
 /// Maximum weight of a token.
 pub const MAX_WEIGHT: i32 = 1_000_000;
 
-/// Maximum cost that Lua 5.1 computes exactly.
+/// Maximum cost. Lua 5.1, which runs the scripts in Redis, represents integers exactly only up to this value.
 const MAX_COST: u64 = (1 << 53) - 1;
 
 /// Cost of one token of each kind, in thousandths of the limit's unit.
@@ -216,11 +217,11 @@ pub struct Weights {
     pub input: u64,
     /// An input token that was read from the provider's cache.
     pub cached_input: u64,
-    /// Weight of an output token.
+    /// An output token.
     pub output: u64,
 }
 
-/// Each token costs 1.
+/// By default, each token costs 1.
 impl Default for Weights {
     fn default() -> Self {
         Weights { input: 1000, cached_input: 1000, output: 1000 }
@@ -228,36 +229,37 @@ impl Default for Weights {
 }
 
 impl Weights {
-    /// Return the cost of the used tokens. The weighted sum is rounded up once.
+    /// Return the cost of the used tokens: the weighted sum, rounded up.
     pub fn cost(&self, usage: TokenUsage) -> u64 {
         let cached = usage.cached_input.min(usage.input);
         let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
-        // The sum cannot overflow: each product is less than 2^94, because a count has 64 bits and a weight has 30
+        // The sum cannot overflow. Each product is less than 2^94, because a count has 64 bits and a weight has 30
         // bits.
         let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
         u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
-    /// Return the cost of a request before its response. The function assumes that no input token is cached.
+    /// Return the cost to reserve before the response, for these numbers of input and output tokens. Every input token
+    /// is assumed to have the more expensive of the two input weights.
     pub fn reservation(&self, input: u64, output: u64) -> u64 {
         let input_weight = self.input.max(self.cached_input);
         Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
     }
 }
 
-/// The weights of a limit: default weights, and weights for single models.
+/// The weights of a limit: default weights, and weights for specific models.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModelWeights {
-    /// Weights of models that have no weights of their own.
+    /// Weights of models that match no pattern in `models`.
     pub default: Weights,
     /// Weights by model.
     pub models: Vec<(NamePattern, Weights)>,
 }
 
 impl ModelWeights {
-    /// Return the weights for a model: those of the matching pattern with the most literal characters. Case is ignored,
-    /// because some servers ignore it. A name without `*` precedes a pattern with the same number of literal
-    /// characters.
+    /// Return the weights for a model. If several patterns match, the pattern with the most literal characters takes
+    /// precedence. If two have the same number, a pattern without `*` takes precedence. The case of the name is
+    /// ignored, because some servers ignore it.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
         let model = model.map(str::to_ascii_lowercase);
         model.and_then(|model| NamePattern::best_match(&self.models, &model)).copied().unwrap_or(self.default)
@@ -269,7 +271,7 @@ impl ModelWeights {
 pub struct NamePattern(Box<str>);
 
 impl NamePattern {
-    /// Create a pattern for names of models.
+    /// Create a pattern for names of models or tools.
     pub fn new(text: &str) -> Self {
         NamePattern(text.into())
     }
@@ -292,7 +294,7 @@ impl NamePattern {
         let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
         let Some(last) = parts.next_back() else { return rest.is_empty() };
         for part in parts {
-            // Use the leftmost occurrence, which leaves the most text for the following parts.
+            // Use the leftmost occurrence, because it leaves the most text for the following parts.
             let Some(at) = rest.find(part) else { return false };
             rest = &rest[at + part.len()..];
         }
@@ -300,15 +302,15 @@ impl NamePattern {
     }
 }
 
-// === Providers: the formats of error bodies that their SDKs understand ===
+// === Providers: the error bodies and final events that their SDKs understand ===
 
-/// Maximum number of choices for which a separate final event is written.
+/// Maximum number of choices in the final event of a stream.
 const MAX_FINAL_CHOICES: u64 = 128;
 
-/// The API that a client uses.
+/// The LLM API that a client uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Provider {
-    /// OpenAI, and the many APIs that are compatible with it.
+    /// The API of OpenAI, or an API that is compatible with it.
     OpenAi,
     /// The Messages API of Anthropic.
     Anthropic,
@@ -319,8 +321,8 @@ pub enum Provider {
 }
 
 impl Provider {
-    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the
-    /// header `anthropic-version`.
+    /// Return the API to which a request with this canonical path belongs. `is_anthropic` is true if the request has
+    /// the header `anthropic-version`.
     pub fn from_request(path: &str, is_anthropic: bool) -> Self {
         let last = operation(path);
         if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
@@ -334,8 +336,8 @@ impl Provider {
         }
     }
 
-    /// Return the events that end a stream when it has reached its maximum of output tokens. `choices` is the number of
-    /// choices, and `output` is the number of output tokens so far.
+    /// Return the events with which the gateway ends a stream that has reached the maximum of output tokens. `choices`
+    /// is the number of choices, and `output` is the number of output tokens so far.
     pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
         let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
         match self {
@@ -350,7 +352,7 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                // The older Completions API, whose events differ from Chat Completions.
+                // The path belongs to the older Completions API, whose events differ from Chat Completions.
                 let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
@@ -375,7 +377,7 @@ impl Provider {
     }
 
     /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the
-    /// exceeded limit, if a limit is exceeded.
+    /// exceeded limit, or `None` if the error has another reason.
     pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
         let body = match self {
             Provider::OpenAi => {
@@ -398,13 +400,14 @@ impl Provider {
             Provider::Ollama => json!({ "error": message }),
         };
         let mut bytes = body.to_string().into_bytes();
-        // End the body with a line break for users who read it in a terminal.
+        // End the body with a line break, so that it is readable in a terminal.
         bytes.push(b'\n');
         bytes
     }
 }
 
-/// Return the last segment of a path that is not empty, without parameters after `;`: many servers ignore both.
+/// Return the last non-empty segment of a path, without parameters after `;`. Many servers ignore trailing slashes and
+/// such parameters.
 pub fn operation(path: &str) -> &str {
     let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
     last.split(';').next().unwrap_or_default()
@@ -505,7 +508,7 @@ mod tests {
         ] {
             assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
         }
-        // The sum is rounded once: three costs of one third are 1, not 3.
+        // The sum is rounded up once, not each summand: three tokens that cost about one third each cost 1, not 3.
         let thirds = Weights { input: 333, cached_input: 333, output: 334 };
         assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
     }
@@ -547,7 +550,7 @@ mod tests {
     }
 
     proptest! {
-        /// A reservation is never cheaper than a response that stays within its bounds.
+        /// The reserved cost is at least the cost of any response that stays within the bounds of the reservation.
         #[test]
         fn reservation_covers_every_response_within_its_bounds(
             weights in (0..5000u64, 0..5000u64, 0..5000u64),

@@ -1,5 +1,5 @@
-//! Warnings that need the lookup of sample requests: redirects that lead to themselves, and spellings of a path that
-//! evade its limits.
+//! Warnings that need a route lookup for sample requests: redirects that lead to themselves, and alternative spellings
+//! of a path that evade the limits of its route.
 
 use http::header::{HOST, LOCATION};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri};
@@ -20,7 +20,7 @@ const ANY_HOST: &str = "host.invalid";
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// Warn of redirects that lead to the same route again.
+/// Warn of redirects whose location matches the route that sent the redirect.
 pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
     for candidates in candidates_by_route(input.config) {
@@ -38,8 +38,8 @@ pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
                     "`{}` redirects every request: a proxy in front that terminates TLS forwards them over http again",
                     route.name
                 );
-                let hint = "match = { headers = { x-forwarded-proto = { exact = \"http\" } } } redirects only requests \
-                            that the proxy received over http";
+                let hint = "set match = { headers = { x-forwarded-proto = { exact = \"http\" } } } to redirect only \
+                            requests that the proxy received over http";
                 Some((message, hint.to_owned()))
             }
             RedirectTarget::Scheme { .. } | RedirectTarget::Template { .. } => None,
@@ -64,8 +64,8 @@ fn loop_issue(route: &Route) -> (String, String) {
     (message, hint.to_owned())
 }
 
-/// Return whether all clients seem to come through a proxy. The result is true if there are trusted proxies, no
-/// listener has TLS, and the route has no conditions.
+/// Return whether all requests seem to come through a proxy that terminates TLS. This is assumed if there are trusted
+/// proxies, no listener has TLS, and the route has no conditions and no `listeners`.
 fn is_behind_tls_proxy(input: &LintInput<'_>, candidate: &RouteCandidate<'_>) -> bool {
     let has_proxies = !input.config.client_ip.trusted_proxies.is_empty();
     let no_tls = input.config.listeners.iter().all(|listener| listener.tls.is_none());
@@ -106,15 +106,16 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     let of_scheme = |index: &usize| config.listeners[*index].tls.is_some() == (scheme == "https");
     let mut listeners: Vec<_> = (0..config.listeners.len()).filter(of_scheme).collect();
     let has_port = |index: &usize| config.listeners[*index].address.port() == port;
-    // Return all listeners if none has the default port, because another port is probably mapped to the default port.
+    // If the location has no port and no listener has the default port, return all listeners with the scheme. A packet
+    // filter or container runtime probably maps the default port to one of them.
     if location.port().is_some() || listeners.iter().any(has_port) {
         listeners.retain(has_port);
     }
     listeners
 }
 
-/// Warn of routes with limits or `require` and a literal path, if another spelling of the path matches a route to the
-/// same upstream without the limits or `require`.
+/// Warn of a protected route (with limits or `require`) with a literal path, if another spelling of the path matches an
+/// unprotected route to the same upstream.
 pub(super) fn unlimited_spellings(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).filter_map(|candidates| unlimited_spelling(input, &candidates)).collect()
 }
@@ -141,12 +142,14 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     let spellings: Vec<_> = same.map(|(spelling, ..)| format!("`{spelling}`")).collect();
     let (missing, elsewhere) = match missing {
         Protection::Limit(name) => {
-            (format!("`{name}`"), format!("add `{name}` to the `limits` of `{}` as well", other.name))
+            (format!("has no limit `{name}`"), format!("add `{name}` to the `limits` of `{}` as well", other.name))
         }
-        Protection::Credential => ("a credential".to_owned(), format!("set `require` of `{}` as well", other.name)),
+        Protection::Credential => {
+            ("needs no credential".to_owned(), format!("set `require` of `{}` as well", other.name))
+        }
     };
     let message = format!(
-        "{} match `{}` on the same upstream, without {missing}: many applications treat them as `{path}`",
+        "{} match the route `{}` on the same upstream, which {missing}: many applications treat these paths as `{path}`",
         spellings.join(", "),
         other.name
     );
@@ -155,13 +158,13 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of routes with `require` whose `methods`, `match`, `hosts` or `listeners` leave other requests for the same path
-/// to a catch-all route to the same upstream that needs no credential.
+/// Warn of a route with `require` that is restricted by `methods`, `match`, `hosts` or `listeners`, if other requests for
+/// the same path match a catch-all route to the same upstream that needs no credential.
 pub(super) fn open_alternatives(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).flat_map(|candidates| open_alternatives_of(input, &candidates)).collect()
 }
 
-/// The methods of sample requests. OPTIONS is left out, because preflights have no credential.
+/// The methods of sample requests. OPTIONS is not included, because preflights never have a credential.
 const SAMPLE_METHODS: [Method; 6] =
     [Method::GET, Method::HEAD, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
@@ -171,16 +174,16 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
     let requires_credential = protections(route).any(|own| own == Protection::Credential);
     let Some(path) = route.path_pattern.sample("x").filter(|_| requires_credential) else { return issues };
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return issues };
-    // A catch-all route is open for all requests that the restriction excludes. With `identify`, this is intended.
-    let open_route =
-        |sample: Sample, listeners: &[usize], is_catch_all: fn(&config::tables::Route) -> bool| {
-            let is_open = |found: &&Route| {
-                found.auth.is_none()
-                    && unprotected_by(route, found) == Some(Protection::Credential)
-                    && input.route(found.index).is_some_and(|parsed| is_catch_all(parsed.get_ref()))
-            };
-            sample.found_routes(input.config, listeners, &path).into_iter().find(is_open)
+    // Find a catch-all route without authentication that matches the requests that the restriction excludes. A route
+    // with `identify` is not reported, because it admits requests without a credential on purpose.
+    let open_route = |sample: Sample, listeners: &[usize], is_catch_all: fn(&config::tables::Route) -> bool| {
+        let is_open = |found: &&Route| {
+            found.auth.is_none()
+                && unprotected_by(route, found) == Some(Protection::Credential)
+                && input.route(found.index).is_some_and(|parsed| is_catch_all(parsed.get_ref()))
         };
+        sample.found_routes(input.config, listeners, &path).into_iter().find(is_open)
+    };
     let mut by_method: Option<(&Route, Vec<&str>)> = None;
     for method in SAMPLE_METHODS.iter().filter(|method| parsed.methods.is_some() && !has_method(candidates, method)) {
         let found = candidates.iter().find_map(|candidate| {
@@ -206,25 +209,27 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
         (!others.is_empty()).then(|| open_route(Sample::new(candidate)?, &others, |other| other.listeners.is_none()))?
     });
     let first_span = |texts: &Option<Vec<config::Text>>| texts.iter().flatten().next().map(|text| text.span());
-    let by_method =
-        by_method.map(|(found, methods)| (found, methods.join(", "), "`methods`", first_span(&parsed.methods)));
+    let by_method = by_method.map(|(found, methods)| {
+        (found, format!("requests with {}", methods.join(", ")), "`methods`", first_span(&parsed.methods))
+    });
     let span = parsed.conditions.as_ref().map(|conditions| conditions.span());
     let by_conditions =
         by_conditions.map(|found| (found, "requests without its conditions".to_owned(), "`match`", span));
-    let by_host = by_host.map(|found| (found, "other hosts".to_owned(), "`hosts`", first_span(&parsed.hosts)));
+    let by_host =
+        by_host.map(|found| (found, "requests for other hosts".to_owned(), "`hosts`", first_span(&parsed.hosts)));
     let span = first_span(&parsed.listeners);
     let by_listener = by_listener.map(|found| (found, "requests to other listeners".to_owned(), "`listeners`", span));
     let alternatives = [by_method, by_conditions, by_host, by_listener];
     for (found, others, restriction, span) in alternatives.into_iter().flatten() {
         let message = format!(
-            "`{}` needs a credential, but its {restriction} leave {others} on {} to `{}` with the same upstream, which \
-             needs none",
+            "`{}` needs a credential, but its {restriction} excludes {others} on {}: they match `{}` with the same \
+             upstream, which needs no credential",
             route.name, route.path, found.name
         );
         let provider = parsed.require.iter().flat_map(|required| required.get_ref()).flat_map(|item| &item.get_ref().0);
         let provider = provider.map(String::as_str).next().unwrap_or("NAME");
         let hint = format!(
-            "leave out {restriction}, or require = [\"{provider}\"] in `{0}` as well; if these requests are public, \
+            "remove {restriction}, or set require = [\"{provider}\"] in `{0}` as well; if these requests are public, \
              identify = [\"{provider}\"] in `{0}` says that this is intended",
             found.name
         );
@@ -237,13 +242,13 @@ fn has_method(candidates: &[RouteCandidate<'_>], method: &Method) -> bool {
     candidates.iter().any(|candidate| candidate.methods.contains(method))
 }
 
-/// Return the routes that match requests with another path, one for each listener. All other properties of the requests
-/// are those that the given route demands.
+/// Return the routes that match sample requests for `path`, one for each listener. Apart from the path, the requests
+/// meet all conditions of the route `candidate`.
 fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
     Sample::new(candidate).map_or(Vec::new(), |sample| sample.found_routes(config, candidate.listeners, path))
 }
 
-/// What a route does to protect its upstream.
+/// The protection of an upstream by a route.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Protection<'r> {
     /// The route has a limit that denies requests.
@@ -272,8 +277,8 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 
 // Sample requests.
 
-/// Return the candidates of each route. The result is indexed by route. A route has one candidate for each combination
-/// of host and trailing slash.
+/// Return the candidates of each route, indexed by route. A candidate is an entry of the route table. A route has one
+/// candidate for each combination of host and trailing slash.
 fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let request = RouteRequest {
@@ -287,7 +292,7 @@ fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<Rout
     };
     let mut by_route: Vec<Vec<RouteCandidate<'_>>> = config.routes.iter().map(|_| Vec::new()).collect();
     for candidate in config.table.candidates(&request) {
-        // Omit the candidates that only redirect to the other form of the trailing slash.
+        // Omit the candidates that only redirect to the path with or without the trailing slash.
         if std::sync::Arc::ptr_eq(candidate.target, &config.routes[candidate.target.index]) {
             by_route[candidate.target.index].push(candidate);
         }
@@ -315,7 +320,7 @@ fn find<'r>(config: &'r CompiledConfig, host: &str, request: &Request<JsonBody>,
     config.table.find(&parts).ok().map(|route| &**route)
 }
 
-/// Build a request that meets all conditions of a route except the condition on the path.
+/// A builder for requests that meet all conditions of a route except the condition on the path.
 struct Sample {
     host: String,
     method: Method,
@@ -325,7 +330,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// Return `None` if a condition is a regular expression, for which no matching value is known.
+    /// Return `None` if a condition is a regular expression, because a matching value is then unknown.
     fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
         Sample::with_conditions(candidate, candidate.conditions)
     }
@@ -363,7 +368,7 @@ impl Sample {
         Some(Sample { host, method, headers, query, body: JsonBody::from_values(values) })
     }
 
-    /// Build a request that meets none of the conditions, but the demands on the host and on the method.
+    /// Create a sample that has the host and the method of the route, but meets none of its conditions.
     fn without_conditions(candidate: &RouteCandidate<'_>) -> Option<Self> {
         let absent = candidate.conditions.iter().filter(|condition| condition.test == ValueTest::Absent);
         let present =

@@ -22,34 +22,34 @@ use crate::tools::doctor::{
     CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, RedisServer, Requirements, Status,
 };
 
-/// The oldest version that has all commands and options that the scripts use.
+/// The oldest Redis version that has all commands and options that the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
 /// The Redis releases with which `make test-stores` runs the tests.
 const TESTED_RELEASES: [(&str, (u32, u32)); 4] =
     [("redis", (6, 2)), ("redis", (7, 0)), ("redis", (8, 2)), ("valkey", (9, 1))];
-/// If a script runs for longer than the limit of the server, the server replies BUSY to all clients. The scripts take
-/// less than 1 ms, but a limit below this value is too short on a busy machine.
+/// If a script runs for longer than `lua-time-limit`, the server replies BUSY to all clients. The scripts take less
+/// than 1 ms, but on a busy machine a limit below this value may be exceeded.
 const SHORT_SCRIPT_LIMIT_MS: u64 = 100;
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
-/// `store.timeout` must be at least this many median round trips, because a call may wait for another call and for the
-/// script.
+/// `store.timeout` should be at least this many median round trips, because a call may wait for another call and for
+/// the script.
 const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
 const MIN_TIMEOUT: Duration = Duration::from_millis(50);
-/// The time to connect above which the check warns: half of the default of `store.connect_timeout`.
+/// The check warns if connecting takes longer than this, which is half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
 /// Connect to the server and send HELLO.
 ///
 /// # Errors
-/// The error is the diagnosis if the connection or the authentication fails.
+/// The connection or the authentication fails. The error is the diagnosis for administrators.
 pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // Send HELLO, because a successful connection does not prove that the server is Redis: without a password, nothing
-    // has been exchanged.
+    // Send HELLO, because a successful TCP connection does not prove that the server is Redis. Without a password, the
+    // client has not sent any command yet.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -158,8 +158,8 @@ pub(super) async fn check_round_trip(
     })
 }
 
-/// Return the `store.timeout` that fits a median round trip: [`TIMEOUT_HEADROOM`] times as long, but at least
-/// [`MIN_TIMEOUT`].
+/// Return the recommended `store.timeout` for a median round trip: [`TIMEOUT_HEADROOM`] times the round trip, but at
+/// least [`MIN_TIMEOUT`].
 fn required_timeout(round_trip: Duration) -> Duration {
     (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
 }
@@ -169,7 +169,7 @@ fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// Compare the clock of Redis with the local clock. A difference is never a warning, because limits use only the time
+/// Compare the clock of Redis with the local clock. A difference is never a warning, because limits use only the clock
 /// of Redis.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
@@ -189,7 +189,7 @@ pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result
     let check = Check::ok(
         "clock",
         format!(
-            "{} {direction} the local clock, ± {}; no decision depends on it",
+            "{} {direction} the local clock, ± {}; no rate limit decision depends on the difference",
             format_elapsed(offset),
             format_elapsed(round_trip / 2)
         ),
@@ -236,7 +236,8 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     })
 }
 
-/// Check the eviction policy. The state of every limit has a TTL, so every policy except `noeviction` may evict it.
+/// Check the eviction policy. The counters of every limit have a TTL, so every policy except `noeviction` may evict
+/// them.
 pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = match connection.info("memory").await {
         Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
@@ -303,13 +304,14 @@ fn format_mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-// Checks for restarts and outages: overrides without persistence, and the slots of a failed master.
+// Checks for restarts and outages: whether overrides are persistent, and whether a cluster works without one of its
+// masters.
 
 const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are \
                                   lost if no gateway is running then, or all gateways restart as well: CONFIG SET \
                                   appendonly yes";
 
-/// Check whether overrides survive a restart of Redis. This is a warning only if overrides exist or can be set.
+/// Check whether overrides survive a restart of Redis. The result is a warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
     connection: &mut DiagnosticConnection,
     prefix: &str,
@@ -341,7 +343,7 @@ pub(super) async fn check_persistence(
     })
 }
 
-/// Return the number of overrides that are in force. Return `None` if another node owns the hash of the overrides.
+/// Return the number of active overrides. Return `None` if another node of the cluster stores the overrides.
 async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> Result<Option<u64>, CallError> {
     let time: Value = connection.call(&overrides::time_command()).await?;
     let entries: Value = match connection.call(&overrides::read_command(&overrides::hash_key(prefix))).await {
@@ -356,8 +358,8 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
 
 /// Check the time after which the server replies BUSY while a script runs.
 pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
-    // Use the older name of the setting, which all versions know. Since Redis 7.0, it is also called
-    // busy-reply-threshold.
+    // Use the older name of the setting, which all versions accept. Since Redis 7.0, the setting is also called
+    // `busy-reply-threshold`.
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
@@ -392,10 +394,11 @@ async fn config_value(connection: &mut DiagnosticConnection, name: &str) -> Resu
     Ok(pairs.into_iter().find(|(key, _)| key == name).map(|(_, value)| value).unwrap_or_default())
 }
 
-// === Permissions: whether the Redis user may run the commands that the limits need, and whether the commands work ===
+// === Permissions: whether the Redis user may run the commands that the limits need ===
 
-/// A script that returns the indices of those commands in ARGV that the user may not call. KEY is a placeholder for
-/// KEYS[1]. The result is false if the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
+/// A script that returns the indices of the commands in ARGV that the user may not call. In a command, KEY is a
+/// placeholder for KEYS[1]. The result is false if the server is older than Redis 7.0, because it then lacks
+/// `redis.acl_check_cmd`.
 const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
@@ -405,8 +408,7 @@ for i = 1, #ARGV do
 end
 return refused";
 
-/// The commands that the gateway itself calls for every limit. The commands that the scripts call are in the lists
-/// below.
+/// The commands that the gateway itself calls for every limit. The lists below have the commands that the scripts call.
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
@@ -453,8 +455,8 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // Report a failure instead of a skipped check if EVAL is not permitted, because the gateway needs EVAL as
-            // well.
+            // If the user may not call EVAL, report a failure instead of a skipped check, because the gateway also
+            // needs EVAL.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -514,13 +516,13 @@ fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
-        // Name both permissions, because the user may lack the permission for the command or for the key.
+        // Name the command and the key pattern, because the user may lack the permission for either of them.
         ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
 }
 
-// Check scripts and decisions: run the commands that the gateway runs for a request, on keys that expire.
+// Check scripts and decisions: run the commands that the gateway runs for a request. All keys have a TTL.
 
 /// A SHA-1 digest that no script has.
 const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";
@@ -539,7 +541,7 @@ pub(super) async fn check_scripts(
                 .with_status(Status::Failed)
                 .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // Call each script without keys: it then replies with the error RLARG and changes nothing.
+        // Call each script without keys. Our scripts then reply with the error RLARG and change nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
@@ -549,8 +551,8 @@ pub(super) async fn check_scripts(
             }
         }
     }
-    // NOSCRIPT is essential: Redis loses all scripts at a restart, and the gateway loads them again when it receives
-    // NOSCRIPT.
+    // Check NOSCRIPT, because the gateway depends on it. Redis loses all scripts at a restart, and the gateway loads
+    // them again when it receives NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
@@ -568,8 +570,8 @@ pub(super) async fn check_scripts(
     ))
 }
 
-/// Make one decision with each algorithm of the configuration, and refund it. The keys expire, whether the refund
-/// succeeds or not.
+/// Check one limit with each algorithm of the configuration, and refund the charge. If the refund fails, the TTL
+/// removes the keys.
 pub(super) async fn check_decisions(server: &RedisServer, requirements: &Requirements) -> Result<Check, CallError> {
     let settings = RedisSettings {
         prefix: requirements.prefix.clone(),
@@ -579,7 +581,8 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // This code is not reached, because `run_checks` has verified that the server is of the configured kind.
+    // `run_checks` has verified that the server has the configured mode (such as cluster), so the store does not reject
+    // it.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;
@@ -625,8 +628,8 @@ fn decision_failed(error: &StoreError) -> Check {
     Check::ok("decisions", found).with_status(Status::Failed)
 }
 
-/// The rule has a window of one second, so that its key expires soon if the refund fails. Calendar windows and permits
-/// expire at their usual times.
+/// Return the rule with a window of one second, so that its key expires soon if the refund fails. Calendar windows and
+/// permits expire at their usual times.
 fn with_short_window(rule: &Rule) -> Rule {
     let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
     quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())

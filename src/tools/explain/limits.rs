@@ -1,4 +1,4 @@
-//! The limits of a route for a request: identities, quotas and usage, which are read from the counters without a
+//! The limits of a route for a request: identities, quotas and usage. The usage is read from the counters without a
 //! charge.
 
 use std::collections::BTreeMap;
@@ -27,8 +27,8 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 
-/// Convert the verdict of a peek into the decision of a check. If the request is admitted, the cost is subtracted from
-/// `remaining`.
+/// Convert the verdict of a peek into the decision of a check. A peek charges nothing, so if the request is admitted,
+/// its cost is subtracted from `remaining` here.
 pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
     let after_charge =
@@ -42,7 +42,7 @@ pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, 
 
 fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     let tokens = match check.deferred {
-        // Subtract nothing, because the cost is charged after the response.
+        // Subtract nothing, because the gateway charges the cost after the response.
         Deferred::Charge => 0,
         // A request takes one concurrency permit, regardless of its cost.
         Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
@@ -51,7 +51,7 @@ fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     outcome.remaining.saturating_sub(tokens)
 }
 
-/// Report each limit of a route. `checks` are the checks of the limits that apply. The list is empty if the request is
+/// Report each limit of a route. `checks` contains one check for each limit that applies. It is empty if the request is
 /// rejected before the checks are built.
 pub(super) fn limit_reports(
     config: &CompiledConfig,
@@ -71,9 +71,7 @@ pub(super) fn limit_reports(
                 let methods: Vec<_> = identity_spec.methods.iter().map(http::Method::as_str).collect();
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
-            Ok(IdentityLookup::Missing(missing)) => {
-                (None, Some(format!("{missing}: the limit does not apply to such requests")), None)
-            }
+            Ok(IdentityLookup::Missing(missing)) => (None, Some(format!("{missing}, but the request has none")), None),
             Ok(IdentityLookup::Exempt) => (None, Some("the client is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
@@ -104,7 +102,8 @@ pub(super) fn limit_reports(
     reports.collect()
 }
 
-/// Report limits as skipped if their identity is missing because the request is rejected for its credential.
+/// Report the limits without an identity as skipped. The request was rejected for its credential, so the missing
+/// identity is not a separate error.
 pub(super) fn skip_without_credential(reports: &mut [LimitReport]) {
     for report in reports.iter_mut().filter(|report| report.error.is_some()) {
         report.error = None;
@@ -198,19 +197,20 @@ fn limit_usage(
     }
 }
 
-// Counters of limits, which give read access to the usage of identities.
+// Read access to the counters of limits.
 
-/// Maximum time of a read. An interactive command can wait for longer than `store.timeout`.
+/// Maximum time to read the counters. An interactive command can wait for longer than `store.timeout`.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Read access to the counters of the limits.
 pub trait Counters {
-    /// The overrides that are in force. `None` if they are unknown or if there are none.
+    /// The active overrides. `None` if they are unknown or if there are none.
     fn overrides(&self) -> Option<Arc<OverrideTable>>;
 
-    /// Decide checks without a charge.
+    /// Check limits without a charge.
     ///
-    /// # Errors An error if the counters cannot be read.
+    /// # Errors
+    /// The counters cannot be read.
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable>;
 }
 
@@ -219,7 +219,7 @@ pub trait Counters {
 #[error("{0}")]
 pub struct CountersUnavailable(pub String);
 
-/// Counters that are never read, so each peek returns this reason.
+/// Counters that cannot be read. Each peek returns the reason.
 impl Counters for CountersUnavailable {
     fn overrides(&self) -> Option<Arc<OverrideTable>> {
         None
@@ -249,7 +249,8 @@ impl RedisCounters {
     /// Connect to the Redis store of the configuration and read its overrides. Return `None` if the configuration has
     /// no Redis store.
     ///
-    /// # Errors An error if the tokio runtime cannot be created.
+    /// # Errors
+    /// The tokio runtime cannot be created.
     pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
         let key = overrides::hash_key(&settings.prefix);

@@ -1,16 +1,16 @@
-//! The explanation of a request, as the source of the text and JSON output. The explanation omits values that may be
-//! secrets.
+//! The explanation of a request. The text output and the JSON output are generated from it. The explanation omits
+//! values that may be secrets.
 
 use std::net::IpAddr;
 
 use serde::Serialize;
 
-/// A report on how the gateway would handle a request. The fields are those that `explain --json` prints.
+/// A report on how the gateway would handle a request. `explain --json` prints its fields.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     /// The method of the request.
     pub method: String,
-    /// The host in canonical form, with which routes are matched. `None` if the host is missing or invalid.
+    /// The host in the canonical form that the routes match. `None` if the host is missing or invalid.
     pub host: Option<String>,
     /// The path in canonical form. `None` if the path is invalid.
     pub path: Option<String>,
@@ -18,18 +18,18 @@ pub struct Explanation {
     pub raw_path: String,
     /// The client that sent the request.
     pub client: ClientReport,
-    /// The listener that the client is connected to. The value is the name of the listener, or its address. `None` if
-    /// no listener has a name.
+    /// The name of the listener that the client is connected to, or its address if it has no name. `None` if no
+    /// listener of the configuration has a name.
     pub listener: Option<String>,
     /// The route that the request matches.
     pub route: Option<MatchedRoute>,
-    /// Other routes, the closest match first.
+    /// Routes that the request does not use, the closest match first.
     pub other_routes: Vec<OtherRoute>,
-    /// Number of further routes that are not listed.
+    /// Number of routes that `other_routes` omits.
     pub other_routes_omitted: usize,
-    /// The access rules that apply: first the rules of the listener, then the rules of the route.
+    /// The results of the access rules: first the rules of the listener, then the rules of the route.
     pub access: Vec<AccessReport>,
-    /// The CORS policy of the route. `None` if the route has no CORS policy.
+    /// The decision of the route's CORS policy. `None` if the route has no CORS policy.
     pub cors: Option<CorsReport>,
     /// The name of the store.
     pub store: String,
@@ -56,7 +56,7 @@ pub struct ClientReport {
     pub peer: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
-    /// The header that contains the client address. `None` if the client address is the address of the peer.
+    /// The header from which the client address was read. `None` if the client address is the address of the peer.
     pub header: Option<String>,
 }
 
@@ -67,7 +67,7 @@ pub struct MatchedRoute {
     pub route: String,
     /// The path of the route as configured.
     pub path: String,
-    /// The host of the route that the request matches. `None` if the route matches any host.
+    /// The entry of the route's `hosts` that the request matches. `None` if the route matches any host.
     pub host: Option<String>,
     /// The names of the listeners of the route. An empty list means all listeners.
     pub listeners: Vec<String>,
@@ -84,8 +84,8 @@ pub struct OtherRoute {
     pub route: String,
     /// The path of the route as configured.
     pub path: String,
-    /// The condition that does not match: `host`, `path`, `listener`, `method`, `header` or `query`. `specific` if the
-    /// route matches, but another one is more specific.
+    /// The condition that does not match: `host`, `path`, `listener`, `method`, `header` or `query`. The value is
+    /// `specific` if the route matches, but another matching route is more specific.
     pub mismatch: &'static str,
     /// The reason, as text for users.
     pub reason: String,
@@ -94,7 +94,7 @@ pub struct OtherRoute {
 /// The decision of an access rule.
 #[derive(Debug, Serialize)]
 pub struct AccessReport {
-    /// The owner of the rule: `listener` or `route`.
+    /// Where the rule is configured: `listener` or `route`.
     pub rule: &'static str,
     /// Whether the rule allows the client.
     pub allowed: bool,
@@ -109,7 +109,7 @@ pub struct CorsReport {
     pub origin: Option<String>,
     /// Whether scripts of the origin may read the response.
     pub allowed: bool,
-    /// Whether the request is a preflight, which the gateway answers.
+    /// Whether the request is a preflight. The gateway responds to preflights itself.
     pub preflight: bool,
 }
 
@@ -121,7 +121,7 @@ pub struct AuthReport {
     /// The kind of the provider.
     pub kind: &'static str,
     /// One of `absent`, `foreign` (the credential is not for this provider), `valid`, `invalid`, `forbidden`,
-    /// `unavailable`, `pending` (an authentication server decides) and `not_checked`.
+    /// `unavailable`, `pending` (`explain` does not call the authentication server that decides) and `not_checked`.
     pub result: &'static str,
     /// The reason, as text for users.
     pub reason: String,
@@ -140,13 +140,13 @@ pub struct LimitReport {
     pub skipped: Option<String>,
     /// The reason why the identity cannot be determined, so that the request is rejected. `None` if there is no error.
     pub error: Option<String>,
-    /// The identity as a keyed hash, which is the same as in the access log.
+    /// The keyed hash of the identity, as in the access log.
     pub identity: Option<String>,
     /// The parts of the identity that the limit counts.
     pub parts: Vec<IdentityPartReport>,
     /// The quota that applies to this request.
     pub effective_quota: Option<EffectiveQuota>,
-    /// The number of tokens that must be available.
+    /// The number of tokens that must be available to admit the request.
     pub cost: Option<u64>,
     /// Whether the cost is charged after the response.
     pub post_paid: bool,
@@ -157,7 +157,7 @@ pub struct LimitReport {
 /// A part of an identity.
 #[derive(Debug, Serialize)]
 pub struct IdentityPartReport {
-    /// The descriptor in `by`, or the descriptor that replaces it.
+    /// The descriptor in `by`, or the descriptor that replaces it if the request lacks the value.
     pub part: String,
     /// The value of the part. `None` if there is no value, or if the value may be a secret.
     pub value: Option<String>,
@@ -170,44 +170,46 @@ pub struct IdentityPartReport {
 pub struct EffectiveQuota {
     /// Where the quota comes from: `standard`, `tier NAME`, `consumer NAME` or `override`.
     pub source: String,
-    /// The number of tokens per period.
+    /// The quota as text, such as `600/min`.
     pub quota: String,
     /// The unit of the quota, such as `requests`.
     pub unit: String,
-    /// The largest cost that the limit can ever allow.
+    /// The largest cost of a single request that the limit can allow.
     pub capacity: u64,
 }
 
 /// The usage of an identity.
 #[derive(Debug, Serialize)]
 pub struct LimitUsage {
-    /// The decision of the limit, with the same words as in the access log. `None` if another limit denies the request.
+    /// The decision of the limit, in the words of the access log. `None` if another limit denies the request.
     pub decision: Option<&'static str>,
-    /// The tokens that remain now.
+    /// The tokens that remain before the request.
     pub remaining: u64,
     /// The tokens that remain after the request, if the limit allows it.
     pub remaining_after: Option<u64>,
-    /// Seconds until the quota is fully available again, without this request.
+    /// Seconds until the quota is fully available again, if no further request arrives.
     pub reset_seconds: f64,
-    /// Seconds until a denied request would be allowed. `None` if the request would be allowed now or never.
+    /// Seconds until a denied request would be allowed. `None` if the request is allowed already, or if it would never
+    /// be allowed.
     pub retry_seconds: Option<f64>,
-    /// Seconds that a denied request may wait in the wait queue.
+    /// Maximum time that a denied request may wait in the wait queue, in seconds.
     pub max_wait_seconds: Option<f64>,
 }
 
 /// The response to the request.
 #[derive(Debug, Default, Serialize)]
 pub struct ResponseReport {
-    /// Origin of the response: `gateway`, `upstream`, or `authentication-server` if such a server decides, because it
-    /// was not called.
+    /// Origin of the response: `gateway`, `upstream` or `authentication-server`. The last value means that an
+    /// authentication server decides, which `explain` does not call.
     pub source: &'static str,
     /// The status of the response. `None` if the upstream determines the status.
     pub status: Option<u16>,
-    /// The outcome, with the same words as in the access log, or `undecided` if an authentication server decides.
+    /// The outcome, in the words of the access log. The outcome is `undecided` if an authentication server decides.
     pub outcome: &'static str,
-    /// The headers of the response. For the response of an upstream, only the headers that the gateway adds.
+    /// The headers of the response. If the response comes from an upstream, the list has only the headers that the
+    /// gateway adds.
     pub headers: Vec<HeaderReport>,
-    /// The headers that the route removes.
+    /// The headers that the route removes from the response.
     pub removed_headers: Vec<String>,
     /// The body of the response. `None` if the upstream determines the body.
     pub body: Option<String>,

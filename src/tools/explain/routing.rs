@@ -1,4 +1,4 @@
-//! The matching route, the reasons against the other routes, and the requests and responses that the route produces.
+//! Explains which route matches and why the other routes do not, and shows the upstream request and the response.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -36,7 +36,7 @@ pub(super) struct Comparison<'r> {
     winner: Option<RouteCandidate<'r>>,
     /// The other routes, the closest match first.
     others: Vec<RouteCandidate<'r>>,
-    /// The hosts of each route, indexed by route.
+    /// The hosts of each route, by the index of the route.
     hosts: HashMap<usize, BTreeSet<String>>,
 }
 
@@ -70,7 +70,7 @@ impl<'r> Comparison<'r> {
         }
     }
 
-    /// Report at most `max` of the other routes, the closest match first. Also return the number of further routes.
+    /// Report at most `max` of the other routes, the closest match first. Also return the number of omitted routes.
     pub(super) fn other_routes(&self, max: usize) -> (Vec<OtherRoute>, usize) {
         let other = |other: &RouteCandidate<'_>| {
             let (mismatch, reason) = self.mismatch_reason(other);
@@ -93,7 +93,7 @@ impl<'r> Comparison<'r> {
                 ("host", format!("it is for the {} {}", noun("host", hosts.len()), hosts.join(", ")))
             }
             Some(MismatchReason::Path) if other.target.path_pattern.is_regex() => {
-                ("path", format!("its expression is {}", other.target.path))
+                ("path", format!("its path expression is {}", other.target.path))
             }
             Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
             Some(MismatchReason::Listener) => {
@@ -123,8 +123,8 @@ fn noun(one: &str, count: usize) -> String {
     if count == 1 { one.to_owned() } else { format!("{one}s") }
 }
 
-/// Explain why `winner` is more specific than `other`, which also matches: by host, path, listeners, methods or
-/// conditions.
+/// Explain why `winner` is more specific than `other`, although both match. The reason is the host, path, listeners,
+/// methods or conditions.
 fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
     let better = &winner.target.name;
     let (path, better_path) = (&other.target.path_pattern, &winner.target.path_pattern);
@@ -148,10 +148,10 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
 
 // The explanation of the forwarded request.
 
-/// Placeholder for a request id, which the gateway would generate.
+/// Placeholder for a request id that the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
-/// Return the request id: a placeholder if the gateway would generate it.
+/// Return the request id that the client sent, or a placeholder if the gateway would generate one.
 pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderValue {
     match RequestId::from_headers(headers, peer.forwarded.trusted) {
         RequestId::Received(request_id) => request_id,
@@ -159,8 +159,8 @@ pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderVa
     }
 }
 
-/// Report the request that an upstream of the route would receive, for this target and body length in bytes, compared
-/// with the headers that the client sent.
+/// Report the request that an upstream of the route would receive. `target` is the path and query of that request, and
+/// `length` is the length of its body in bytes. The headers are compared with the headers that the client sent.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
     variables: &RequestVariables<'_, ()>,
@@ -176,8 +176,7 @@ pub(super) fn upstream_report(
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
-    // Report the headers with the client certificate only as removed, because the certificate of the client is unknown
-    // here.
+    // The certificate of the client is unknown here, so the report shows its headers only as removed.
     let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
     let request_info = UpstreamRequestInfo {
         credentials,
@@ -219,11 +218,11 @@ pub(super) fn upstream_report(
             percent: mirror.percent,
             max_body: mirror.max_body,
             skipped: if request.headers().contains_key(&MIRROR_HEADER) {
-                Some("it is a copy itself")
+                Some("the request is itself a mirrored copy")
             } else if is_upgrade {
-                Some("it offers to upgrade the connection")
+                Some("the request offers to upgrade the connection")
             } else if length.is_some_and(|length| length > mirror.max_body as u64) {
-                Some("its body is larger than `max_body`")
+                Some("the body of the request is larger than `max_body`")
             } else {
                 None
             },
@@ -233,7 +232,7 @@ pub(super) fn upstream_report(
 
 // Functions that explain the response.
 
-/// Return whether the header changes set a header to a value of the configuration, which may be a secret.
+/// Return whether the header rules set a header to a value of the configuration. Such a value may be a secret.
 fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
     mutations.set.iter().any(|(set, _)| *set == *name)
 }
@@ -311,7 +310,7 @@ fn gateway_response(
     is_configured: impl Fn(&str) -> bool,
 ) -> ResponseReport {
     let (parts, body) = response.into_parts();
-    // Poll the body once, because bodies that the gateway generates are complete at once.
+    // Poll the body only once, because a body that the gateway generates is available immediately.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
     ResponseReport {
         source: "gateway",
@@ -323,7 +322,7 @@ fn gateway_response(
     }
 }
 
-/// Report headers, but leave out the values that the configuration sets.
+/// Report headers, but omit the values that the configuration sets, because they may be secrets.
 pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
     let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
         name: name.to_string(),

@@ -13,14 +13,14 @@ use jiff::civil::DateTime;
 use crate::tools::replay::format::json::{CaddyFormat, NativeFormat};
 use crate::tools::replay::format::text::{CloudFrontFormat, FormatError, NginxFormat};
 
-/// A parsed log line. Parts that are missing in the line are empty.
+/// A parsed log line. Fields that the line lacks are empty.
 #[derive(Debug, Default, PartialEq)]
 pub struct LogEntry<'l> {
-    /// Time when the request started or when it was decided, µs since the Unix epoch.
+    /// Time at which the request started or at which its limits were checked, in µs since the Unix epoch.
     pub time_us: u64,
     /// Duration of the request in µs.
     pub duration_us: Option<u64>,
-    /// Address of the client, or of the last proxy before the gateway.
+    /// Address of the peer of the server that wrote the log: the client or a proxy. See `is_client_resolved`.
     pub client: Option<IpAddr>,
     /// The request method.
     pub method: &'l [u8],
@@ -34,11 +34,11 @@ pub struct LogEntry<'l> {
     pub certificate_subject: Option<Cow<'l, [u8]>>,
     /// Request headers, and additional headers for log fields that the user maps to identities ([`FieldMapping`]).
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
-    /// Whether `client` is the address of the client instead of the address of the peer.
+    /// Whether `client` is the address of the client even if the request came through a proxy.
     pub is_client_resolved: bool,
     /// The name of the route, if the log contains it.
     pub route: Option<Cow<'l, str>>,
-    /// The costs in the log, for each limit.
+    /// The cost of the request for each limit, if the log contains it.
     pub costs: Vec<(Cow<'l, str>, u64)>,
     /// Whether the gateway responded without a check of limits.
     pub is_unchecked: bool,
@@ -46,7 +46,7 @@ pub struct LogEntry<'l> {
     pub sample_rate: Option<f64>,
 }
 
-/// A log field that is used as a header of the replayed request.
+/// A log field whose value becomes a header of the replayed request.
 #[derive(Debug, Clone)]
 pub struct FieldMapping {
     /// The name of the log field.
@@ -55,10 +55,10 @@ pub struct FieldMapping {
     pub header: HeaderName,
 }
 
-/// The parts of a request that logs of a format contain.
+/// Which parts of a request the logs of a format contain.
 #[derive(Debug, Clone)]
 pub struct FormatCapabilities {
-    /// The address of the client, or of the last proxy before the gateway.
+    /// Whether logs contain the address of the client or of a proxy.
     pub client: bool,
     /// Whether logs contain the host that the client requested.
     pub host: bool,
@@ -117,7 +117,7 @@ pub enum LineError {
     TooLong,
 }
 
-/// A log format, with the state of its parser.
+/// A parser of a log format, with its state.
 #[derive(Debug, Clone)]
 pub enum Format {
     /// The common or combined format, AWS ALB logs, or an nginx `log_format`.
@@ -136,7 +136,8 @@ pub const FORMAT_NAMES: [&str; 6] = ["common", "combined", "caddy", "alb", "clou
 impl Format {
     /// Return the format with this name, or parse the text as an nginx `log_format`.
     ///
-    /// # Errors An error if the text is neither, or if the `log_format` lacks the time or the request.
+    /// # Errors
+    /// The text is neither the name of a format nor a valid `log_format`.
     pub fn from_name(name: &str) -> Result<Format, FormatError> {
         let template = |text| NginxFormat::new(text).map(|template| Format::Template(Box::new(template)));
         match name {
@@ -151,8 +152,8 @@ impl Format {
         }
     }
 
-    /// Detect the format, which is the format that parses most of these lines and at least more than half of them. Also
-    /// return the name of the format.
+    /// Detect the format: the format that parses most of these lines, but more than half of them. Return its name and
+    /// its parser.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
         // Try `combined` before `common`, because the parser of `common` also accepts combined lines.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
@@ -168,14 +169,16 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // Reverse the order, because `max_by_key` returns the last maximum, and the first format must win.
+        // Reverse the order, because `max_by_key` returns the last maximum, but the first format of the list takes
+        // precedence.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
 
     /// Map log fields to request headers. `sample` is the first lines of the log.
     ///
-    /// # Errors An error if the log has no field of this name. The error contains the name and the fields of the log.
+    /// # Errors
+    /// The log has no field of this name. The error contains the name and the fields of the log.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
@@ -201,7 +204,8 @@ impl Format {
 
     /// Parse a line without its line ending. Return `None` if the line is a comment.
     ///
-    /// # Errors An error if the line does not match the format.
+    /// # Errors
+    /// The line does not match the format.
     pub fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Option<LogEntry<'l>>, LineError> {
         match self {
             Format::Template(template) => template.parse(line).map(Some),
@@ -222,7 +226,7 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the request target can contain escapes. Return only known methods, because the method must
+                // Only the request target can contain escapes. Use a constant for the method, because the method must
                 // outlive `line`.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
@@ -234,8 +238,8 @@ impl<'l> LogEntry<'l> {
     }
 }
 
-/// Return the end of the method and the range of the request target. Return `None` if there is no version, because the
-/// request is HTTP/0.9 or invalid.
+/// Return the end of the method and the range of the request target. Return `None` if the line has no version, because
+/// the request is then HTTP/0.9 or invalid.
 fn split_request_line(line: &[u8]) -> Option<(usize, std::ops::Range<usize>)> {
     let method = memchr::memchr(b' ', line)?;
     let version = memchr::memrchr(b' ', line)?;
@@ -248,7 +252,7 @@ fn known_method(text: &[u8]) -> Option<&'static [u8]> {
     KNOWN_METHODS.into_iter().find(|method| *method == text)
 }
 
-/// Parse an address that may have a port. Convert IPv4-mapped addresses to IPv4.
+/// Parse an IP address with or without a port. Convert IPv4-mapped addresses to IPv4.
 fn parse_address(text: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(text).ok()?;
     let plain = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
@@ -336,7 +340,7 @@ enum TimestampFormat {
     Unix,
 }
 
-/// The time that was parsed last. Consecutive lines usually have the same date.
+/// The last parsed time. Consecutive lines often have the same time, which is then not parsed again.
 #[derive(Debug, Clone, Default)]
 struct TimestampCache {
     text: Vec<u8>,
@@ -399,8 +403,8 @@ fn parse_iso8601(text: &[u8]) -> Option<u64> {
     u64::try_from(timestamp.as_microsecond()).ok()
 }
 
-/// Parse seconds in decimal notation with an optional fraction. The result is in µs. Ignore digits after the sixth
-/// digit.
+/// Parse a decimal number of seconds with an optional fraction. The result is in µs. Ignore digits after the sixth
+/// decimal place.
 fn parse_unix(text: &[u8]) -> Option<u64> {
     let (whole, fraction) = match memchr::memchr(b'.', text) {
         Some(dot) => (&text[..dot], &text[dot + 1..]),
@@ -493,7 +497,7 @@ mod tests {
         ] {
             let mut cache = TimestampCache::default();
             assert_eq!(cache.parse(format, text.as_bytes()), expected, "{text}");
-            assert_eq!(cache.parse(format, text.as_bytes()), expected, "{text} once more");
+            assert_eq!(cache.parse(format, text.as_bytes()), expected, "{text}, from the cache");
         }
         assert_eq!(seconds_to_us(971_211_336.123_457), Some(october + 123_457));
         assert_eq!(seconds_to_us(f64::NAN), None);

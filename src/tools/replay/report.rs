@@ -14,7 +14,7 @@ use crate::tools::replay::resolve::RejectReason;
 use crate::tools::replay::simulator::Suggestion;
 use crate::tools::replay::{REORDER_WINDOW_LINES, Replay, ReplayResult};
 
-/// The report of a replay. The fields are those that `replay --json` prints.
+/// The report of a replay. `replay --json` prints its fields.
 #[derive(Debug, Serialize)]
 pub struct ReplayReport {
     /// The names of the logs.
@@ -29,13 +29,14 @@ pub struct ReplayReport {
     pub lines: LineCounts,
     /// Notes about the whole replay.
     pub notes: Vec<String>,
-    /// The share of denied requests that suggested quotas stay below. `None` if no quotas are suggested.
+    /// The target share: a suggested quota denies less than this share of the requests, from 0 to 1. `None` if no
+    /// quotas are suggested.
     pub target: Option<f64>,
     /// The results of the limits.
     pub limits: LimitSummaries,
 }
 
-/// Numbers of log lines, by the effect of each line on the limits.
+/// Numbers of log lines, by the result of each line.
 #[derive(Debug, Serialize)]
 pub struct LineCounts {
     /// Number of lines with a request.
@@ -48,7 +49,7 @@ pub struct LineCounts {
     pub no_route: u64,
     /// Number of requests whose route depends on the body.
     pub route_by_body: u64,
-    /// Number of requests without the identity of a limit.
+    /// Number of requests that lack the identity of a limit, so that the gateway would reject them.
     pub no_identity: u64,
     /// Number of requests of clients that an access rule denies.
     pub forbidden: u64,
@@ -58,11 +59,11 @@ pub struct LineCounts {
     pub not_http: u64,
     /// Number of lines that cannot be parsed.
     pub unreadable: u64,
-    /// Number of requests that are out of order by more than the reorder window.
+    /// Number of requests that were checked late, because they are out of order by more lines than the reorder window.
     pub late: u64,
 }
 
-/// Limits in the order of their names, which are serialized as a map.
+/// The results of limits in the order of their names. They are serialized as a map.
 #[derive(Debug)]
 pub struct LimitSummaries(pub Vec<LimitSummary>);
 
@@ -80,7 +81,7 @@ pub struct LimitSummary {
     pub name: String,
     /// The quota that the replay applied.
     pub quota: String,
-    /// The burst, if it differs from the count of the quota.
+    /// The burst, if it differs from the number in the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
     /// The configured quota, if the replay uses a proposed quota.
@@ -88,7 +89,7 @@ pub struct LimitSummary {
     pub configured_quota: Option<String>,
     /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// The information that is missing in the log, so that the limit was not replayed.
+    /// The information that the log lacks, so that the limit was not replayed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
     /// Number of requests that this limit checked.
@@ -97,7 +98,7 @@ pub struct LimitSummary {
     pub allowed: u64,
     /// Number of requests that this limit denied, or would have denied in shadow mode.
     pub denied: u64,
-    /// Number of requests that only other limits denied.
+    /// Number of requests that other limits denied, but not this limit.
     pub denied_by_others: u64,
     /// Number of identities with requests.
     pub identities: usize,
@@ -109,7 +110,8 @@ pub struct LimitSummary {
     pub step_seconds: u64,
     /// Number of requests and denials over time.
     pub series: Vec<SeriesPoint>,
-    /// The smallest quota that denies less than the target share. null if there is no such quota.
+    /// The smallest quota that denies less than the target share. The JSON value is null if there is no such quota, and
+    /// absent if no quota was searched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggestion: Option<Option<SuggestedQuota>>,
     /// Notes about this limit.
@@ -146,7 +148,7 @@ pub struct SeriesPoint {
 pub struct SuggestedQuota {
     /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// The burst, if it differs from the count of the quota.
+    /// The burst, if it differs from the number in the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
     /// Number of requests that the quota denies.
@@ -234,7 +236,7 @@ impl LimitSummary {
         100.0 * self.denied as f64 / self.requests.max(1) as f64
     }
 
-    /// Return the quota, with the burst if the burst differs from the count.
+    /// Return the quota as text, followed by the burst if it differs from the number in the quota.
     pub fn quota_text(&self) -> String {
         format_quota(&self.quota, self.burst)
     }
@@ -247,7 +249,7 @@ fn format_quota(quota: &str, burst: Option<u64>) -> String {
 /// Serialize a report as JSON.
 ///
 /// # Errors
-/// This cannot fail, because a report has only strings and numbers.
+/// None: a report contains only strings and numbers.
 pub fn to_json(report: &ReplayReport) -> serde_json::Result<String> {
     serde_json::to_string_pretty(report)
 }
@@ -265,7 +267,7 @@ pub fn group_digits(count: u64) -> String {
     out
 }
 
-/// Format a share in percent, with significant digits only.
+/// Format a percentage without trailing zeros.
 pub fn format_percent(share: f64) -> String {
     let digits = match share {
         0.0 => 0,
@@ -293,9 +295,9 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-// Notes name properties of the logs that make the results less accurate.
+// Notes about properties of the logs that make the results less accurate.
 
-/// If log times are whole seconds, limits with a window below this value (60 s) are inaccurate.
+/// If log times are whole seconds, the results of limits with a window below this value (60 s) are inaccurate.
 const COARSE_WINDOW_US: u64 = 60_000_000;
 
 /// Return the notes about a replay.
@@ -314,13 +316,13 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         let total = format_count(statistics.sampled_total.round() as u64, "request", "requests");
         notes.push(format!(
             "the log is a sample: {sampled} for about {total}. In this replay, limits deny fewer requests than in the \
-             gateway. Replay a log without `sample`"
+             gateway. Replay a log that was written without `sample`"
         ));
     }
     if statistics.out_of_order > 0 {
         let out_of_order = format_count(statistics.out_of_order, "request", "requests");
         notes.push(format!(
-            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines late and were decided after the lines before \
+            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines after later requests, and were decided after \
              them"
         ));
     }
@@ -349,12 +351,12 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     notes
 }
 
-// The terminal output, at most 80 columns wide.
+// The terminal output. Its lines have at most 80 characters.
 
-/// Maximum width of a line.
+/// Maximum width of a line, in characters.
 const TERMINAL_WIDTH: usize = 80;
 
-/// Width of a chart in columns.
+/// Width of a chart, in characters.
 const CHART_COLUMNS: usize = TERMINAL_WIDTH - 4;
 
 /// Characters for the bars of a chart, in the order of their height.
@@ -365,7 +367,8 @@ const MAX_NAMED_IDENTITIES: usize = 5;
 
 /// Write a report to the terminal.
 ///
-/// # Errors An error if nothing can be written to `out`.
+/// # Errors
+/// Writing to `out` fails.
 pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
     let logs = match &report.logs[..] {
         [one] => one.clone(),
@@ -388,7 +391,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         writeln!(out, "from {from} to {to}")?;
     }
     let skipped = [
-        (unlimited, "meets no limit", "meet no limit"),
+        (unlimited, "counts against no limit", "count against no limit"),
         (no_route, "matches no route", "match no route"),
         (route_by_body, "has a route that depends on its body", "have a route that depends on their body"),
         (no_identity, "lacks the identity of a limit", "lack the identity of a limit"),
@@ -403,7 +406,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         write_wrapped(out, "  ! ", note)?;
     }
     if limited == 0 && report.limits.0.iter().all(|limit| limit.skipped.is_none()) {
-        writeln!(out, "no request meets a limit")?;
+        writeln!(out, "no request counts against a limit")?;
     }
     let (known, unknown): (Vec<_>, Vec<_>) = report.limits.0.iter().partition(|limit| limit.skipped.is_none());
     if !known.is_empty() {
@@ -500,7 +503,7 @@ fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
     let step = format_span(limit.step_seconds * steps_per_column as u64);
     writeln!(
         out,
-        "  {} denied; a column is {step}, the highest is {}",
+        "  {} denied; each column covers {step}, the highest has {}",
         group_digits(limit.denied),
         group_digits(highest)
     )?;
@@ -516,8 +519,8 @@ fn shorten(text: &str, width: usize) -> String {
     printable.chars().take(width - 1).chain(['…']).collect()
 }
 
-/// Write a text wrapped at [`TERMINAL_WIDTH`]. Indent the lines after the first by the width of `mark`, but at least by
-/// 2.
+/// Write a text wrapped at [`TERMINAL_WIDTH`]. The first line starts with `mark`. The other lines are indented by the
+/// width of `mark`, but at least by 2 spaces.
 fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()> {
     let mut line = mark.to_owned();
     let mut is_empty = true;

@@ -33,7 +33,8 @@ use crate::tools::replay::simulator::{ProposalError, QuotaProposal, proposed_var
 pub struct ReplayCheck {
     /// The index of the limit in [`ReplayConfig::limits`].
     pub limit_index: u16,
-    /// The index of the variant of the limit. Variant 0 is the default.
+    /// The index of the variant of the limit. A variant is a quota of the limit, such as the quota of a tier. Variant 0
+    /// is the default.
     pub variant_index: u16,
     /// The index of the identity, in the order in which identities first appear.
     pub identity_index: u32,
@@ -68,7 +69,7 @@ pub enum ResolvedLine {
 /// The reason why the gateway would reject a request before it checks limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RejectReason {
-    /// The line is not a request of HTTP/1.0 or a later version.
+    /// The line does not contain a valid HTTP request of version 1.0 or later.
     NotHttp,
     /// No route matches the request.
     NoRoute,
@@ -97,11 +98,11 @@ pub struct SeenIdentities {
 pub enum IdentityLabel {
     /// The client network.
     Network(IpAddr),
-    /// The label is the parts of the identity, the value of the mapped log field, or a hash.
+    /// The parts of the identity, the value of the mapped log field, or a hash.
     Text(Box<str>),
 }
 
-/// Turns log entries into checks, and keeps an index of the identities.
+/// Converts log entries into checks, and numbers the identities.
 #[derive(Debug)]
 pub struct LineResolver<'v> {
     config: &'v ReplayConfig,
@@ -112,7 +113,7 @@ pub struct LineResolver<'v> {
     /// Variants of each limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
-    /// The listener of requests whose log does not name the route. The value is the first listener with TLS, or the
+    /// The index of the listener for requests whose log does not name the route: the first listener with TLS, or the
     /// first listener if none has TLS.
     listener: usize,
     /// Number of lines from trusted proxies that lack the header with the client address.
@@ -234,7 +235,7 @@ impl<'v> LineResolver<'v> {
                     variants.len() - 1
                 })
             });
-            // A cost that is not fixed depends on the request or its response, so use the cost in the log.
+            // If the cost is not fixed, it depends on the request or its response, so use the cost in the log.
             let logged_cost = entry.costs.iter().find(|(name, _)| **name == *check.limit.name).map(|(_, cost)| *cost);
             let is_from_request = !matches!(replay_route.limits[check.limit_index].cost, Cost::Fixed(_));
             let cost = logged_cost.filter(|_| is_from_request).unwrap_or(check.cost);
@@ -309,13 +310,13 @@ pub struct IdentityField {
     pub field: String,
 }
 
-/// The reason why the options contradict the configuration.
+/// The reason why the options do not fit the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayConfigError {
     /// An option names a limit that does not exist in the configuration.
-    #[error("there is no limit `{name}`; there are {}", all.join(", "))]
+    #[error("there is no limit `{name}`; the limits are {}", all.join(", "))]
     UnknownLimit {
-        /// The name of a limit in the option.
+        /// The name of the limit in the option.
         name: String,
         /// The names of the configured limits.
         all: Vec<String>,
@@ -334,14 +335,14 @@ pub struct ReplayLimit {
     pub variant: Arc<LimitVariant>,
     /// The configured quota, if the replay uses a proposed quota.
     pub configured_quota: Option<Quota>,
-    /// The information that is missing in the log, so that the limit is not replayed. `None` if the limit is replayed.
+    /// The information that the log lacks, so that the limit cannot be replayed. `None` if the limit is replayed.
     pub skip_reason: Option<String>,
     /// Notes on the limit for the report.
     pub notes: Vec<String>,
-    /// Whether responses change the charge (by a cost or a refund).
+    /// The change of the charge after the response: a cost, a refund or nothing.
     pub deferred: Deferred,
-    /// Variants of consumers that do not use the default variant, by the value of the mapped log field. The value is
-    /// the name of the consumer or the hash of its identity.
+    /// The variants of consumers that do not use the default variant. The key is the value of the mapped log field: the
+    /// name of the consumer or the hash of its identity.
     pub consumer_variants: HashMap<Box<[u8]>, Arc<LimitVariant>>,
     /// Whether the mapped log field may contain secrets. If so, the report shows hashes.
     pub is_secret: bool,
@@ -364,8 +365,8 @@ pub struct ReplayRoute {
     pub limits: Vec<RouteLimit>,
     /// For each limit of this route, the index into [`ReplayConfig::limits`].
     pub limit_indices: Vec<usize>,
-    /// The API key providers of the route, if a limit of the route is by API key. Logs have no other credentials, so a
-    /// replay requires only API keys.
+    /// The API key providers of the route, if a limit of the route is by API key. Other providers are ignored, because
+    /// logs contain no other credentials.
     pub auth: Option<RouteAuth>,
 }
 
@@ -380,10 +381,12 @@ pub struct ReplayConfig {
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Map log fields to the identities of limits. The fields are those of `identity_fields`, and the identity hashes of
-/// the log if the log lacks the parts of an identity. Each field is mapped to a separate header (see `mapped_header`).
+/// Map log fields to the identities of limits. The mapped fields are `identity_fields`. If the log lacks a part of an
+/// identity, the log's identity hash is mapped instead. Each field is mapped to a separate header (see
+/// `mapped_header`).
 ///
-/// # Errors An error if an option names an unknown limit.
+/// # Errors
+/// An option names an unknown limit.
 pub fn field_mappings(
     compiled: &CompiledConfig,
     identity_fields: &[IdentityField],
@@ -423,7 +426,8 @@ fn unknown_limit(compiled: &CompiledConfig, name: &str) -> ReplayConfigError {
 impl ReplayConfig {
     /// Apply the proposed quotas and the mapped log fields to a configuration.
     ///
-    /// # Errors An error if a proposal names an unknown limit or has an invalid quota.
+    /// # Errors
+    /// A proposal names an unknown limit or has an invalid quota.
     pub fn new(
         compiled: CompiledConfig,
         proposals: &[QuotaProposal],
@@ -455,7 +459,7 @@ impl ReplayConfig {
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
             let notes = limit_notes(compiled_limit, is_mapped, capabilities);
-            // Report hashes, because the mapped field may contain an API key or token in plain text.
+            // Show hashes in the report if the mapped field may contain an API key or token in plain text.
             let has_secret = |descriptor: &Descriptor| {
                 matches!(descriptor, Descriptor::ApiKey | Descriptor::Jwt(_)) || !descriptor.is_public()
             };
@@ -510,7 +514,7 @@ impl ReplayConfig {
     }
 }
 
-// Functions that find out which information a log has for the limits of a configuration.
+// Functions that find out whether a log has the information that the limits of a configuration need.
 
 /// Return the first part of the identity of a limit that the log lacks. Return `None` if the log has all parts.
 pub(super) fn missing_identity_input(
@@ -529,9 +533,9 @@ pub(super) fn missing_identity_input(
         Descriptor::ClientCert => {
             (!capabilities.certificate_subject).then(|| "the subject of the client certificate".to_owned())
         }
-        // Treat tokens as missing, because they expire and logs should not contain them.
+        // Treat JWTs as missing, because they expire and logs should not contain them.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
-        Descriptor::Basic => Some("the name of the user".to_owned()),
+        Descriptor::Basic => Some("the user name (Basic authentication)".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
         Descriptor::Json(_) | Descriptor::Rpc(_) => Some(format!("the {descriptor} of the body")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
@@ -539,8 +543,8 @@ pub(super) fn missing_identity_input(
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// Return the headers that may contain the API keys of a limit. The result is the headers that the providers of its
-/// routes read.
+/// Return the headers that may contain the API keys of a limit: the headers that the API key providers of its routes
+/// read.
 fn api_key_headers<'c>(
     config: &'c CompiledConfig,
     compiled: &'c CompiledLimit,
@@ -567,17 +571,17 @@ fn identify_by_api_key(config: &CompiledConfig, route: &Route) -> RouteAuth {
     }
 }
 
-/// Return notes on differences between the replay and the gateway. `is_mapped` says whether a log field is the identity
-/// of the limit.
+/// Return notes on how the replay differs from the gateway. `is_mapped` is true if a log field is mapped to the
+/// identity of the limit.
 pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilities: &FormatCapabilities) -> Vec<String> {
     let mut notes = Vec::new();
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
     match &compiled.cost {
         Some(Cost::Response { default, .. }) if !capabilities.identity_hashes => {
-            notes.push(format!("the cost of responses is not in this log: each request counts as {default}"));
+            notes.push(format!("costs in response headers are not in this log: each request counts as {default}"));
         }
         Some(Cost::Llm(_)) if !capabilities.identity_hashes => {
-            notes.push("the tokens of requests are not in this log: each request counts as 1".to_owned());
+            notes.push("the numbers of LLM tokens are not in this log: each request counts as 1".to_owned());
         }
         Some(Cost::Tools(tools)) if !capabilities.identity_hashes => {
             notes.push(format!(
@@ -591,13 +595,15 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         _ => {}
     }
     if is_mapped && !compiled.limit.tiers.is_empty() {
-        notes.push("only known consumers have a tier: all other clients get the standard quota".to_owned());
+        notes.push(
+            "only consumers of the configuration have a tier: all other clients get the standard quota".to_owned(),
+        );
     }
     if compiled.limit.queue_policy.is_some() {
         notes.push("requests that the gateway would queue (`max_wait`) count as denied".to_owned());
     }
     if !compiled.refund_on.is_empty() && !capabilities.status {
-        notes.push("statuses are not in this log: nothing is refunded".to_owned());
+        notes.push("response statuses are not in this log: the replay refunds nothing".to_owned());
     }
     notes
 }

@@ -1,5 +1,5 @@
-//! The simulation decides logged requests in virtual time, with the memory store and the algorithms of the gateway. The
-//! quota search repeats it with other quotas.
+//! The simulation checks the limits of logged requests in virtual time, with the gateway's memory store and algorithms.
+//! The quota search repeats the simulation with other quotas.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -19,7 +19,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit, SeenIdentities};
 
-/// The capacity of the store is unlimited, so that the simulation evicts no state.
+/// Capacity of the memory store. It is so large that the store evicts no state.
 const MAX_STATES: usize = 1 << 40;
 
 /// The decision of one limit for a request.
@@ -44,7 +44,7 @@ pub struct RequestMeta {
     pub status: u16,
 }
 
-/// A store operation at the end of a request.
+/// A store operation that the gateway would run at the end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Scheduled {
     due_at_us: u64,
@@ -95,7 +95,8 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Append the variants that the resolver has added. The first variant of each limit is its default.
+    /// Append the variants that the resolver has found since the last call. The first variant of each limit is its
+    /// default.
     pub fn add_variants(&mut self, variants: &[Vec<Arc<LimitVariant>>]) {
         for (own_variants, all_variants) in self.variants.iter_mut().zip(variants) {
             own_variants.extend_from_slice(&all_variants[own_variants.len().min(all_variants.len())..]);
@@ -107,7 +108,7 @@ impl<'a> Simulation<'a> {
         self.variants[limit_index][0] = variant;
     }
 
-    /// Decide a request. A request that is out of order is decided at the current virtual time.
+    /// Check the limits of a request. If the request is out of order, use the current virtual time.
     pub fn decide(
         &mut self,
         meta: RequestMeta,
@@ -118,8 +119,7 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // Reserve the lowest 8 bits for the index of the limit, because a permit id is `first_permit_id` plus this
-        // index.
+        // A permit id is `first_permit_id` plus the index of the limit. Reserve the lowest 8 bits for this index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -188,7 +188,7 @@ impl<'a> Simulation<'a> {
         &self.decisions
     }
 
-    /// Run the scheduled operations that are due until `until_us`, each at its scheduled time.
+    /// Run the operations that are due at `until_us` or earlier, each at its scheduled time.
     fn run_scheduled(&mut self, until_us: u64) {
         while let Some(Reverse(entry)) =
             self.scheduled.peek().copied().filter(|Reverse(entry)| entry.due_at_us <= until_us)
@@ -233,7 +233,7 @@ const STEP_SECONDS: [u64; 13] = [1, 5, 15, 60, 300, 900, 3600, 10_800, 21_600, 4
 /// Maximum number of steps in a time series.
 const MAX_STEPS: u64 = 120;
 
-/// Maximum number of identities in the list of those with the most denials.
+/// Maximum number of identities in the list of identities with the most denials.
 pub const MAX_TOP_DENIED: usize = 10;
 
 /// Decisions of a limit, counted in total, by identity and over time.
@@ -245,15 +245,16 @@ pub struct LimitStats {
     pub allowed: u64,
     /// Number of requests that this limit denied.
     pub denied: u64,
-    /// Number of requests that only other limits denied.
+    /// Number of requests that other limits denied, but not this limit.
     pub denied_by_others: u64,
-    /// Requests and denials, indexed by identity.
+    /// Numbers of requests and denials, indexed by identity.
     by_identity: Vec<(u32, u32)>,
-    /// Requests and denials over time.
+    /// Numbers of requests and denials over time.
     pub series: TimeSeries,
 }
 
-/// Numbers of requests and denials in each step. Steps become longer when there are more than `MAX_STEPS`.
+/// Numbers of requests and denials in each step of time. When there are more than `MAX_STEPS` steps, they are merged
+/// into longer steps.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
     step_index: usize,
@@ -336,12 +337,13 @@ impl TimeSeries {
         STEP_SECONDS[self.step_index]
     }
 
-    /// Return all steps from the first to the last. Each has its start in seconds since the Unix epoch, requests and
-    /// denials.
+    /// Return all steps from the first to the last. Each element has the start of the step in seconds since the Unix
+    /// epoch, the number of requests and the number of denials.
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // Do not merge steps of the greatest length, even above `MAX_STEPS`, because log times may span centuries.
+        // Steps of the greatest length cannot be merged. Limit their number, because invalid log times may span
+        // centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
             let (requests, denied) = self.steps.get(&step).copied().unwrap_or_default();
@@ -353,7 +355,7 @@ impl TimeSeries {
 
 // === Quota search: the smallest quota that denies less than a given share ===
 
-/// The requests of the logs that limits apply to, recorded for the search.
+/// The requests to which limits apply, recorded for the search.
 #[derive(Debug, Default)]
 pub struct Recording {
     /// For each request, the end index of its checks in `checks`.
@@ -365,20 +367,20 @@ pub struct Recording {
 /// The result of the search for a quota.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suggestion {
-    /// The smallest quota below the target, with all other limits unchanged.
+    /// The smallest quota that denies less than the target share, with all other limits unchanged.
     Smallest {
         /// The quota in the syntax of the configuration.
         quota: String,
-        /// The burst, if it differs from the count of the quota.
+        /// The burst, if it differs from the number in the quota.
         burst: Option<u64>,
         /// Number of requests that the quota denies.
         denied: u64,
     },
-    /// Every quota in the same time unit denies at least the target share of the requests.
+    /// Every quota with the configured window denies at least the target share of the requests.
     None,
 }
 
-/// The search tries counts below this number exactly. Larger counts are tried with three significant digits.
+/// The search tries every count below this number. Above, it tries only counts with three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
 /// The index of the largest count to try. Larger counts cannot be represented exactly.
@@ -404,7 +406,8 @@ fn index_of_count(min_count: u64) -> u64 {
 
 impl Recording {
     /// Find the smallest quota of a limit that denies less than the share `target` of its requests, with three
-    /// significant digits. The search is exponential from the configured quota, and then binary.
+    /// significant digits. If the configured quota denies more, the search raises its count in steps of doubling
+    /// length. Then it bisects.
     pub(super) fn suggest(
         &self,
         config: &ReplayConfig,
@@ -447,8 +450,8 @@ impl Recording {
         Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
-    /// Return a variant of the limit with another count, and with a burst in proportion to it. Return `None` if the
-    /// variant is invalid.
+    /// Return a variant of the limit with another count, and with a burst in the same proportion to the count. Return
+    /// `None` if the variant is invalid.
     fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
         let burst = match &configured.rule {
@@ -492,7 +495,8 @@ impl Recording {
 
 // Variants of limits, which come from proposed quotas and from the search.
 
-/// Permit TTL in a replay: ten years. The gateway renews permits until a request ends, so permits must not expire.
+/// Permit TTL in a replay: ten years. The gateway renews a permit until the request ends, so permits must not expire in
+/// a replay.
 const REPLAY_PERMIT_TTL_US: u64 = 3650 * 86_400 * 1_000_000;
 
 /// A quota that the user proposes for a limit (`--limit`).
@@ -502,7 +506,7 @@ pub struct QuotaProposal {
     pub limit: String,
     /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// The proposed burst. `None` means the configured burst, or the count of the quota if no burst is configured.
+    /// The proposed burst. `None` means the configured burst, or the number in the quota if no burst is configured.
     pub burst: Option<u64>,
 }
 
@@ -533,7 +537,8 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // Keep a configured burst, unless it equals the count of the configured quota: it then follows the new quota.
+        // Keep the configured burst. If it equals the count of the configured quota, use the count of the new quota
+        // instead.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),
@@ -544,7 +549,7 @@ pub(super) fn proposed_variant(
     variant.map(Arc::new).map_err(|error| ProposalError::Quota { name: name.clone(), quota: text.clone(), error })
 }
 
-/// Return the variant with a permit TTL that no request exceeds. A variant that is not a concurrency limit stays
+/// Return the variant with a permit TTL that no request exceeds. If the variant is not a concurrency limit, return it
 /// unchanged.
 pub(super) fn with_unbounded_permit_ttl(
     config: &CompiledConfig,
@@ -584,7 +589,10 @@ mod tally_tests {
         assert!(points.len() <= MAX_STEPS as usize, "{} points", points.len());
         assert_eq!(points.iter().map(|(_, requests, _)| requests).sum::<u64>(), 200_001);
         assert_eq!(points.iter().map(|(_, _, denied)| denied).sum::<u64>(), 20_001);
-        assert!(points.windows(2).all(|pair| pair[1].0 - pair[0].0 == series.step_seconds()), "without gaps");
+        assert!(
+            points.windows(2).all(|pair| pair[1].0 - pair[0].0 == series.step_seconds()),
+            "the time series has no gaps"
+        );
     }
 }
 

@@ -1,6 +1,6 @@
-// Render a Helm chart as `helm template` does: `main CHART VERSION RELEASE VALUES`. VALUES is JSON that is merged over values.yaml.
+// Render a Helm chart like `helm template`: `main CHART VERSION RELEASE VALUES`. VALUES is JSON that overrides values.yaml.
 //
-// Debian has the template functions of Helm (sprig) and no Helm. The functions that Helm adds itself are below.
+// Debian has the template functions that Helm uses (sprig), but not Helm. This program adds the functions of Helm itself.
 package main
 
 import (
@@ -53,7 +53,7 @@ func main() {
 
 	all := template.New("chart").Option("missingkey=error")
 	functions := sprig.TxtFuncMap()
-	// Helm removes them: a chart must not read the environment.
+	// Helm removes these functions, because a chart must not read the environment.
 	delete(functions, "env")
 	delete(functions, "expandenv")
 	functions["include"] = func(name string, data any) (string, error) {

@@ -1,4 +1,4 @@
-"""Django behind gunicorn: reports each request as Django's API shows it."""
+"""Django on gunicorn: reports each request as Django's API shows it."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LOCK = threading.Lock()
 
 
 def text(value):
-    """The bytes of a value of WSGI, in hexadecimal digits."""
+    """Return the bytes of a WSGI value as hexadecimal digits."""
     return None if value is None else value.encode("utf-8", "surrogateescape").hex()
 
 
@@ -28,14 +28,14 @@ def view(request):
         declared = request.META.get("CONTENT_LENGTH")
         while piece := request.META["wsgi.input"].read(65536):
             length += len(piece)
-        # Chunks have no length in advance.
+        # A chunked body has no length in advance.
         complete = "HTTP_TRANSFER_ENCODING" in request.META or length == int(declared or 0)
     except Exception:
         complete = False
     try:
         host = request.get_host()
     except DisallowedHost:
-        # Django rejects it when an application asks; it still stands there.
+        # Django rejects this host in `get_host`, but the header is still available to the application.
         host = request.META.get("HTTP_HOST")
     seen = {
         "case": request.META.get("HTTP_X_CASE"),

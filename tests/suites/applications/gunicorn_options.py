@@ -1,4 +1,4 @@
-"""The options of gunicorn. Everything that it can be told to tolerate is tolerated."""
+"""The options of gunicorn. All options that make it tolerate invalid requests are set."""
 
 worker_class = "gthread"
 workers = 1

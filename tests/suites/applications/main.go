@@ -1,4 +1,4 @@
-// Go's net/http: reports each request as an application reads it. `main FOLDER PORT …`
+// Go's net/http: reports each request as an application sees it. `main FOLDER PORT …`
 package main
 
 import (
@@ -11,7 +11,7 @@ import (
 	"sync"
 )
 
-// One value of a header as bytes in hexadecimal digits, nil if it is absent.
+// Return the first value of a header as hexadecimal digits, or nil if the header is absent.
 func value(header http.Header, name string) *string {
 	if header.Values(name) == nil {
 		return nil

@@ -1,11 +1,11 @@
-// Node's http module: reports each request as an application reads it. `node.cjs FOLDER lenient|strict PORT …`
+// Node's http module: reports each request as an application sees it. `node.cjs FOLDER lenient|strict PORT …`
 const fs = require("fs");
 const http = require("http");
 
 const [folder, parser, ...ports] = process.argv.slice(2);
 const hex = (value) => (value === undefined ? null : Buffer.from(value, "latin1").toString("hex"));
 
-// As Express and most routers do it.
+// Decode the path as Express and most routers do.
 function path(target) {
   const raw = target.split("?")[0];
   try {

@@ -1,4 +1,4 @@
-// nginx with njs: reports each request as nginx's variables show it, into its access log.
+// nginx with njs: writes each request to the access log, as nginx's variables show it.
 function bytes(request, name) {
     const value = request.rawVariables[name];
     return value === undefined || value.length === 0 && !present(request, name) ? null : value.toString("hex");

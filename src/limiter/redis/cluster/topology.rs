@@ -130,7 +130,8 @@ impl Drop for RefreshPermit {
 /// Number of hash slots.
 const SLOT_COUNT: usize = 16_384;
 
-/// Return the slot of all keys of an identity, whose hash is their hash tag (Redis Cluster specification, "Hash tags").
+/// Return the slot of all keys of an identity. Their hash tag (Redis Cluster specification, "Hash tags") is the hash of
+/// the identity.
 pub fn identity_slot(identity: Identity) -> u16 {
     key_slot(&identity.to_hex())
 }

@@ -1,4 +1,4 @@
-//! JSON access logs: of Caddy, and of the gateway.
+//! JSON access logs of Caddy and of the gateway.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ struct CaddyLine<'l> {
     status: Option<u16>,
 }
 
-/// Seconds or text, which depends on `time_format` and `duration_format` of Caddy.
+/// A number of seconds or a text. Caddy's options `time_format` and `duration_format` determine which one it is.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CaddyTime<'l> {
@@ -178,10 +178,10 @@ struct NativeLimit<'l> {
     cost: Option<u64>,
 }
 
-/// Prefix in the name of a mapped field, which selects the identity hash of a limit.
+/// A mapped field whose name starts with this prefix is the identity hash of the limit after the prefix.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
-/// Outcomes of requests that have a route but may be answered without a check of its limits.
+/// Outcomes of requests that have a route, but to which the gateway may respond without a check of the route's limits.
 const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
 
 impl NativeFormat {
@@ -253,7 +253,7 @@ pub(super) fn native_capabilities(sample: &[&[u8]]) -> FormatCapabilities {
     }
 }
 
-/// Return the limit whose identity hash a mapped field selects.
+/// Return the name of the mapped field that contains the identity hash of a limit.
 pub(in crate::tools::replay) fn identity_hash_field(limit: &str) -> String {
     format!("{HASH_FIELD_PREFIX}{limit}")
 }

@@ -1,4 +1,4 @@
-//! Text access logs: templates in the syntax of `log_format` of nginx, and the columns of CloudFront.
+//! Text access logs: templates in the syntax of nginx's `log_format`, and the columns of CloudFront logs.
 
 use std::borrow::Cow;
 
@@ -16,8 +16,8 @@ pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local
 pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent "$http_referer" "$http_user_agent""#;
 
 /// Access logs of AWS Application Load Balancers:
-/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>. `$rest` takes
-/// the remaining fields, because AWS adds new fields at the end.
+/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>. `$rest`
+/// contains all further fields, because AWS adds new fields at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
 /// The reason why a text is not a valid `log_format`.
@@ -35,7 +35,7 @@ pub enum FormatError {
     /// The template has no variable with the time of the request.
     #[error("the format has no time: $time_local, $time_iso8601 or $msec")]
     NoTime,
-    /// The template has no variable with the request line, and none with method and target.
+    /// The template has neither a variable with the request line nor variables with the method and the target.
     #[error("the format has no request: $request, or $request_method and $request_uri")]
     NoRequest,
 }
@@ -46,7 +46,7 @@ enum FieldRole {
     Other,
     Client,
     Time(TimestampFormat),
-    /// The time when the request starts. [`FieldRole::Time`] is the time when it ends.
+    /// The time at which the request started. [`FieldRole::Time`] is the time at which it ended.
     StartTime,
     Duration,
     Request,
@@ -64,7 +64,7 @@ struct Variable {
     role: FieldRole,
     /// The name of the cookie that the variable contains.
     cookie: Option<String>,
-    /// The headers that get the value of the variable in the replayed request.
+    /// The headers of the replayed request that are set to the value of the variable.
     headers: Vec<HeaderName>,
     /// The fixed text between this variable and the next variable.
     delimiter: Vec<u8>,
@@ -75,7 +75,7 @@ struct Variable {
 pub struct NginxFormat {
     prefix: Vec<u8>,
     variables: Vec<Variable>,
-    /// The most precise time format of the template. Only variables of this time format are read.
+    /// The most precise time format in the template. Time variables in other formats are ignored.
     time_format: TimestampFormat,
     timestamp_cache: TimestampCache,
 }
@@ -129,7 +129,7 @@ impl NginxFormat {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         FormatCapabilities {
             client: self.has(FieldRole::Client),
-            // Split absolute URLs, which ALB logs contain.
+            // ALB logs contain the host in absolute URLs, which the parser splits.
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
@@ -226,7 +226,7 @@ impl Variable {
         Variable { name: name.to_owned(), role, cookie, headers, delimiter: delimiter.as_bytes().to_vec() }
     }
 
-    /// Split `rest` into the value of this variable and the text after the fixed text.
+    /// Split `rest` into the value of this variable and the text after its delimiter.
     fn split_value<'l>(&self, rest: &'l [u8], is_quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
         if self.delimiter.is_empty() {
             return Some((rest, &[]));
@@ -271,7 +271,7 @@ struct Column {
 pub struct CloudFrontFormat {
     columns: Vec<Column>,
     mappings: Vec<FieldMapping>,
-    /// The last parsed date and time, and its µs since the Unix epoch.
+    /// The last parsed date and time as text, and in µs since the Unix epoch.
     last_second: (Vec<u8>, u64),
 }
 

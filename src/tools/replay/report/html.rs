@@ -14,7 +14,7 @@ const CHART_WIDTH: f64 = 720.0;
 /// Height of a chart in units of its SVG view box.
 const CHART_HEIGHT: f64 = 160.0;
 
-/// Return the text with HTML metacharacters escaped and control characters replaced.
+/// A text that is displayed with HTML metacharacters escaped and control characters replaced.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -149,7 +149,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     writeln!(out, "</table></div>")
 }
 
-/// Write a chart of requests over time. Each step has one bar, and the upper part of the bar shows the denied requests.
+/// Write a chart of requests over time, with one bar per step. The denied requests are the upper part of the bar.
 fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
     let width = CHART_WIDTH / limit.series.len().max(1) as f64;
@@ -185,7 +185,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     writeln!(
         out,
         "</svg>\n<div class=\"axis\"><time>{first}</time><time>{last}</time></div>\n<figcaption><span class=\"key all\">\
-         </span> requests <span class=\"key denied\"></span> denied; a bar is {step}, the highest is {} requests\
+         </span> requests <span class=\"key denied\"></span> denied; each bar covers {step}, the highest has {} requests\
          </figcaption></figure>",
         group_digits(highest)
     )
