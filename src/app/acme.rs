@@ -50,13 +50,13 @@ const LATEST_RENEWAL_DIVISOR: u64 = 20;
 
 /// Delay in seconds after the first attempt that the CA rejected. The delay doubles with each failure. Let's Encrypt
 /// allows five failed validations per name and hour.
-const VERDICT_BACKOFF_S: u64 = 300;
+const REJECTION_BACKOFF_S: u64 = 300;
 
 /// Delay in seconds after the first attempt that failed for another reason, such as a connection error.
 const FAILURE_BACKOFF_S: u64 = 10;
 
 /// Maximum delays in seconds: one day if the CA rejected the attempt, and one hour after other failures.
-const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
+const MAX_REJECTION_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
 /// Minimum and maximum interval between two reads of the renewal information. The CA suggests the interval (RFC 9773
@@ -427,12 +427,12 @@ impl AcmeClient {
 
     /// Return the delay after a failed attempt in seconds. It doubles with each failure.
     fn backoff_s(&self, error: &OrderError, failures: u32, name: &str) -> u64 {
-        let (first_s, max_s) = match error.is_verdict() {
-            true => (VERDICT_BACKOFF_S, MAX_VERDICT_BACKOFF_S),
+        let (first_s, max_s) = match error.is_rejection() {
+            true => (REJECTION_BACKOFF_S, MAX_REJECTION_BACKOFF_S),
             false => (FAILURE_BACKOFF_S, MAX_FAILURE_BACKOFF_S),
         };
         let wait_s = first_s.saturating_mul(1 << failures.saturating_sub(1).min(20)).min(max_s);
-        let asked_s = self.client.take_retry_after().map_or(0, |wait| wait.as_secs().min(MAX_VERDICT_BACKOFF_S));
+        let asked_s = self.client.take_retry_after().map_or(0, |wait| wait.as_secs().min(MAX_REJECTION_BACKOFF_S));
         wait_s.max(asked_s) + random_part(format!("{name}{failures}").as_bytes(), wait_s / 10)
     }
 }

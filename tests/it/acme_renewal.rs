@@ -221,3 +221,19 @@ fn certificate_stays_in_use_while_the_ca_is_down_and_is_renewed_later() {
     assert_eq!(listed(&gateway, "one.test")["error"], Value::Null);
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());
 }
+
+#[test]
+fn order_is_resumed_after_an_internal_error_of_the_ca() {
+    let pebble = Pebble::start();
+    let proxy = CaProxy::start(&pebble, |_| None);
+    proxy.set_fault(Fault::FailedFinalization);
+    let gateway = start_as(&pebble, &behind(&proxy, &pebble, &["one.test"]));
+    eventually("a report", || gateway.log().contains("cannot finalize the ACME order"));
+    eventually("the failure is listed", || listed(&gateway, "one.test")["error"] != Value::Null);
+    let entry = listed(&gateway, "one.test");
+    let retry_s = time_s(&entry, "next_renewal");
+    assert!(now_s() < retry_s && retry_s <= now_s() + 11, "the retry is due after 10 to 11 s: {entry}");
+    proxy.set_fault(Fault::None);
+    eventually("a certificate", || is_ready(&gateway));
+    assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "the first order is completed: {}", pebble.log());
+}

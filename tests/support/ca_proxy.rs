@@ -23,6 +23,7 @@ use super::upstream::{Seen, read_request};
 /// Paths of Pebble's ACME directory and of new orders.
 const DIRECTORY: &str = "/dir";
 const NEW_ORDER: &str = "/order-plz";
+const FINALIZE_ORDER: &str = "/finalize-order";
 
 /// Path of the renewal information that the proxy adds.
 const RENEWAL_INFO: &str = "/renewal-info";
@@ -38,6 +39,8 @@ pub enum Fault {
     HeldOrders,
     /// Reject orders that replace a certificate with the error `alreadyReplaced`.
     AlreadyReplaced,
+    /// Fail the requests that finalize an order with the error `serverInternal`.
+    FailedFinalization,
 }
 
 /// An order that a gateway has requested.
@@ -159,6 +162,10 @@ impl State {
         if fault == Fault::AlreadyReplaced && replaces.is_some() {
             let body = r#"{"type": "urn:ietf:params:acme:error:alreadyReplaced"}"#;
             return Some(ok(body, "").replace("200 OK", "409 Conflict").into_bytes());
+        }
+        if fault == Fault::FailedFinalization && request.target().starts_with(FINALIZE_ORDER) {
+            let body = r#"{"type": "urn:ietf:params:acme:error:serverInternal"}"#;
+            return Some(ok(body, "").replace("200 OK", "500 Internal Server Error").into_bytes());
         }
         let response = self.forward(request, replaces)?;
         while is_order && *self.fault.lock().unwrap() == Fault::HeldOrders {

@@ -77,8 +77,21 @@ pub(super) enum OrderError {
 impl OrderError {
     /// Return whether the CA rejected a request or the order. Only such failures count towards the rate limits of the
     /// CA.
-    pub(super) fn is_verdict(&self) -> bool {
-        matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
+    pub(super) fn is_rejection(&self) -> bool {
+        match self {
+            OrderError::Ca { error: Error::Api(_), .. } => !self.is_problem("serverInternal"),
+            error => matches!(error, OrderError::Invalid(_)),
+        }
+    }
+
+    /// Return whether the order cannot be resumed, because the CA rejected it. A CA that fails or limits the rate of
+    /// requests keeps the order.
+    fn ends_order(&self) -> bool {
+        self.is_rejection() && !self.is_problem("rateLimited")
+    }
+
+    fn is_problem(&self, kind: &str) -> bool {
+        matches!(self, OrderError::Ca { error, .. } if is_problem(error, kind))
     }
 }
 
@@ -210,12 +223,10 @@ impl OrderContext<'_> {
         let result = self.run(name, previous).await;
         let mut outdated = vec![challenge_record(name)];
         // An order that the CA has completed or rejected cannot be resumed, so remove its record.
-        if result.is_ok() || result.as_ref().is_err_and(OrderError::is_verdict) {
+        if result.is_ok() || result.as_ref().is_err_and(OrderError::ends_order) {
             outdated.push(order_record(name));
         }
-        if let Err(OrderError::Ca { error, .. }) = &result
-            && is_problem(error, "accountDoesNotExist")
-        {
+        if result.as_ref().is_err_and(|error| error.is_problem("accountDoesNotExist")) {
             outdated.push(ACCOUNT.to_owned());
         }
         for record in outdated {
