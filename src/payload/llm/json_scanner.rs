@@ -24,7 +24,7 @@ const MAX_VALUE: usize = 16 << 10;
 /// Maximum length in bytes of a key that the scanner compares.
 const MAX_KEY: usize = 64;
 
-/// Up to this length in bytes, a loop finds the end of a string faster than `memchr`. Most keys are shorter.
+/// Up to this length in bytes, a loop over words finds the end of a string faster than `memchr`. Most keys are shorter.
 const SHORT_STRING: usize = 24;
 
 /// Return whether a string with this key is generated text, in the documents of any provider.
@@ -50,11 +50,30 @@ fn key_bit(key: &[u8]) -> u64 {
     1 << ((first * 7 + key.len()) % 64)
 }
 
-/// Return the offset of the first quotation mark or backslash.
+/// Return the offset of the first quotation mark or backslash. The first bytes are compared in words of 8 bytes, because
+/// most strings are shorter than [`SHORT_STRING`].
 fn find_string_end(text: &[u8]) -> Option<usize> {
-    let (start, rest) = text.split_at(text.len().min(SHORT_STRING));
-    let is_end = |byte: &u8| matches!(byte, b'"' | b'\\');
-    start.iter().position(is_end).or_else(|| memchr2(b'"', b'\\', rest).map(|offset| start.len() + offset))
+    let (words, _) = text.as_chunks::<8>();
+    for (index, word) in words.iter().take(SHORT_STRING / 8).enumerate() {
+        let word = u64::from_le_bytes(*word);
+        let ends = mark_zero_bytes(word ^ repeat(b'"')) | mark_zero_bytes(word ^ repeat(b'\\'));
+        if ends > 0 {
+            return Some(index * 8 + ends.trailing_zeros() as usize / 8);
+        }
+    }
+    let scanned = (words.len() * 8).min(SHORT_STRING);
+    memchr2(b'"', b'\\', &text[scanned..]).map(|offset| scanned + offset)
+}
+
+/// Return a word whose 8 bytes are `byte`.
+const fn repeat(byte: u8) -> u64 {
+    u64::from_le_bytes([byte; 8])
+}
+
+/// Return a word in which the lowest set bit is in the lowest byte of `word` that is 0 (Mycroft). The result is 0 if no
+/// byte of `word` is 0.
+const fn mark_zero_bytes(word: u64) -> u64 {
+    word.wrapping_sub(repeat(1)) & !word & repeat(0x80)
 }
 
 /// Path of a value in a document. Each segment is the key of an object member, or the index of an array element in
@@ -81,6 +100,8 @@ pub struct JsonScanner {
     depth: usize,
     /// Bit `depth - 1` is set if the container at this depth is an object.
     objects: u128,
+    /// Whether the innermost open container is an object.
+    is_in_object: bool,
     /// Whether the documents are the elements of an array.
     is_array: bool,
     expects_key: bool,
@@ -153,6 +174,7 @@ impl JsonScanner {
             token: Token::Between,
             depth: 0,
             objects: 0,
+            is_in_object: false,
             is_array: false,
             expects_key: false,
             key: Key { bytes: [0; MAX_KEY], length: Some(0) },
@@ -170,6 +192,7 @@ impl JsonScanner {
     pub fn reset(&mut self) {
         self.token = Token::Between;
         self.depth = 0;
+        self.is_in_object = false;
         self.is_array = false;
         self.captured = None;
     }
@@ -197,6 +220,10 @@ impl JsonScanner {
                         (Some(b'"'), Token::Key) if is_whole_key => {
                             // Compare the key without copying it, because the whole key is in this chunk.
                             self.end_key(Some(&text[start..end]).filter(|key| key.len() <= MAX_KEY));
+                            // Skip the separator here, because this is faster than one step of the outer loop per byte.
+                            while let Some(b':' | b' ') = text.get(at) {
+                                at += 1;
+                            }
                         }
                         (Some(b'"'), Token::Key) => {
                             let key = self.key;
@@ -235,11 +262,14 @@ impl JsonScanner {
                 Token::Between => match byte {
                     b' ' | b'\t' | b'\r' | b'\n' | b':' => {}
                     b',' => {
-                        self.expects_key = self.is_in_object();
+                        self.expects_key = self.is_in_object;
                         if !self.expects_key
                             && let Some(index) = self.indices.get_mut(self.depth)
                         {
                             *index = index.saturating_add(1);
+                        }
+                        while let Some(b' ') = text.get(at + 1) {
+                            at += 1;
                         }
                     }
                     b'"' if self.expects_key => {
@@ -258,11 +288,12 @@ impl JsonScanner {
                         self.open(byte == b'{');
                     }
                     b'}' | b']' => {
-                        if self.depth == 0 || self.is_in_object() != (byte == b'}') {
+                        if self.depth == 0 || self.is_in_object != (byte == b'}') {
                             self.token = Token::Malformed;
                             continue;
                         }
                         self.depth -= 1;
+                        self.is_in_object = self.depth > 0 && self.objects >> (self.depth - 1) & 1 == 1;
                         self.expects_key = false;
                         self.end_value(&text[..=at], &mut unkept, sink);
                         if self.depth == 0 {
@@ -282,10 +313,6 @@ impl JsonScanner {
         text.len()
     }
 
-    fn is_in_object(&self) -> bool {
-        self.depth > 0 && self.objects >> (self.depth - 1) & 1 == 1
-    }
-
     fn open(&mut self, is_object: bool) {
         if self.depth == MAX_DEPTH {
             self.token = Token::Malformed;
@@ -295,6 +322,7 @@ impl JsonScanner {
         self.objects = if is_object { self.objects | bit } else { self.objects & !bit };
         self.depth += 1;
         self.expects_key = is_object;
+        self.is_in_object = is_object;
         if self.depth <= MAX_SEGMENTS {
             self.entered[self.depth] = self.matching;
             self.indices[self.depth] = 0;
@@ -328,7 +356,7 @@ impl JsonScanner {
     fn begin_value(&mut self, at: usize, unkept: &mut usize) {
         if self.depth == 0 {
             self.matching = u16::MAX;
-        } else if !self.is_in_object() {
+        } else if !self.is_in_object {
             let index = self.indices.get(self.depth).copied().unwrap_or(u32::MAX);
             self.matching = self.matching_paths(|segment| segment.parse() == Ok(index));
         }
