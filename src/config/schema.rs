@@ -145,10 +145,36 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "string", "enum": ["http-01", "tls-alpn-01"] }))
 }
 
+/// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if
+/// it is in upper case.
+pub const IDENTITY_SOURCES: [&str; 19] = [
+    "api-key",
+    "ip",
+    "user:HEADER",
+    "header:NAME",
+    "cookie:NAME",
+    "query:NAME",
+    "path:PARAM",
+    "jwt:CLAIM",
+    "client-cert",
+    "basic",
+    "auth:HEADER",
+    "host",
+    "route",
+    "method",
+    "json:POINTER",
+    "mcp:tool",
+    "mcp:method",
+    "jsonrpc:method",
+    "global",
+];
+
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
-    let one = pattern_schema(
-        "^(api-key|client-cert|basic|ip|host|route|method|global|(user|header|cookie|query|path|jwt|auth):.+)$",
-    );
+    let alternatives = IDENTITY_SOURCES.map(|source| match source.split_once(':') {
+        Some((kind, name)) if name.bytes().all(|byte| byte.is_ascii_uppercase()) => format!("{kind}:.+"),
+        _ => source.to_owned(),
+    });
+    let one = pattern_schema(&format!("^({})$", alternatives.join("|")));
     json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 

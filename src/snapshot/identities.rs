@@ -12,6 +12,7 @@ use toml::value::Datetime;
 use crate::config;
 use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
 use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables, closest_name, resolve_issues};
+use crate::config::schema::IDENTITY_SOURCES;
 use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
 use crate::config::{Config, Text, file};
 use crate::identity;
@@ -131,8 +132,6 @@ fn exemptions(
 }
 
 fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<Descriptor> {
-    const ALL: &str = "api-key ip user:HEADER header:NAME cookie:NAME query:NAME path:PARAM jwt:CLAIM client-cert basic \
-                       auth:HEADER host route method json:POINTER mcp:tool mcp:method jsonrpc:method global";
     match text.split_once(':') {
         None => match text {
             "api-key" => return Some(Descriptor::ApiKey),
@@ -143,7 +142,7 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
             "method" => return Some(Descriptor::Method),
             "global" => return Some(Descriptor::Global),
             "route" => return Some(Descriptor::Route),
-            _ => reader.unknown_name(span, "identity", text, ALL.split(' ')),
+            _ => reader.unknown_name(span, "identity", text, IDENTITY_SOURCES.into_iter()),
         },
         Some(("user", name)) => return reader.header_name(span, name).map(Descriptor::User),
         Some(("auth", name)) => return reader.header_name(span, name).map(Descriptor::Forward),
@@ -158,7 +157,7 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
         Some(("mcp", "tool")) => return Some(Descriptor::Rpc(RpcSource::McpTool)),
         Some(("mcp", "method")) => return Some(Descriptor::Rpc(RpcSource::McpMethod)),
         Some(("jsonrpc", "method")) => return Some(Descriptor::Rpc(RpcSource::Method)),
-        Some(_) => reader.unknown_name(span, "identity", text, ALL.split(' ')),
+        Some(_) => reader.unknown_name(span, "identity", text, IDENTITY_SOURCES.into_iter()),
     }
     None
 }

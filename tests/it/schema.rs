@@ -71,8 +71,10 @@ fn schema_command_prints_the_committed_schema() {
 fn valid_files_match_the_schema() {
     let schema = gateway();
     let valid = std::fs::read_dir(root().join("tests/config/valid")).unwrap().map(|entry| entry.unwrap().path());
-    let files: Vec<_> = valid.chain([root().join("gateway.toml")]).collect();
-    assert!(files.len() >= 4, "{files:?}");
+    let warned = std::fs::read_dir(root().join("tests/config/warned")).unwrap().map(|entry| entry.unwrap().path());
+    let warned = warned.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
+    let files: Vec<_> = valid.chain(warned).chain([root().join("gateway.toml")]).collect();
+    assert!(files.len() >= 40, "{files:?}");
     for path in files {
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(schema.validate_toml(&text), Ok(()), "{}", path.display());
@@ -84,6 +86,25 @@ fn valid_files_match_the_schema() {
 /// A configuration with a minimal route, to which each case adds a table or a key.
 const BASE: &str =
     "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+
+#[test]
+fn gateway_and_schema_know_every_source_of_an_identity() {
+    let (schema, directory) = (gateway(), tempfile::tempdir().unwrap());
+    let path = directory.path().join("gateway.toml");
+    for source in schema::IDENTITY_SOURCES {
+        let written = match source.split_once(':') {
+            Some(("json", _)) => "json:/model".to_owned(),
+            Some((kind, name)) if name == name.to_uppercase() => format!("{kind}:name"),
+            _ => source.to_owned(),
+        };
+        let text = format!("{BASE}[limit.l]\nby = \"{written}\"\nquota = \"1/s\"\n");
+        assert_eq!(schema.validate_toml(&text), Ok(()), "the schema accepts {written}");
+        // Some sources need other tables, such as trusted proxies.
+        std::fs::write(&path, text).unwrap();
+        let error = CompiledConfig::load(&path, &|_| None).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(!error.contains("unknown identity"), "the gateway knows {written}: {error}");
+    }
+}
 
 #[test]
 fn invalid_values_fail_the_schema() {
