@@ -14,14 +14,14 @@ simulation:
 	cargo test --locked --test simulation -- --nocapture
 
 # Property tests with 1,000,000 operations instead of 50,000, 100,000 schedules of the simulation, the long tests in full size,
-# every combination of the overload test, the soak (SOAK_SECONDS, 900) and the fuzz targets for 10 minutes each: about 75 minutes.
+# every combination of the overload test, the soak (SOAK_SECONDS, 900) and all fuzz targets at once for 10 minutes: about 90 minutes.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: permits:: lua54:: bounds::
 	SCHEDULES=100000 cargo test --locked --profile checked --test simulation -- --nocapture
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	LONG=1 cargo test --locked --test it -- overload:: --nocapture --test-threads 1
 	cargo test --locked --test soak -- --nocapture
-	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
+	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture --test-threads 16
 
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:

@@ -1,6 +1,6 @@
 //! Measures how a slow server of an upstream affects the latency of all requests, for each `balance` algorithm. The
 //! results are in docs/reference/upstreams.md.
-#![allow(clippy::disallowed_methods)] // it measures
+#![allow(clippy::disallowed_methods)] // the benchmark measures wall-clock time
 
 #[path = "../tests/support/mod.rs"]
 mod support;

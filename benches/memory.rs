@@ -1,5 +1,5 @@
-//! Measures the memory of the state of an identity, for each algorithm: in Redis, with the keys of the gateway, and in
-//! the memory store.
+//! Measures how much memory the state of one identity takes, for each algorithm, in Redis and in the memory store. The
+//! keys and values in Redis are those of the gateway.
 
 #[path = "../tests/support/redis.rs"]
 #[allow(dead_code, unreachable_pub)] // shared with the tests
@@ -40,8 +40,8 @@ const TASKS: u64 = 64;
 const START_US: u64 = 1_800_000_000_000_000;
 const HOUR_US: u64 = 3_600_000_000;
 
-/// A limit of 100 per hour, and the charges that make its state as long as possible. A charge has a time in µs after
-/// [`START_US`] and a cost.
+/// A limit of 100 per hour, and the charges that make the limit's state as large as possible. Each charge has a time in
+/// µs after [`START_US`] and a cost.
 struct Subject {
     name: &'static str,
     rule: Rule,
@@ -81,7 +81,7 @@ fn subjects() -> Vec<Subject> {
 impl Subject {
     fn charge(&self, hasher: &IdentityHasher, identity: u64, cost: u64) -> Charge<'_> {
         let identity = hasher.hash(&identity.to_be_bytes());
-        // The ids of permits are random. Use a part of the hash.
+        // The gateway uses random permit ids. Use a part of the hash instead, which is unique enough.
         let lease = identity.0 as u64;
         Charge {
             key: Key { identity, state_name: &self.bucket },
@@ -116,7 +116,7 @@ fn main() {
     }
 }
 
-/// Return the bytes of a million states in Redis, of a key and of a value.
+/// Return three sizes in bytes: of a million states in Redis, of a key and of a value.
 fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let mut connection = server.connection();
     redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -187,7 +187,7 @@ fn in_a_process_of_its_own(name: &str) -> u64 {
     String::from_utf8(output.stdout).unwrap().trim().parse().unwrap()
 }
 
-/// Return the resident bytes of a million states in a memory store.
+/// Return the resident memory, in bytes, of a million states in a memory store.
 fn embedded(name: &str) -> u64 {
     let subject = subjects().into_iter().find(|subject| subject.name == name).unwrap();
     let store = MemoryStore::new(2 * MILLION as usize, Clock::manual(START_US));

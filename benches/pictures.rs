@@ -1,8 +1,8 @@
 //! Draws the pictures of docs/reference/limits.md with the model of the algorithms: `make pictures`. With `--check`, or
-//! if `cargo test` runs it, it only reports the pictures that differ from the model.
+//! if `cargo test` runs this program, it only reports the pictures that differ from the model.
 
 #[path = "../tests/support/pictures.rs"]
-#[allow(unreachable_pub)] // shared with the test that compares them
+#[allow(unreachable_pub)] // shared with the test that compares the pictures
 mod pictures;
 
 use std::path::Path;

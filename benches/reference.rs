@@ -1,7 +1,7 @@
 //! Writes the JSON Schemas and the generated parts of docs/reference/configuration.md: `make reference`.
 
 #[path = "../tests/support/reference.rs"]
-#[allow(unreachable_pub, dead_code)] // shared with the test that compares them
+#[allow(unreachable_pub, dead_code)] // shared with the test that compares the files
 mod reference;
 
 use std::path::Path;

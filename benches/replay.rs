@@ -1,5 +1,5 @@
-//! Measures `sluicegate replay` with one limit on a million lines of each of three log formats, on one core. The
-//! environment variable LINES sets another number of lines.
+//! Measures the speed of `sluicegate replay` with one limit, on one core, for a million lines of each of three log
+//! formats. The environment variable LINES sets another number of lines.
 
 use std::fmt::Write;
 use std::io::Cursor;
@@ -9,7 +9,7 @@ use sluicegate::limiter::clock::monotonic;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::replay::{LogInput, ReadProgress, Replay, ReplayOptions};
 
-/// Number of clients in the logs, as a busy service has in an hour.
+/// Number of clients in the logs, such as those of a busy service within an hour.
 const CLIENTS: u64 = 10_000;
 
 const CONFIG: &str = "[[listener]]\naddress = \"127.0.0.1:0\"\n\

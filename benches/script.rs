@@ -1,5 +1,6 @@
-//! Measures the CPU time of Redis for each composed script, in µs per request, from `INFO commandstats`. A pipeline
-//! contains 64 requests. A call contains one request, or 16 requests, as in the batches of the gateway under load.
+//! Measures the CPU time of Redis for the gateway's Lua script, in µs per request, from `INFO commandstats`, for
+//! several combinations of limits. A pipeline contains 64 requests: 64 calls with one request each, or 4 calls with 16
+//! requests each. Under load, the gateway sends several requests per call as well.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -17,7 +18,8 @@ use sluicegate::limiter::redis::script::{AlgorithmSet, script};
 use sluicegate::limiter::usage::UsageDays;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
-/// Number of rounds. The fastest one counts, because other load of the machine can only slow a round down.
+/// Number of rounds. The result is that of the fastest round, because other load of the machine can only slow a round
+/// down.
 const ROUNDS: usize = 8;
 const PIPELINES_PER_ROUND: usize = 200;
 const PIPELINE_LENGTH: usize = 64;

@@ -1,4 +1,4 @@
-"""List the source files that a limited HTTP/1.1 request crosses: `make walk`.
+"""List the source files whose code a rate-limited HTTP/1.1 request executes: `make walk`.
 
 A gateway with one worker runs under callgrind, with a Redis server and an upstream. The requests use one connection, and
 all connections are open before counting starts. The list contains a file if its code executes at least 50 instructions

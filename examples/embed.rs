@@ -38,7 +38,7 @@ struct Options {
     /// Quota of each client address, such as 5/10s.
     #[arg(long, default_value = "5/10s")]
     quota: Quota,
-    /// Redis server with the counters of all processes. Default: count in the memory of this process.
+    /// Redis server that stores the counters of all processes. Default: the memory of this process.
     #[arg(long, env = "REDIS_URL", value_name = "URL")]
     redis: Option<RedisDeployment>,
     /// Maximum time for a rate limit check in Redis, in milliseconds.
@@ -57,8 +57,8 @@ struct Service {
 
 impl Service {
     async fn respond(&self, client: IpAddr) -> Response<Full<Bytes>> {
-        // A check consists of a limit and the identity that is charged. A call charges either all of its checks or
-        // none.
+        // A check consists of a limit and the identity that is charged. A call of `check` charges either all of its
+        // checks or none.
         let checks = [LimitCheck::new(&self.limit, self.identity(client))];
         let decision = match self.limiter.check(&checks).await {
             Ok(decision) => decision,
@@ -77,8 +77,8 @@ impl Service {
         response
     }
 
-    /// Return the identity of a client. It is a keyed hash, so the store does not contain the address. IPv6 clients
-    /// usually have a whole /64 network, so the hash is that of the network.
+    /// Return the identity of a client: a keyed hash of its address, so that the store does not contain the address. An
+    /// IPv6 client usually has a whole /64 network, so the hash is that of the network.
     fn identity(&self, client: IpAddr) -> Identity {
         match client.to_canonical() {
             IpAddr::V4(address) => self.hasher.hash(&address.octets()),

@@ -34,7 +34,7 @@ if op == 'R' then
 elseif op == 'N' then
   -- Remove expired permits first: after the first write command of a script, Redis accepts ZADD even beyond
   -- `maxmemory`. If Redis rejected ZADD, the permit would expire while its request is still in flight. ZADD also adds a
-  -- permit that Redis has lost, even if the limit is then exceeded, because its request is in flight.
+  -- permit that Redis has lost, even beyond the limit, because the request of this permit is in flight.
   reset_us = ttl
   commit = function()
     remove_expired()
@@ -49,7 +49,8 @@ elseif op ~= 'A' and live + cost > limit then
   if clock_went_back then commit = repair_and_expire end
 elseif cost > 0 then
   remaining, reset_us = free - 1, ttl
-  -- ZADD is the first write, so that Redis rejects it beyond `maxmemory`. After another write, Redis would accept it.
+  -- ZADD is the first write, so that Redis rejects ZADD beyond `maxmemory`. After another write, Redis would accept
+  -- ZADD.
   commit = function()
     call('ZADD', key, expires_at, permit_id)
     remove_expired()

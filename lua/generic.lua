@@ -1,4 +1,5 @@
--- Generic driver: performs requests with any operation and any limits. It charges all limits of a request or none.
+-- The driver (script without algorithms) for all requests: any operation, and any number and kind of limits. The driver
+-- charges all limits of a request or none.
 -- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
 -- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster, all keys are in the same slot.
@@ -20,7 +21,7 @@
 --          For each limit of the group:
 --          `c1`  Kind of the limit: B, C, F, K, L, S, W or X (see the algorithm files).
 --          `c1`  Flag, one of these characters:
---                `-`  None.
+--                `-`  No flag.
 --                `s`  Shadow: the limit never denies a request.
 --                `p`  Deferred: the cost is charged after the response.
 --                `b`  Both shadow and deferred.
@@ -30,11 +31,12 @@
 --          `d`   Day of the month, or 0 if the usage of the limit is not counted.
 --          `d`   Start of the day.
 --          `d`   End of the day.
---          In KEYS, the keys of usage totals follow the keys of all states. For each limit of each request whose usage
---          is counted, there is one key, in the same slot as the state. The key contains a hash for one month. The
---          fields of the hash are the days of the month. The value of a field is the cost charged on this day, less
---          refunds.
---          If the current time is not between the start and the end, the request fails with RLSTALE and writes nothing.
+--          In KEYS, the keys of usage totals follow the keys of all states. Each request has one such key for each of
+--          its limits whose usage is counted. The key is in the same slot as the state of the limit. The value of the
+--          key is a hash for one month. The fields of the hash are the days of the month. The value of a field is the
+--          cost charged on this day, less refunds.
+--          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
+--          writes nothing.
 -- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
 --          status, remaining, reset_us and retry_us.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
@@ -44,7 +46,7 @@
 --          `1`  The limit is exceeded. The charge fits after exactly retry_us.
 --          `2`  The cost exceeds the limit, so the charge can never fit. Retry_us is -1.
 --          `3`  No permit is free. Enough permits expire after retry_us, but requests may release them earlier.
---          If the request is denied, remaining and reset_us are the values without its charge.
+--          If the request is denied, remaining and reset_us are the values without the charge of the request.
 --          If at least one request fails, the reply is an array. Its first element is the binary string, in which
 --          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
 --          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
@@ -85,8 +87,8 @@
 -- may begin with a delete (R, N) are at the end of a call, because Redis would accept all writes after a delete.
 -- All numbers are integers below 2^53, which doubles represent exactly. The gateway rejects a configuration whose
 -- numbers could exceed 2^53. Unconditional charges (A) increase a number in a state at most to MAX_STATE.
--- The scripts format numbers with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as
--- slow and writes -0.
+-- The scripts format numbers with %d. `..` and tostring would write a large number as 1e+15. %.0f is three times as
+-- slow, and can write -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
 -- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
@@ -224,8 +226,9 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is the new state or a function that writes the new state; false = the new state is empty; nil = no
-      -- change. If `change` is a state, `ttl_ms` is the new TTL of the key, or 0 to keep the TTL.
+      -- `change` is the new state, or a function that writes the new state. The value false means that the new state is
+      -- empty, and nil means that the state does not change. If `change` is a state, `ttl_ms` is the new TTL of the
+      -- key, or 0 to keep the TTL.
       local change, ttl_ms = commit, nil
       if ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
@@ -248,7 +251,7 @@ local function decide(key_offset)
         local check = checks[i]
         if check.free < granted and not check.is_shadow then granted = check.free end
       end
-      -- If no token remains, the second run requests one token. The algorithm denies it and returns retry_us.
+      -- If no token remains, the second run requests one token. The algorithm denies this token and returns retry_us.
       op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until is_last_pass
@@ -280,8 +283,8 @@ local function decide(key_offset)
       elseif change then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete the key only for refunds. If another operation results in an empty state, the stored state had no effect
-      -- either.
+      -- Delete the key only for refunds. If another operation results in an empty state, the stored state already had
+      -- no effect.
       elseif operation == 'R' then call('DEL', key) end
     end
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end

@@ -6,13 +6,13 @@
 -- ARGV[2]  Maximum number of records of each kind. The three kinds are: overrides in force, resets in force, and
 --          records that are removed or have expired.
 -- ARGV[3]  The first of five arguments for each record:
---          `FIELD`  Name of the field, which starts with `override` or `reset`.
+--          `FIELD`  Name of the field. The name starts with `size` for an override, and with `reset` for a reset.
 --          `NUMBER`  With `set`, the TTL in microseconds. With `restore`, the time at which the record expires. With
 --          `remove`, 1 if the override is in force in the gateway that sends the call, otherwise 0.
---          `KEEP_UNTIL`  With `restore`, the value of the record. With `set` and `remove`, the value of the newest
---          record that the gateway knows, or 0 if it knows none.
---          `REVISION`  With `restore`, the value of the record. With `set` and `remove`, the value of the newest record
---          that the gateway knows, or 0 if it knows none.
+--          `KEEP_UNTIL`  With `restore`, KEEP_UNTIL of the record. With `set` and `remove`, KEEP_UNTIL of the newest
+--          record that the gateway knows, or 0 if the gateway knows no record.
+--          `REVISION`  With `restore`, the revision of the record. With `set` and `remove`, the revision of the newest
+--          record that the gateway knows, or 0 if the gateway knows no record.
 --          `TEXT`  With `set` and `restore`, the text of the record. With `remove`, it is not used.
 -- Reply    With `restore`, a status for each record. With `set` and `remove`, the status, the current time, and
 --          EXPIRES_AT, REVISION and KEEP_UNTIL of the written record.
@@ -24,17 +24,17 @@
 --
 -- The value of a field is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`. All times are in microseconds since the Unix epoch. A
 -- value of the form `EXPIRES_AT TEXT` has revision 0.
--- The revision of a record is the time at which it is written, but always greater than the revision that it replaces.
--- Redis keeps a record until the record itself and all records that it replaced have expired (KEEP_UNTIL), even if an
--- administrator removes it. Otherwise a gateway that missed the change could restore a replaced record. So if the hash
--- lacks a field that a gateway knows, Redis has lost the field.
+-- The revision of a record is the time of its write, but always greater than the revision of the record that it
+-- replaces. Redis keeps a record until the record itself and all records that it replaced have expired (KEEP_UNTIL),
+-- even if an administrator removes it. Otherwise a gateway that missed the change could restore a replaced record. So
+-- if the hash lacks a field that a gateway knows, Redis has lost the field.
 local call, floor, max, tonumber = redis.call, math.floor, math.max, tonumber
 local match, format = string.match, string.format
 local key, operation, max_records = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
--- Return the kind of a field (`override` or `reset`), or `removed` if its record is removed or expired.
+-- Return the kind of a field (`size` for an override, or `reset`), or `removed` if its record is removed or expired.
 local function kind_of(field, expires_at)
   return expires_at > now and match(field, '^%a+') or 'removed'
 end
@@ -97,8 +97,8 @@ for i = 3, #ARGV, 5 do
     keep_until = max(keep_until, old and old.keep_until or 0)
     local status, written = 0, nil
     if operation == 'remove' then
-      -- Redis may have lost an override that is in force in the gateway. Write a removed record even then, so that no
-      -- gateway restores the override.
+      -- If the override is in force in the gateway, but Redis has lost it, also write a removed record. Otherwise
+      -- another gateway could restore the override.
       local is_lost = number > 0 and (not old or old.revision < known_revision)
       if is_lost or (old and old.expires_at > now) then written = write(field, 0, revision, keep_until, '') end
     elseif is_full(field) then

@@ -106,7 +106,7 @@ for group = 1, groups do
       end
       if not is_last_pass then
         granted = free < requested and free or requested
-        -- If no token remains, the second run requests one token. The algorithm denies it and returns retry_us.
+        -- If no token remains, the second run requests one token. The algorithm denies this token and returns retry_us.
         op, cost, ttl_us = 'C', granted < 1 and 1 or granted, nil
       end
     until is_last_pass

@@ -42,7 +42,7 @@ end
 
 remaining, reset_us = free, free_reset_us
 if op == 'R' then
-  -- Do not call LREM for a cost of 0: with the count 0, it would remove all entries with the time `charged_at`.
+  -- Do not call LREM for a cost of 0: with the count 0, LREM would remove all entries with the time `charged_at`.
   if cost > 0 then
     commit = function()
       local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))

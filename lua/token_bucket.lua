@@ -1,7 +1,7 @@
 -- Token bucket, kind B. GCRA and the leaky bucket as a meter are the same algorithm.
 -- Parameter `a` (burst): number of tokens in a full bucket.
 -- Parameter `b` (refill): number of parts of a token that refill per microsecond.
--- Parameter `c` (parts): number of parts of a token. The fraction refill / parts is reduced.
+-- Parameter `c` (parts): number of parts into which a token is divided. The fraction refill / parts is reduced.
 -- Parameter `d`, only for the operation R: time in microseconds in which the refill repays the debt that existed before
 -- the refunded charge, rounded down.
 -- State: the fields `updated_at` (time of the last write), `debt` (debt at this time) and `parts`.

@@ -1,7 +1,7 @@
 -- Adds a post to the usage totals of a limit, an identity and a month. A post is a list of amounts that a gateway has
 -- counted itself: cost that it charged while Redis was unavailable, and cost by model. The drivers (generic.lua,
--- single.lua and small.lua) already add the cost that they charge. If a gateway sends the same post again, it is not
--- added again.
+-- single.lua and small.lua) already add the cost that they charge. If a gateway sends the same post again, the script
+-- does not add it a second time.
 --
 -- KEYS[1]  The hash of totals. There are two kinds. In a hash of days, a field name is a day of the month (`23`). In a
 --          hash of models, it is a day, a space and a model (`23 MODEL`). The value of the field is the total.
@@ -10,8 +10,8 @@
 --          `.models`  Number of models in the hash.
 --          `.=MODEL`  Exists for each model in the hash.
 -- ARGV[1]  Poster: the id of the process that sends the post. No other process has this id.
--- ARGV[2]  Sequence number of the post, greater than the numbers of all earlier posts of this poster. A post that the
---          poster sends only once may have the number 0.
+-- ARGV[2]  Sequence number of the post, greater than the numbers of all earlier posts of this poster. The number can be
+--          0 if the poster never sends the post again after Redis may have executed it.
 -- ARGV[3]  TTL of the hash in milliseconds. The first amount of each field renews the TTL.
 -- ARGV[4]  Maximum number of models in the hash. Amounts of additional models are not added.
 -- ARGV[5]  Pairs of a field name and the amount to add start here. Amounts of refunds are negative. No amount is 0.

@@ -66,16 +66,17 @@ use crate::upstream::cluster::EndpointStatus;
 /// Maximum time to complete requests in progress when the admin listener stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay before the next `accept` after a failed one. An immediate retry would fail again, for example with EMFILE.
+/// Delay before the next `accept` after a failed `accept`. An immediate retry would fail again, for example with
+/// EMFILE.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Minimum timeout of store calls for API requests. It is longer than the usual `store.timeout`, because the first call
-/// also connects.
+/// Minimum timeout of store calls for API requests. It is longer than the default of `store.timeout` (50 ms), because
+/// the first call also connects to the store.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
-/// References to the parts of the process that the admin listener reads and changes.
+/// The parts of the process that the admin listener reads and changes.
 #[derive(Debug)]
 pub struct AdminDeps {
     /// State for health, metrics and the dashboard.
@@ -92,8 +93,8 @@ struct AdminServer {
     state: Arc<AdminState>,
     limiter_admin: Arc<LimiterAdmin>,
     event_stream: Arc<EventStream>,
-    /// Whether this server serves the admin socket. The file permissions of the socket admit only the user of the
-    /// gateway and root.
+    /// Whether this server serves the admin socket. The socket's file permissions admit only root and the user that
+    /// runs the gateway.
     is_unix_socket: bool,
 }
 
@@ -145,7 +146,7 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
                 )
             };
             admin_stop.run_until_cancelled(service).await;
-            // Wait for requests in progress, so that they get their response.
+            // Wait until requests in progress have received their responses.
             tasks.close();
             let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
@@ -153,8 +154,8 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
-/// Return the Redis store of the admin listener and its key prefix. The store has its own connection, so that API calls
-/// do not delay rate limit checks.
+/// Return the Redis store of the admin listener, and the prefix of its keys. The store has a separate connection, so
+/// that API calls do not delay rate limit checks.
 fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
     let (servers, settings) = config.store.redis.as_ref()?;
     let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
@@ -228,7 +229,7 @@ impl AdminServer {
             tokio::select! {
                 biased;
                 () = connection.close_token.cancelled() => return,
-                // Ignore the error of a connection, because it affects only this client of the admin listener.
+                // Ignore an error of the connection, because it affects only this client of the admin listener.
                 _ = &mut connection_future => return,
                 () = sleep(connection.time_left()) => if connection.time_left().is_zero() { return },
             }
@@ -249,7 +250,7 @@ impl AdminServer {
             return response;
         }
         if !self.is_unix_socket && self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
-            // Prevent DNS rebinding: an attacker can make the DNS name of a web page resolve to this machine. The
+            // Prevent DNS rebinding: an attacker can make the DNS name of their web page resolve to this machine. The
             // browser then allows the page to send requests to this listener.
             return text_response(
                 StatusCode::FORBIDDEN,
@@ -293,9 +294,8 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a request that changes the state of the gateway. Over TCP, changes always need the admin token. If
-    /// they were possible without a token, any web page in a browser on this machine could send changes to a loopback
-    /// address.
+    /// Authorize a request that changes the state of the gateway. Over TCP, changes always require the admin token.
+    /// Without a token, any web page in a browser on this machine could send changes to a loopback address.
     ///
     /// # Errors
     /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always
@@ -325,7 +325,7 @@ impl AdminServer {
     fn readiness(&self) -> AdminResponse {
         let health = self.state.readiness();
         let status = if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        // Serializing a string cannot fail.
+        // Serialization cannot fail, because all map keys are strings.
         let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
         typed_response(status, "application/json", body)
     }
@@ -345,7 +345,7 @@ fn is_read_method(method: &Method) -> bool {
 }
 
 /// Return whether the `Host` headers and the request target contain only `localhost` or loopback addresses. A web page
-/// that uses DNS rebinding has another host name, so its requests do not pass this test.
+/// that uses DNS rebinding has another host name, so this function returns false for its requests.
 fn is_for_loopback(request: &Request<Incoming>) -> bool {
     let is_loopback = |authority: &str| {
         let Ok(authority) = authority.parse::<Authority>() else { return false };
@@ -387,7 +387,7 @@ fn typed_response(status: StatusCode, content_type: &'static str, body: impl Int
 
 // === State of the process ===
 
-/// References to the state of the process, for health checks, metrics, the API and the dashboard.
+/// The state of the process that health checks, metrics, the API and the dashboard show.
 #[derive(Debug)]
 pub struct AdminState {
     /// Request metrics of all workers.
@@ -402,7 +402,7 @@ pub struct AdminState {
     pub listener_addresses: Vec<SocketAddr>,
     /// Display name of the store, without credentials.
     pub store_name: String,
-    /// The active configuration, and reload requests.
+    /// Access to the active configuration, and to reloads.
     pub config_handle: Arc<ConfigHandle>,
     /// The memory store.
     pub memory: Arc<MemoryStore>,
@@ -412,7 +412,7 @@ pub struct AdminState {
     pub cluster_map: Arc<ClusterMap>,
     /// The queue of quota events.
     pub event_queue: Arc<EventQueue>,
-    /// Deliveries of quota events by destination.
+    /// Results of the deliveries of quota events, by destination.
     pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
     /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
@@ -431,7 +431,8 @@ impl AdminState {
         self.circuit_breaker.open_count() + self.cluster_map.open_count()
     }
 
-    /// Return the names of the store, or of its nodes, whose circuit breaker is open.
+    /// Return the name of the store if its circuit breaker is open, or the names of the cluster nodes whose circuit
+    /// breakers are open.
     pub fn failing_stores(&self) -> Vec<String> {
         let mut failing_stores = self.cluster_map.open_nodes();
         if self.circuit_breaker.is_open() {
@@ -464,8 +465,8 @@ const FILES: [(&str, &str, &str); 10] = [
     ("/tokens.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/tokens.js")),
 ];
 
-/// Content Security Policy. Scripts and styles come only from the files above: inline code, other origins and framing
-/// are forbidden. Trusted Types prevent scripts from converting text into markup.
+/// Content Security Policy. The browser loads scripts and styles only from the gateway: inline code, other origins and
+/// framing are forbidden. Trusted Types prevent scripts from converting text into markup.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -477,8 +478,8 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
     (REFERRER_POLICY, "no-referrer"),
 ];
 
-/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication,
-/// because they contain no data. Their scripts request the data from the API with the admin token.
+/// Return the file of the dashboard at `path`, or `None` if the file does not exist. The files are served without
+/// authentication, because they contain no data. The scripts request the data from the API with the admin token.
 fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
@@ -488,7 +489,7 @@ fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
 }
 
-/// Add the browser security headers, which every response of the admin listener has.
+/// Add the browser security headers. Every response of the admin listener has them.
 fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));
@@ -514,11 +515,11 @@ struct CertificateReadiness {
     missing: Vec<Box<str>>,
 }
 
-/// Overall status.
+/// The status of the process in the readiness report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum ReadinessStatus {
-    /// The store is available.
+    /// All circuit breakers of the store are closed, and no listener lacks a certificate.
     Ready,
     /// A circuit breaker of the store is open. The gateway serves requests, and each limit applies its
     /// `on_store_error`.
@@ -532,7 +533,7 @@ enum ReadinessStatus {
 #[derive(Debug, Serialize)]
 struct StoreReadiness<'a> {
     name: &'a str,
-    /// The store, or the nodes of its cluster, whose circuit breaker is open.
+    /// The store if its circuit breaker is open, or the cluster nodes whose circuit breakers are open.
     failing: Vec<String>,
 }
 
@@ -581,7 +582,7 @@ impl AdminState {
     }
 }
 
-/// Return whether a listener with ACME has not obtained any certificate yet.
+/// Return whether a listener with ACME has no certificate from ACME yet.
 fn lacks_certificates(listener: &Listener) -> bool {
     let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
     managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))

@@ -106,11 +106,11 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// A gateway with open sockets that is ready to serve requests.
+/// A gateway that has opened its sockets and is ready to serve requests.
 #[derive(Debug)]
 pub struct App {
     config: Arc<CompiledConfig>,
-    /// Sockets by worker. Each socket has the index of its listener.
+    /// Listening sockets by worker, each with the index of its listener.
     sockets: Vec<Vec<(usize, StdListener)>>,
     /// Bound addresses, in the order of the listeners.
     addresses: Vec<SocketAddr>,
@@ -194,8 +194,8 @@ impl App {
         self.config_handle.clone()
     }
 
-    /// Return the token to cancel when the process receives a stop signal, before `accept_grace` starts. After that,
-    /// `/readyz` returns 503.
+    /// Return the token to cancel when the process receives a stop signal, before `accept_grace` starts. When the token
+    /// is cancelled, `/readyz` returns 503.
     pub fn stopping(&self) -> CancellationToken {
         self.stopping.clone()
     }
@@ -421,9 +421,9 @@ struct Worker {
 }
 
 impl Worker {
-    /// Serve the sockets until `stop` is cancelled and all connections are drained. Each socket has the index of its
-    /// listener. `threads` is the number of runtime threads. When the worker serves requests, it sends to
-    /// `ready_sender`.
+    /// Serve the sockets until `stop` is cancelled and all connections are drained. `sockets` contains each socket with
+    /// the index of its listener. `threads` is the number of runtime threads. When the worker serves requests, it sends
+    /// to `ready_sender`.
     ///
     /// # Errors
     /// The runtime cannot be created, or a socket cannot be registered with it.
@@ -440,7 +440,7 @@ impl Worker {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
-            // A send error means that the receiver was dropped.
+            // Ignore a send error, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;

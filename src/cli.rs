@@ -31,7 +31,7 @@ use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
 /// The text that `--version` prints after the name of the program. `-V` prints only the version. `build.rs` sets the
-/// environment variables that this text reads.
+/// environment variables in this text.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -70,14 +70,15 @@ pub struct Arguments {
 enum Command {
     /// Serve requests (the default command)
     ///
-    /// SIGHUP reloads the configuration, SIGTERM drains connections and stops, SIGUSR2 starts a hot restart.
+    /// SIGHUP reloads the configuration, SIGTERM drains connections and stops the gateway, SIGUSR2 starts a hot
+    /// restart.
     #[command(after_help = examples![
         "sluicegate run",
         "sluicegate run --config gateway.toml",
         "SLUICEGATE_CONFIG=gateway.toml sluicegate run",
     ])]
     Run,
-    /// Validate the configuration: print errors, warnings and the maximum that each limit admits
+    /// Validate the configuration: print errors, warnings and the maximum cost that each limit admits
     ///
     /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, the exit code is 1 if there
     /// are warnings.
@@ -239,7 +240,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // If the reader of standard output closes the pipe, as `head` does, the command has succeeded.
+            // Exit with code 0 if the reader of standard output closes the pipe, as `head` does.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },
@@ -263,7 +264,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,
                 None => {
-                    // SLUICEGATE_ADMIN_TOKEN takes precedence over `admin.token` of the file. An unset variable in
+                    // If SLUICEGATE_ADMIN_TOKEN is set, the command does not use `admin.token`. An unset variable in
                     // `admin.token` is then only a warning.
                     let needed = match admin::client::token_from_env() {
                         Some(_) => &["admin.address"][..],

@@ -1,7 +1,7 @@
 //! The types of the configuration files. They contain the values as written in the files, before validation.
 //!
-//! Every value keeps its span (its byte range in the file), so that errors of later steps can point to it. The doc
-//! comments of the keys are user documentation: `make reference` copies them into the JSON Schema and the tables of
+//! Every value keeps its span (its byte range in the file), so that validation errors can point to it. The doc comments
+//! of the keys are user documentation: `make reference` copies them into the JSON Schema and the tables of
 //! `docs/reference/configuration.md`.
 
 pub mod diff;
@@ -30,8 +30,9 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
-    /// Patterns of files to include, such as `["routes/*.toml"]`. The `[[route]]`, `[limit.NAME]`, `[upstream.NAME]`
-    /// and `[auth.NAME]` tables of these files are added to this configuration.
+    /// Files to include: paths or patterns relative to the directory of this file, such as `["routes/*.toml"]`. The
+    /// `[[route]]`, `[limit.NAME]`, `[upstream.NAME]` and `[auth.NAME]` tables of these files are added to this
+    /// configuration.
     pub include: Vec<Text>,
     /// Worker threads, limits on client connections and requests, and shutdown.
     pub server: Server,
@@ -51,18 +52,18 @@ pub struct Config {
     /// Authentication providers by name: API keys, bearer tokens, client certificates, passwords, or authentication
     /// servers. Routes refer to providers by name in `require` and `identify`.
     pub auth: BTreeMap<String, Spanned<Auth>>,
-    /// Source of the tier of a request. The tier selects the quota of each limit with `tiers`.
+    /// Source of the tier of a request. In each limit that has `tiers`, the tier selects the quota.
     pub tiers: Tiers,
     /// Destinations of quota events by name: webhooks and Redis streams. Limits refer to a destination by name in
     /// `notify`.
     pub notify: BTreeMap<String, Spanned<Notify>>,
-    /// Limits by name: identity, quota and algorithm. Each identity has one bucket per limit. All routes that use the
-    /// limit share this bucket.
+    /// Limits by name: identity, quota and algorithm. A limit has a separate state (such as a token bucket) for each
+    /// identity. All routes that use the limit share these states.
     pub limit: BTreeMap<String, Spanned<Limit>>,
     /// Upstreams by name: servers, protocol, load balancing and timeouts.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
-    /// Routes: conditions on the request, the upstream, and the limits. If several routes match, the most specific
-    /// route wins. The order in the file does not matter.
+    /// Routes: the requests that the route matches, their upstream, and their limits. If several routes match, the most
+    /// specific route wins. The order in the file does not matter.
     pub route: Vec<Spanned<Route>>,
 }
 
@@ -73,21 +74,24 @@ pub struct Server {
     /// Number of worker threads. 0 = one per CPU core.
     #[schemars(range(min = 0, max = 1024), extend("default" = 0))]
     pub workers: Option<Spanned<i64>>,
-    /// `"per-core"`: each worker serves its own connections. `"work-stealing"`: all workers share one runtime, which
-    /// balances tasks between them.
+    /// `"per-core"`: each worker serves its own connections. `"work-stealing"`: all workers share one tokio runtime, in
+    /// which idle workers take over tasks from busy workers.
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
     /// Time after SIGTERM or Ctrl-C during which the gateway still accepts connections and serves requests. Meanwhile,
-    /// `/readyz` returns 503, so that load balancers stop choosing the gateway. Then `drain_timeout` begins. A second
-    /// signal ends this time early. A hot restart skips it. `"0s"` = drain at once.
+    /// `/readyz` returns 503, so that load balancers stop sending requests to the gateway. After this time,
+    /// `drain_timeout` begins. A second signal ends this time early. A hot restart skips this time. `"0s"` = drain at
+    /// once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub accept_grace: Option<Text>,
-    /// Maximum time at shutdown, after `accept_grace`, to complete the requests in flight. When it expires, the gateway
-    /// exits with status 0. Another signal during this time ends the process at once.
+    /// Maximum time at shutdown, after `accept_grace`, to complete the requests in flight. When this time expires, the
+    /// gateway aborts the remaining requests and exits with status 0. Another signal during this time ends the process
+    /// at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
     /// Maximum number of client connections of all workers together. Excess connections wait in the kernel's listen
-    /// queue. Default: derived from the limit on open files.
+    /// queue. Default: about half of the hard limit on open files (`ulimit -Hn`), because a connection may need a
+    /// second file descriptor for the upstream.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
     /// Maximum number of connections per client network (`[client_ip]` defines the prefix lengths). Excess connections
@@ -99,30 +103,32 @@ pub struct Server {
     /// headers.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// Maximum idle time of a connection between two requests. This is also the idle timeout of upgraded connections
-    /// (`websocket`).
+    /// Maximum time for which a client connection stays open without a request. This is also the idle timeout of
+    /// upgraded connections (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
-    /// Maximum time without progress on a request or response body.
+    /// Maximum time without progress on a request or response body. If the client stops sending the request body, it
+    /// gets 408. If a response body stops, the gateway aborts the response ([timeouts of bodies](#timeouts-of-bodies)).
+    /// Does not apply while the upstream pauses a response of unknown length, such as server-sent events.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
     /// Minimum rate at which a client must send a request body, in bytes per second, after a grace period of 5s. A
-    /// slower client gets 408. Only the time in which the gateway waits for the client counts. Does not apply to gRPC.
-    /// 0B = no minimum.
+    /// slower client gets 408. Only the time in which the gateway waits for the client to send data counts. Does not
+    /// apply to gRPC. 0B = no minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
-    /// Maximum time for a request body, from the first wait for the client to the end of the body. If the body takes
-    /// longer, the client gets 408. Does not apply to gRPC. Default: no maximum.
+    /// Maximum time to receive a request body. It starts when the gateway first waits for the client to send data of
+    /// the body. If the body takes longer, the client gets 408. Does not apply to gRPC. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub body_timeout: Option<Text>,
-    /// Maximum `Content-Length` of a request body that the gateway buffers. The gateway reads the whole body after the
-    /// rate limit check and before it takes an upstream connection. Larger bodies and gRPC calls are streamed. 0B = no
-    /// buffering.
+    /// Maximum `Content-Length` of a request body that the gateway buffers. After the rate limit check, the gateway
+    /// reads the whole body, and only then takes an upstream connection. Larger bodies and gRPC calls are streamed. 0B
+    /// = no buffering.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
-    /// Maximum number of bytes that the process buffers in total, for slow HTTP/2 clients and for request bodies
-    /// (`request_buffer`). When this maximum is reached, each HTTP/2 response buffers only one chunk, and request
-    /// bodies are streamed.
+    /// Maximum number of bytes that the process buffers in total, for responses to slow HTTP/2 clients and for request
+    /// bodies (`request_buffer`). When this maximum is reached, each HTTP/2 response buffers only one chunk, and
+    /// request bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
     /// Maximum size of a JSON request body that the gateway reads. It reads a body to select a route (`match.json`), to
@@ -130,7 +136,7 @@ pub struct Server {
     /// (`cost.tools`). A larger body gets 413.
     #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
     pub inspect_body: Option<Text>,
-    /// Maximum total size of the headers of a request. Larger headers get 431. Must be at least 8KiB.
+    /// Maximum total size of the headers of a request. A request with larger headers gets 431. Must be at least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,
     /// Maximum number of headers in a request. If a header occurs several times, each occurrence counts. A request with
@@ -168,8 +174,9 @@ pub struct Listener {
     pub proxy_protocol: Option<Spanned<bool>>,
     /// Serve TLS 1.2 and 1.3. ALPN selects HTTP/2 or HTTP/1.1. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
-    /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
-    /// ([access rules](#access-rules)). Default: all networks.
+    /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. `file:` precedes the path of a
+    /// file with one network per line. All other clients get 403 ([access rules](#access-rules)). Default: all
+    /// networks.
     pub allow: Option<Vec<Text>>,
     /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
@@ -191,8 +198,8 @@ pub struct ListenerTls {
     pub names: Option<Vec<Text>>,
     /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has issued.
     pub client_ca: Option<Text>,
-    /// With `client_ca`. `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails
-    /// without a client certificate.
+    /// Whether clients must send a certificate. Requires `client_ca`. `"optional"`: clients may connect without a
+    /// certificate. `"required"`: the TLS handshake fails without a client certificate.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
 }
@@ -230,7 +237,7 @@ pub struct Acme {
     /// if systemd sets this variable, otherwise `certs/acme`.
     pub storage: Option<Text>,
     /// ACME challenge types in order of preference. After a failed attempt, the next attempt uses the next type.
-    /// Default: both types; without a plaintext listener, only `"tls-alpn-01"`.
+    /// Default: `"http-01"`, then `"tls-alpn-01"`. Without a plaintext listener, the default is only `"tls-alpn-01"`.
     #[schemars(schema_with = "schema::challenges")]
     pub challenges: Option<Vec<Text>>,
     /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`. Default: none.
@@ -256,9 +263,9 @@ pub struct Admin {
     /// is set.
     pub address: Option<Text>,
     /// Path of a Unix socket for the admin API, or `"off"`. The socket serves the same endpoints as `address`,
-    /// including changes. It needs no token, because its mode is 0600: only the gateway's user and root can connect.
-    /// `sluicegate reload` uses this socket. Default: `admin.sock` in `$RUNTIME_DIRECTORY` if systemd sets this
-    /// variable, otherwise no socket.
+    /// including the endpoints that change something. Clients need no token, because the mode of the socket is 0600:
+    /// only the gateway's user and root can connect. `sluicegate reload` uses this socket. Default: `admin.sock` in
+    /// `$RUNTIME_DIRECTORY` if systemd sets this variable, otherwise no socket.
     pub socket: Option<Text>,
     /// Token that clients must send as `Authorization: Bearer …`. Without a token, the admin API at `address` is
     /// read-only, and `address` must be a loopback address.
@@ -270,16 +277,16 @@ pub struct Admin {
 #[serde(default)]
 pub struct Log {
     /// Format of the process log and the access log. Default: `"text"` for a log that is written to a terminal,
-    /// `"json"` for a file, a pipe or syslog. Does not apply to `"journald"`, where each entry has the fields of the
-    /// record.
+    /// `"json"` for a file, a pipe or syslog. Does not apply to an access log with the destination `"journald"`: each
+    /// journal entry has the fields of the access log record.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Minimum level of records in the process log. The process log is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
     /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or the path of a file to append
-    /// to. Log rotation may rename the file at any time. The table form has more settings: `{ to = "syslog", facility =
-    /// "local1", sample = 0.1 }` ([access log](access-log.md)).
+    /// to. Log rotation may rename the file at any time: the gateway then opens a new file at the path. The table form
+    /// has more settings: `{ to = "syslog", facility = "local1", sample = 0.1 }` ([access log](access-log.md)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Spanned<AccessLog>>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
@@ -299,16 +306,16 @@ pub struct Store {
     /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional, but
     /// `cert` and `key` require each other. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
-    /// Maximum time for the rate limit check of a request, including the time in the queue. Deferred costs and refunds
-    /// use a second call, which also takes at most `timeout`. If a check times out while the store replies to other
-    /// checks, the request gets 503.
+    /// Maximum time for the rate limit check of a request, including the time for which the check is queued before it
+    /// is sent to the store. Deferred costs and refunds use a second call, which also takes at most `timeout`. If a
+    /// check times out while the store replies to other checks, the request gets 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
-    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the scripts. A request waits
-    /// for a connection for at most `timeout`.
+    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the Lua scripts. A request
+    /// waits for a connection for at most `timeout`.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub connect_timeout: Option<Text>,
-    /// Number of connections to the store per worker. Calls are pipelined.
+    /// Number of connections to the store per worker. Each connection pipelines calls.
     #[schemars(range(min = 1, max = 8), extend("default" = 1))]
     pub connections: Option<Spanned<i64>>,
     /// Prefix of every key in the store.
@@ -322,8 +329,9 @@ pub struct Store {
     /// which is 1/n of each limit for n gateways.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
-    /// Maximum number of cached denials, at most one per limit and identity. For up to 1 s, and never past its retry
-    /// time, the gateway repeats a cached denial without a call to Redis. 0 = no cache.
+    /// Maximum number of denials that the gateway caches, at most one per limit and identity. While a denial is cached,
+    /// the gateway denies further requests of the identity without a call to Redis. A denial is cached for at most 1 s,
+    /// and not longer than its retry time. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
     /// Maximum number of rate limit states in the memory of this process. There is one state for each limit and
@@ -385,8 +393,9 @@ pub struct Auth {
     /// api-key: consumers file, such as `"consumers.toml"`. The gateway reloads the file when it changes. `sluicegate
     /// key` edits the file. Consumer names must be unique across all consumers files.
     pub consumers: Option<Text>,
-    /// api-key, for routes with `identify`: how to handle requests without a key. `"reject"`: apply `on_missing` of the
-    /// limits by API key, which rejects with 401 by default. `"anonymous"`: use the client network as the identity.
+    /// api-key, for routes with `identify`: how to handle requests without a key. `"reject"`: apply the `on_missing` of
+    /// each limit by API key. By default, it rejects the request with 401. `"anonymous"`: use the client network as the
+    /// identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
     /// api-key, for routes with `identify`: how to handle unknown keys. `"reject"`: reject with 401. `"anonymous"`: use
@@ -396,12 +405,12 @@ pub struct Auth {
     /// jwt: file with a JWK Set (RFC 7517) that contains the issuer's public keys, such as `"certs/jwks.json"`. The
     /// gateway reloads the file when it changes.
     pub jwks_file: Option<Text>,
-    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`. Replaces `jwks_file`.
-    /// Requests with tokens get 503 until the first successful fetch. If a later fetch fails, the gateway keeps the
-    /// previous keys.
+    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`. Cannot be combined with
+    /// `jwks_file`. Requests with tokens get 503 until the first successful fetch. If a later fetch fails, the gateway
+    /// keeps the previous keys.
     pub jwks_url: Option<Text>,
-    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` triggers an
-    /// immediate fetch, at most once every 10s. From 1s to 1d.
+    /// jwt with `jwks_url`: time between two fetches, varied randomly by up to 10 %. A token with an unknown `kid`
+    /// triggers an immediate fetch, at most once every 10s. From 1s to 1d.
     #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
     pub refresh_interval: Option<Text>,
     /// jwt: required value of the claim `iss`. Default: any value. If there are several jwt providers, each of them
@@ -410,18 +419,19 @@ pub struct Auth {
     /// jwt: value that the claim `aud` must contain. If this key is not set, tokens with an `aud` claim are rejected,
     /// because they are meant for another audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. The claim must have one of the
-    /// values in a list. A nested list requires all of its values ([claims](#claims)). Tokens without these claims get
-    /// 403.
+    /// jwt: claims that a token must have, such as `{ scope = "write", role = ["admin", "editor"] }`. If the value is a
+    /// list, the claim must have one of its items. A nested list requires all of its values ([claims](#claims)). A
+    /// request whose token lacks a required claim gets 403.
     pub claims: Option<Spanned<BTreeMap<String, Spanned<ClaimValues>>>>,
     /// basic: users file in the format of Apache's `htpasswd`, with bcrypt (`htpasswd -B`) or apr1 (the default of
     /// `htpasswd`) hashes. The gateway reloads the file when it changes.
     pub users: Option<Text>,
     /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
-    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the
-    /// gateway sends it a GET request without a body. A 2xx status admits the client's request. With any other status,
-    /// the gateway sends the server's response to the client.
+    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each client request,
+    /// the gateway sends a GET request without a body to this URL. If the server responds with a 2xx status, the
+    /// gateway admits the client's request. If it responds with any other status, the gateway sends this response to
+    /// the client.
     pub url: Option<Text>,
     /// forward: request headers of the client that the gateway sends to the authentication server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
@@ -436,8 +446,8 @@ pub struct Auth {
     /// `"allow"`: admit the request, without the `response_headers`.
     #[schemars(extend("enum" = ["deny", "allow"], "default" = "deny"))]
     pub on_error: Option<Text>,
-    /// forward: cache the requests that the server admitted: `{ by = ["authorization", "cookie"], ttl = "10s" }`.
-    /// Default: no cache.
+    /// forward: cache admissions, so that the gateway does not call the server for each request: `{ by =
+    /// ["authorization", "cookie"], ttl = "10s" }`. Default: no cache.
     pub cache: Option<Spanned<AuthCache>>,
     /// forward and jwt, with an `https://` URL: PEM file of CA certificates that verify the server. Default: the trust
     /// roots of the system.
@@ -460,7 +470,7 @@ pub struct AuthCache {
     /// may shorten this time or forbid caching.
     #[schemars(schema_with = "schema::duration")]
     pub ttl: Option<Text>,
-    /// Maximum number of cached admissions. When it is reached, the least used admissions are evicted.
+    /// Maximum number of cached admissions. When this number is reached, the gateway evicts the least used admissions.
     #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
     pub max_entries: Option<Spanned<i64>>,
 }
@@ -496,7 +506,8 @@ pub struct Consumers {
 #[serde(default)]
 #[schemars(extend("required" = ["name"]))]
 pub struct Consumer {
-    /// Unique name of the consumer. It is the identity for all keys of the consumer.
+    /// Unique name of the consumer. All keys of the consumer have this name as their identity, so they share the
+    /// consumer's quotas.
     pub name: Option<Text>,
     /// Tier of the consumer. It selects the quota of each limit that has this tier in `tiers`. Default: no tier.
     pub tier: Option<Text>,

@@ -45,7 +45,8 @@ pub struct IdentitySpec {
     pub descriptors: Vec<Descriptor>,
     /// How to handle requests that lack a part of the identity.
     pub on_missing: OnMissing,
-    /// Whether to skip requests without a JSON-RPC message for this identity, regardless of `on_missing`.
+    /// Whether the limit does not apply to requests that have no tool or method in a JSON-RPC message. `on_missing` has
+    /// no effect on such requests.
     pub skips_other_messages: bool,
     /// HTTP methods to which the limit applies. An empty list means all methods.
     pub methods: Vec<Method>,
@@ -360,7 +361,7 @@ pub(super) enum IdentityPart<'a> {
     Missing(IdentityError),
 }
 
-/// Tags for the kinds of parts. Without them, the consumer `1` would have the same identity as a header with the value
+/// Tags for the kinds of parts. Without tags, the consumer `1` would have the same identity as a header with the value
 /// `1`.
 pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
@@ -440,7 +441,7 @@ impl Descriptor {
     /// The value is ambiguous or malformed.
     pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
-        // Reject several values for one name: the upstream could use a different one than the gateway.
+        // Reject several values for one name, because the upstream could use a different value than the gateway.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
             0 => Ok(missing()),
             1 if values[0].is_empty() => Ok(missing()),
@@ -490,7 +491,7 @@ impl Descriptor {
                             }
                             values.push(cookie_value(value));
                         }
-                        // This is a cookie with a longer name that starts with the same characters.
+                        // The name of this cookie is longer, and only starts with the wanted name.
                         _ => {}
                     }
                 }

@@ -55,7 +55,8 @@ use crate::limiter::store::{DecidedBy, RedisStore, Store};
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 use crate::limiter::wait_queue::WaitQueues;
 
-/// A rate limiter. In the gateway, each worker has its own limiter. A service that embeds the library creates one.
+/// A rate limiter. In the gateway, each worker has its own limiter. A service that embeds the library creates one
+/// limiter for the process.
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
@@ -69,15 +70,17 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Create a limiter that counts in the memory of this process. It keeps at most about `max_states` states, one for
-    /// each pair of a limit and an identity. Create one limiter per process and share it in an [`Arc`].
+    /// Create a limiter that counts requests in the memory of this process. The limiter keeps at most about
+    /// `max_states` states, one for each pair of a limit and an identity. Create one limiter per process and share it
+    /// in an [`Arc`].
     pub fn in_memory(max_states: usize) -> Self {
         Limiter::standalone(Store::Memory(Arc::new(MemoryStore::new(max_states, Clock::Store))), None)
     }
 
-    /// Create a limiter that counts in Redis. Limiters with the same server, key prefix, limit names and identity
-    /// secret share their counts. Call this function on the tokio runtime that checks requests, because connections
-    /// belong to this runtime. Create one limiter per process and share it in an [`Arc`].
+    /// Create a limiter that counts requests in Redis. Limiters with the same server, key prefix, limit names and
+    /// secret for hashing identities share their counts. Call this function on the tokio runtime that later calls
+    /// [`Limiter::check`], because the Redis connections belong to this runtime. Create one limiter per process and
+    /// share it in an [`Arc`].
     ///
     /// The function waits for the first connection for at most `settings.connect_timeout`. An unreachable Redis is not
     /// an error: each limit then follows its [`OnStoreError`] until Redis is available. In this process, the limiter
@@ -92,16 +95,16 @@ impl Limiter {
 
     /// Create a limiter that shares nothing with another limiter of this process.
     fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
-        // The secret can be empty: the lookup by name finds no limit, so there are no overrides, and nothing is hashed
-        // with the secret.
+        // Only overrides use this secret. This limiter has no overrides, because the lookup of a limit by name always
+        // returns `None`, so the secret can be empty.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
         let shared = (Arc::default(), Arc::default());
         Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
     }
 
-    /// Create a limiter over a store. All limiters of the process share `denials`, `prefetch_pool`, `wait_queues`,
-    /// `overrides` and `events`. Permit ids start at `first_permit_id`. Two limiters of one store must not use the same
-    /// permit ids.
+    /// Create a limiter that uses `store`. All limiters of the process share `denials`, `prefetch_pool`, `wait_queues`,
+    /// `overrides` and `events`. Permit ids start at `first_permit_id`. Two limiters that use the same store must not
+    /// use the same permit ids.
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
@@ -120,20 +123,20 @@ impl Limiter {
         Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
     }
 
-    /// Perform all checks of a request at one instant: charge all limits of the request or none. `checks` must be in
+    /// Perform all checks of a request together: charge all limits of the request or none. `checks` must be in
     /// ascending order of `limit_index`. A denied request is queued and checked again if every limit that denies it has
-    /// a queue policy and a retry time within its `max_wait`. It waits in the queue of the request's first limit with a
+    /// a queue policy and a retry time within its `max_wait`. The request waits in the queue of its first limit with a
     /// queue policy.
     ///
     /// # Errors
     /// Shadow limits cause no errors. An enforced limit causes an error in these cases:
     /// - The store is in an outage, and the limit fails closed (`on_store_error = "deny"`).
-    /// - The check is late because of overload, or the stored state is corrupt. Neither case is an outage, so
-    ///   `on_store_error` does not apply.
+    /// - The check could not be performed in time because of overload, or the stored state is corrupt. Neither case is
+    ///   an outage, so `on_store_error` does not apply.
     /// - The memory store has no room for the identity, and the limit's `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
-            // Box the future, because only the few requests that are queued need its memory.
+            // Box this future, because requests without a queue policy do not need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
             None => self.check_now(checks).await,
         }
@@ -172,7 +175,7 @@ impl Limiter {
             return denial();
         };
         let max_wait = queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at));
-        // Stay first in the queue until the decision, so that later requests wait.
+        // Hold `_head` until the decision: this request stays first in the queue, so that later requests wait.
         let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
             let decision = self.check_now(checks).await?;
@@ -192,8 +195,8 @@ impl Limiter {
         let singleflight_group =
             self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
-        // Use prefetched tokens before cached denials: the store may have denied only because this process has
-        // prefetched the tokens.
+        // Try prefetched tokens before cached denials: the store may have denied an earlier request only because this
+        // process had prefetched the tokens.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
             return Ok(decision);
         }
@@ -201,8 +204,8 @@ impl Limiter {
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
             first_permit_id = self.allocate_permit_ids(checks);
-            // Soon after an outage, the local share must grant the permits as well, because the store may not know all
-            // permits of other gateways yet.
+            // Within `PERMIT_RECOVERY_TIME` after an outage, the store may not know all permits of other gateways. The
+            // local share and the store must then both grant the permits.
             let is_recovering = self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME);
             if is_recovering && let Some(denial) = self.local_permit_denial(checks, first_permit_id) {
                 return Ok(denial);
@@ -215,7 +218,7 @@ impl Limiter {
         let result = match singleflight_group {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
                 let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
-                // Box the future, because requests that the denial cache rejects never need its memory.
+                // Box this future, because requests that the denial cache rejects do not need its memory.
                 Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
             _ => {
@@ -230,7 +233,8 @@ impl Limiter {
             return self.check_with_room(checks, full_limits, first_permit_id);
         }
         let granted = result.as_ref().is_ok_and(|verdict| verdict.granted > 0);
-        // After a denial, try the prefetched tokens again: another worker may have prefetched them during the call.
+        // After a denial or an error, try prefetched tokens again: another worker may have prefetched some during the
+        // call.
         if !granted && let Some(decision) = prefetched() {
             return Ok(decision);
         }
@@ -247,7 +251,7 @@ impl Limiter {
                     return Err(StoreUnavailable(error));
                 };
                 // Discard the permits if the store certainly did not execute the call. After any other error, the store
-                // may have granted the permits, so dropping the value releases them.
+                // may have granted the permits. Dropping `permits` then releases them in the store.
                 if let Some(permits) = permits.take()
                     && error.is_not_executed()
                 {
@@ -335,8 +339,8 @@ impl Limiter {
             let hit = denials.get(check.key().local_hash(), check.variant.id, check.required());
             hit.filter(|_| check.is_cacheable())
         };
-        // Read each entry only once, because an entry may expire between two reads, and the decision needs at least one
-        // denial.
+        // Read each cache entry only once, because an entry may expire between two reads. The decision must contain at
+        // least one denial.
         let (first_index, first_hit) =
             checks.iter().enumerate().find_map(|(index, check)| Some((index, cached(check)?)))?;
         let outcomes = checks.iter().enumerate().map(|(index, check)| {
@@ -349,7 +353,7 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        // Queue no quota events for a cached denial: they were queued with the original denial.
+        // Queue no quota events for a cached denial: its events were queued when the store denied the first request.
         Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
@@ -383,8 +387,8 @@ impl Limiter {
     }
 
     /// Attach the deferred charges of an admitted request to its decision. `charged_at` is set only for prefetched
-    /// tokens: the time of their charge, in µs since the Unix epoch. If several servers decided, `decided_at_us`
-    /// contains the time of each check. Otherwise it is empty.
+    /// tokens: the time of their charge, in µs since the Unix epoch. If several Redis servers decided, `decided_at_us`
+    /// contains the time of each check. Otherwise `decided_at_us` is empty.
     fn attach_deferred_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
@@ -434,15 +438,16 @@ pub fn random_permit_id() -> u64 {
 }
 
 /// Time after an outage during which the store may not know all concurrency permits of other gateways. The other
-/// gateways register their permits when a probe shows that the store is available: after at most one probe delay
-/// (1.1 s) and one timeout. During this time, the local share of this gateway applies in addition.
+/// gateways register their permits when a probe shows that the store is available: after at most one probe delay (1.1
+/// s) and one store timeout. During this time, the local share of this gateway must also grant each permit.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 /// The outcome of a limit that does not deny the request.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// Keep the permits that the `counted` checks of an admitted request were granted. A shadow limit that denied granted
-/// no permit. A renewal would add this permit and exceed the limit.
+/// Keep the permits that the `counted` checks of an admitted request were granted. Discard the permit of a shadow limit
+/// that would have denied the request. The limit did not grant this permit, and a renewal would add it beyond the
+/// limit.
 fn hold_permits<'c>(
     permits: ConcurrencyPermits,
     counted: &(impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone),
@@ -455,15 +460,15 @@ fn hold_permits<'c>(
 }
 
 /// Return the maximum number of queued requests: `max_queue`, or the number of requests that can be admitted within
-/// `max_wait` if it is smaller. Further requests would time out. The result is at least 1: a request joins an empty
-/// queue only if its retry time is within `max_wait`.
+/// `max_wait` if this number is smaller. More requests would time out. The result is at least 1: a request joins an
+/// empty queue only if its retry time is within `max_wait`.
 fn max_queue_length(queued_check: &LimitCheck<'_, '_>, queue_policy: QueuePolicy) -> usize {
     let max_admitted = queued_check.variant.max_admitted_in(queue_policy.max_wait) / queued_check.cost.max(1);
     queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1))
 }
 
 /// Return the denial of a request that found the wait queue of `queued_check` full, or timed out in it. The retry time
-/// is `max_wait`: by then, all requests in the queue have left it.
+/// is `max_wait`: within this time, every request that is in the queue is admitted or times out.
 fn queue_denial<'a>(
     checks: &[LimitCheck<'a, '_>],
     queued_check: &LimitCheck<'a, '_>,
@@ -524,7 +529,8 @@ mod tests {
         let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
         assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
         assert_eq!(denied.shadow_denied.len(), 1);
-        // The clock of tokio is paused, so it advances from timer to timer, past the first renewal of the permits.
+        // The test pauses tokio's clock. This `sleep` advances the clock from timer to timer, past the first renewal of
+        // the permits.
         sleep(ttl / 2).await;
         let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
         let (check, larger) = (shadow_check(0), rule(10));

@@ -52,8 +52,8 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// Maximum time at shutdown to release permits, refund prefetched tokens and charge deferred costs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whether the warning about an untrusted peer was logged. It is logged only once per process, because such peers could
-/// fill the log.
+/// Whether the warning about an untrusted peer was logged. The warning is logged only once per process, because
+/// untrusted peers could otherwise fill the log.
 static UNTRUSTED_PROXY_LOGGED: Once = Once::new();
 
 /// Minimum interval between log messages about `max_connections`.
@@ -87,8 +87,9 @@ impl Server {
         Server { gateway, drain, force_close, tasks, connection_limits, metrics }
     }
 
-    /// Serve the connections of each socket until draining starts. The index of a socket is the index of its listener.
-    /// Then wait until all connections are closed, at most `drain_timeout`, and close the remaining connections.
+    /// Serve the connections of each socket until draining starts. Then wait until all connections are closed, at most
+    /// for `drain_timeout`, and close the remaining connections. `sockets` contains each socket with the index of its
+    /// listener.
     pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
         let accept = |(listener_index, socket)| tokio::spawn(self.clone().accept(socket, listener_index));
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
@@ -148,7 +149,8 @@ impl Server {
         }
     }
 
-    /// Serve a connection once `max_connections` permits it. Until then, further connections wait in the accept queue.
+    /// Serve a connection once `max_connections` permits it. While this connection waits for its permit, further
+    /// connections wait in the accept queue.
     async fn spawn_connection(&self, stream: TcpStream, address: SocketAddr, listener_index: usize) {
         // Acquire the permit after the accept, so that the worker holds no permit while it waits for a connection.
         let permit = tokio::select! {
@@ -164,8 +166,8 @@ impl Server {
             let (force_close, mut waker) = (server.force_close.clone(), SelectiveWaker::new());
             let (mut force_closed, mut connection) =
                 (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
-            // Do not use `CancellationToken::run_until_cancelled`, which would reserve space for the future twice and
-            // poll the token at every wakeup.
+            // Do not use `CancellationToken::run_until_cancelled`, which would reserve space for the future twice, and
+            // would poll the token at every wakeup of the task.
             let closed = poll_fn(|cx| {
                 let is_force_closed =
                     waker.take_context(cx).is_some_and(|mut cx| force_closed.as_mut().poll(&mut cx).is_ready());
@@ -183,7 +185,7 @@ impl Server {
         address: SocketAddr,
         listener_index: usize,
     ) -> Result<(), BoxError> {
-        // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which are written in one piece.
+        // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which the gateway writes in one piece.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let config = gateway.config();
@@ -221,7 +223,7 @@ impl Server {
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
-        // Release the configuration snapshot, because the connection may outlive it.
+        // Release the configuration snapshot, because the connection may last longer than this configuration.
         drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
@@ -259,8 +261,8 @@ impl Server {
                         return Err(elapsed.into());
                     }
                 };
-                // Close the connection, because a CA that validates a name sends nothing after the handshake (RFC 8737
-                // §3).
+                // `None` means that a CA has validated a name. Close the connection, because the CA sends nothing after
+                // the handshake (RFC 8737 §3).
                 let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
                 drop(client_hello);
                 let session = stream.get_ref().1;
@@ -358,7 +360,7 @@ impl Server {
                     peer.set_connection(&connection);
                 }
                 ProxySource::Local => {}
-                // The proxy is trusted, but forwarding headers are not, because they come from the unknown client.
+                // Trust the proxy, but do not trust the forwarding headers, because they come from the unknown client.
                 ProxySource::Unknown => peer.distrust(),
             }
         }
@@ -369,7 +371,8 @@ impl Server {
 // === Connection limits: for all connections together, for each client network, and for connections in lingering close
 // ===
 
-/// Maximum number of connections in lingering close at the same time. Further connections are closed at once.
+/// Maximum number of connections in lingering close at the same time. Above this number, connections are closed without
+/// lingering.
 const MAX_LINGERING: usize = 1024;
 
 /// The numbers of open connections of all workers, and their limits.
@@ -380,25 +383,27 @@ pub struct ConnectionLimits {
     /// Number of open connections of each listener.
     open_by_listener: Box<[AtomicUsize]>,
     lingering_permits: Arc<Semaphore>,
-    /// Number of open connections of each client network. Only networks with open connections have an entry. The map
-    /// uses the hasher of std, whose random key prevents collision attacks by clients, which choose the keys.
+    /// Number of open connections of each client network. Only networks with open connections have an entry. Clients
+    /// can choose the keys of the map (their addresses), so the map uses the hasher of std, whose random seed prevents
+    /// collision attacks.
     counts_by_network: Mutex<HashMap<IpAddr, usize>>,
     max_per_ip: AtomicUsize,
     /// Memory budget for the buffers of all connections.
     buffer_budget: Arc<BufferBudget>,
-    /// Number of accepted connections so far, and number of connections that `max_connections_per_ip` rejected.
+    /// Total number of connections that acquired a permit, and total number of connections that
+    /// `max_connections_per_ip` rejected.
     counter: Counter<2>,
 }
 
 #[derive(Debug)]
 struct Capacity {
     max: usize,
-    /// Number of open connections above `max` after a reload has lowered `max`. As many connections must end before a
-    /// permit becomes available.
+    /// Number of open connections above `max` after a reload has lowered `max`. This number of connections must end
+    /// before a permit becomes available.
     excess: usize,
 }
 
-/// Permit of a connection that counts against `max_connections`. Dropping the permit releases it.
+/// Permit of a connection. The connection counts against `max_connections` until the permit is dropped.
 #[derive(Debug)]
 struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
@@ -406,7 +411,7 @@ struct ConnectionPermit {
     listener_index: usize,
 }
 
-/// Permit of a connection that counts against `max_connections_per_ip`. Dropping the permit releases it.
+/// Permit of a connection. The connection counts against `max_connections_per_ip` until the permit is dropped.
 #[derive(Debug)]
 struct PerIpPermit {
     limits: Arc<ConnectionLimits>,
@@ -414,7 +419,7 @@ struct PerIpPermit {
 }
 
 impl ConnectionLimits {
-    /// Create the limits for a number of listeners, without connections.
+    /// Create the limits, without open connections. `listeners` is the number of listeners.
     pub fn new(settings: &ServerSettings, listeners: usize) -> Self {
         ConnectionLimits {
             permits: Arc::new(Semaphore::new(settings.max_connections)),
@@ -465,7 +470,8 @@ impl ConnectionLimits {
         self.open_by_listener.iter().map(|open| open.load(Ordering::Relaxed))
     }
 
-    /// Return the number of accepted connections so far, and the number that `max_connections_per_ip` rejected.
+    /// Return the total number of connections that acquired a permit, and the total number of connections that
+    /// `max_connections_per_ip` rejected.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }
@@ -485,7 +491,7 @@ impl ConnectionLimits {
         self.lingering_permits.clone().try_acquire_owned().ok()
     }
 
-    /// Return whether connections per network are limited.
+    /// Return whether the number of connections per client network is limited.
     fn has_per_ip_limit(&self) -> bool {
         self.max_per_ip.load(Ordering::Relaxed) > 0
     }

@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     match cli::execute(&Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            // If standard error is closed, the error is only reported by the exit code.
+            // If standard error is closed, only the exit code reports the error.
             let _ = writeln!(stderr(), "sluicegate: {error}");
             ExitCode::FAILURE
         }

@@ -86,8 +86,8 @@ impl Gateway {
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
-    /// Apply another configuration from the next request on. Metrics and upstream connections of routes, limits and
-    /// upstreams that exist in both configurations are carried over.
+    /// Replace the configuration. The new configuration applies from the next request on. Metrics and upstream
+    /// connections of routes, limits and upstreams that exist in both configurations are carried over.
     pub fn apply_config(&self, config: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
             ConfigSnapshot::carry_over(&self.snapshot.load(), config, clusters, &self.request_metrics, self.worker);
@@ -116,7 +116,7 @@ impl Gateway {
     }
 
     /// Handle a request and return its response. `flow` is the HTTP/1.x connection or HTTP/2 stream of the request.
-    /// Dropping the future cancels everything that it waits for.
+    /// Dropping the future cancels all operations that the future waits for.
     pub async fn handle(
         &self,
         mut request: Box<Request<RequestBody>>,
@@ -124,8 +124,8 @@ impl Gateway {
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        // Check again whether the peer is trusted, because the trusted proxies may have changed since the connection
-        // was accepted.
+        // Check again whether the peer is trusted, because a reload may have changed the trusted proxies since the
+        // connection was accepted.
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let config = &snapshot.config;
@@ -297,8 +297,8 @@ impl Gateway {
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
         }
-        // Apply the header rules after the settlement, which reads response headers that the rules may remove, and
-        // before the rate limit headers are appended.
+        // Apply the header rules after the settlement, which reads response headers that the rules may remove. Append
+        // the RateLimit headers afterwards, so that the rules do not change the RateLimit headers.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         append_ratelimit_headers(response.headers_mut(), &route.rate_limits, &decision);
         // The concurrency permits of the request are released when the response body ends.
@@ -307,8 +307,8 @@ impl Gateway {
     }
 }
 
-/// Return the index of the authentication provider that has to wait, for example for a server, before it can verify the
-/// credentials.
+/// Return the index of the authentication provider that has to wait, for example for an authentication server, before
+/// it can verify the credentials.
 fn pending_provider(authenticated: &Result<(), Rejection<'_>>) -> Option<usize> {
     match authenticated {
         Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), .. })) => Some(*index),
@@ -317,8 +317,8 @@ fn pending_provider(authenticated: &Result<(), Rejection<'_>>) -> Option<usize> 
 }
 
 /// Return the response to an HTTP-01 challenge, by which a CA validates a DNS name (RFC 8555 §8.3). The challenge takes
-/// precedence over routes, redirects and access rules. Requests with unknown tokens are routed, because the CA may be
-/// validating the order of another ACME client.
+/// precedence over routes, redirects and access rules. A request with an unknown token is routed like any other
+/// request, because the CA may be validating the order of another ACME client.
 fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Response<Body>> {
     let token = request.uri().path().strip_prefix(HTTP_CHALLENGE_PATH)?;
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
@@ -331,12 +331,12 @@ fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Res
     Some(response)
 }
 
-/// A request admitted by its limits.
+/// A request that all its limits have admitted.
 struct AdmittedRequest<'a> {
     route: &'a Route,
-    /// The decision about the limits of the request, with permits and deferred charges.
+    /// The decision on the limits of the request, with permits and deferred charges.
     decision: Decision<'a>,
-    /// Path to forward, if it differs from the received path.
+    /// Path to forward, if this path differs from the received path.
     forwarded_path: Option<String>,
     /// Path and query after the route's rewrite, if the route has one. If set, it replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
@@ -367,7 +367,8 @@ impl ConfigSnapshot {
         ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
-    /// Create the snapshot that replaces `previous`, and take over its connections to upstreams that still exist.
+    /// Create the snapshot that replaces `previous`. Take over the connections of `previous` to upstreams that still
+    /// exist.
     pub(crate) fn carry_over(
         previous: &ConfigSnapshot,
         config: Arc<CompiledConfig>,
@@ -394,7 +395,7 @@ impl ConfigSnapshot {
 /// Maximum length in bytes of a target that `http::Uri` supports.
 const MAX_URI_BYTES: usize = 65_534;
 
-/// Return the rejection of a request that no route matches, or whose body prevents routing.
+/// Return the rejection of a request that no route matches, or for which the body does not determine one route.
 pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
     match error {
         NoMatch::NotFound => Rejection::NoRoute,
@@ -408,7 +409,7 @@ pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
 /// Host and path of a request in the form that routes match.
 #[derive(Debug)]
 pub struct RequestTarget<'a> {
-    /// Host in lower case without port; empty if the request has none.
+    /// Host in lower case without port. Empty if the request has no host.
     pub host: Cow<'a, str>,
     /// Path of the request in canonical form.
     pub path: Cow<'a, str>,
@@ -420,7 +421,7 @@ impl<'a> RequestTarget<'a> {
     /// Parse and check the target of a request.
     ///
     /// # Errors
-    /// The target, the method, the headers or the transfer coding is not acceptable.
+    /// The gateway does not accept the target, the method, the number of headers or the transfer coding.
     pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
         // Check the transfer coding first: its rejection closes the connection, because the following bytes may not be
@@ -433,7 +434,7 @@ impl<'a> RequestTarget<'a> {
         if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
             return Err(Rejection::MethodNotImplemented);
         }
-        // Some servers treat `post` as POST, but the routes and limits for POST would not match it.
+        // Some servers treat `post` as POST, but the routes and limits for POST would not match `post`.
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
@@ -458,7 +459,7 @@ impl<'a> RequestTarget<'a> {
             None
         };
         let target = RequestTarget { host, path, forwarded_path };
-        // Check the length again, because percent-encoding may make the target longer than the received one.
+        // Check the length again, because percent-encoding may make the target longer than the received target.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
@@ -497,8 +498,8 @@ impl<'a> RequestTarget<'a> {
     /// Return the route of the request. `listener` is the index of the listener.
     ///
     /// # Errors
-    /// No route matches the request, or only routes with other methods match. The error also occurs if the route
-    /// depends on the body.
+    /// No route matches the request, or only routes with other methods match. The error also occurs if the choice of
+    /// the route depends on a body that was not read.
     pub fn find_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
@@ -511,7 +512,8 @@ impl<'a> RequestTarget<'a> {
     }
 
     /// Return the route of a CORS preflight: the route for the requested method, if this route has a CORS policy.
-    /// Return `None` if the request is not a preflight, or if the upstream answers it.
+    /// Return `None` if the request is not a preflight, or if the route has no CORS policy, so that the upstream
+    /// answers the preflight.
     pub fn find_preflight_route<'r, B>(
         &self,
         config: &'r CompiledConfig,

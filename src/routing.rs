@@ -110,7 +110,7 @@ struct Node<T> {
 #[derive(Debug)]
 struct RouteEntry<T> {
     methods: Vec<Method>,
-    /// `None` if the route has no listeners and no conditions, so that lookups need only one comparison.
+    /// `None` if the route has no listeners and no conditions. A lookup then compares only the method.
     requirements: Option<Box<Requirements>>,
     is_catch_all: bool,
     target: T,
@@ -287,8 +287,8 @@ struct Search<'a> {
     /// The path without its leading slash.
     segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
-    /// Set if an undecided route was found. It would precede all later matches, but whether it matches depends on the
-    /// body.
+    /// Set if a route was found whose match depends on the body. If this route matches, it precedes all routes that the
+    /// search would find later.
     undecided: Option<NoMatch>,
 }
 
@@ -300,8 +300,8 @@ impl Search<'_> {
         found.map(|entry| &entry.target)
     }
 
-    /// Return the best match, including regular expressions. They rank below all paths except catch-all paths. `found`
-    /// is the best match in the tree.
+    /// Return the best match, including regular expressions. Regular expressions rank below path patterns without a
+    /// catch-all parameter, and above path patterns with one. `found` is the best match in the tree.
     #[cold]
     fn match_expressions<'t, T>(
         &mut self,
@@ -671,8 +671,8 @@ mod tests {
         ] {
             assert_eq!(find(&table, host, path), Some(expected), "{host}{path}");
         }
-        // A regular expression does not affect the choice between the other routes.
-        assert_eq!(find(&table, "h", "/posts"), Some(0), "another method");
+        // A regular expression whose route does not match has no effect on the other routes.
+        assert_eq!(find(&table, "h", "/posts"), Some(0), "the regular expression has another method");
         let allowed = table.find(&request("a.test", "/posts", &Method::POST, &HeaderMap::new()));
         assert_eq!(allowed, Ok(&8));
         let alone = self::table(vec![pattern("", "(/posts?)", &["POST"], &[])]);

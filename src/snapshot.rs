@@ -88,12 +88,13 @@ pub struct CompiledConfig {
     pub hasher: IdentityHasher,
     /// The values to read from request bodies, for routes and limits.
     pub body_inspection: BodyInspection,
-    /// Headers that must be protected. These are headers that only trusted proxies may set, in addition to the
-    /// `X-Forwarded-*` headers, and headers that identities and routes use.
+    /// Headers that clients must not remove through `Connection` or send under an alias. Only trusted proxies may set
+    /// some of these headers, in addition to the `X-Forwarded-*` headers. The gateway reads the other headers from any
+    /// client, for identities, authentication and routing.
     pub protected_headers: ProtectedHeaders,
     /// Upstreams. Routes refer to them by index.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
-    /// Whether the gateway sends PROXY protocol headers to an upstream.
+    /// Whether the gateway sends PROXY protocol headers to at least one upstream.
     pub sends_proxy_headers: bool,
     /// TLS settings of the upstreams that have servers with `https://` URLs.
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
@@ -184,8 +185,9 @@ impl CompiledConfig {
         CompiledConfig::load_with_source(path, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
-    /// Load a configuration as [`CompiledConfig::load`] does. Also return the parsed file with all warnings. With
-    /// [`UnsetVariables::WarnExcept`], parts of the configuration that refer to unset variables may be missing.
+    /// Load a configuration as [`CompiledConfig::load`] does. Also return the parsed file with all warnings. With a
+    /// `policy` other than [`UnsetVariables::Error`], parts of the configuration that refer to unset variables may be
+    /// missing.
     ///
     /// # Errors
     /// See [`CompiledConfig::load`].
@@ -215,7 +217,7 @@ impl CompiledConfig {
         let mut reader = Validator::new(&mut file, environment);
         let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
-        // There are no errors, so no part of the configuration is missing.
+        // There are no errors, so only parts that refer to unset variables can be missing.
         Ok((config, file))
     }
 
@@ -234,8 +236,8 @@ impl CompiledConfig {
         listeners::address_conflicts(&self.listeners)
     }
 
-    /// Return keyed digests of the values that a reload cannot change, by key. Digests are compared instead of values,
-    /// because some values are secret.
+    /// Return keyed digests of the values that a reload cannot change, by key. The admin API compares digests instead
+    /// of values, because some values are secret.
     pub fn restart_only_digests(&self, salt: &str) -> BTreeMap<String, String> {
         self.restart_only_keys.digests(salt)
     }

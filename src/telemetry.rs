@@ -1,4 +1,4 @@
-//! Telemetry: the process log, the access log, the text of `/metrics`, and traces. This module does not depend on the
+//! Telemetry: the process log, the access log, the output of `/metrics`, and traces. This module does not depend on the
 //! types of the limiter.
 
 pub mod access_log;

@@ -61,7 +61,7 @@ pub enum TlsError {
     /// The system has no CA certificates.
     #[error("the system has no CA certificates")]
     NoSystemRoots,
-    /// rustls rejects the trust roots that verify client certificates.
+    /// rustls rejects the CA certificates for the verification of client certificates.
     #[error("the CA certificates cannot be used: {0}")]
     InvalidTrustRoots(#[from] VerifierBuilderError),
     /// rustls rejects the TLS configuration.
@@ -110,7 +110,8 @@ enum SniResolver {
     /// Select the first certificate that is valid for the server name. If no certificate matches, or if the client
     /// sends no server name, use the first certificate.
     Files(Vec<ArcSwap<Certificate>>),
-    /// Select the managed certificate for the server name, if it is one of these names.
+    /// Select the managed certificate for the server name; see [`ManagedCertificates::resolve`]. The names are those of
+    /// the listener.
     Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
 }
 
@@ -383,7 +384,7 @@ pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";
 /// Common name of the self-signed certificate that is served until the CA has issued the first certificate.
 const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 
-/// The managed certificates of all names, and the pending ACME challenges. A reload of the configuration keeps them.
+/// The managed certificates of all names, and the pending ACME challenges. A configuration reload keeps both.
 #[derive(Debug)]
 pub struct ManagedCertificates {
     /// The state of each name. The keys are server names in lower case.
@@ -395,7 +396,7 @@ pub struct ManagedCertificates {
     renewal_requests: Mutex<BTreeSet<Box<str>>>,
     /// Notified when an administrator requests a renewal.
     wake: Notify,
-    /// Number of obtained certificates, and number of failed attempts.
+    /// Number of obtained certificates, and number of failed attempts to obtain a certificate.
     results: [AtomicU64; 2],
 }
 
@@ -408,7 +409,7 @@ pub struct ManagedCertificate {
     pub next_order_s: Option<u64>,
     /// Number of failed attempts to obtain the certificate since the last success.
     pub failures: u32,
-    /// The reason why the last attempt to obtain the certificate failed. `None` if it succeeded.
+    /// The reason why the last attempt to obtain the certificate failed. `None` if the last attempt succeeded.
     pub last_error: Option<Box<str>>,
 }
 
@@ -458,8 +459,8 @@ impl Challenge {
     }
 }
 
-/// Return the TLS configuration for connections with which the CA validates `name`. It requests no client certificate
-/// and resumes no session.
+/// Return the TLS configuration for connections with which the CA validates `name`. This TLS configuration requests no
+/// client certificate and resumes no session.
 fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig, TlsError> {
     let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
     let authorization = digest(&SHA256, key_authorization.as_bytes());
@@ -504,8 +505,8 @@ impl ManagedCertificates {
     }
 
     /// Return the certificate for a server name. If the server name is one of `names` and has a certificate, return
-    /// this certificate. Otherwise, return the certificate of the first of `names` that has one. If none has one,
-    /// return the self-signed certificate.
+    /// this certificate. Otherwise, return the certificate of the first of `names` that has a certificate. If none of
+    /// `names` has a certificate, return the self-signed certificate.
     fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());
@@ -564,7 +565,7 @@ impl ManagedCertificates {
         std::mem::take(&mut *self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Wait for a request for a renewal.
+    /// Wait until an administrator requests a renewal.
     pub async fn renewal_requested(&self) {
         self.wake.notified().await;
     }
@@ -574,7 +575,7 @@ impl ManagedCertificates {
         self.results[usize::from(!succeeded)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of obtained certificates and the number of failed attempts.
+    /// Return the number of obtained certificates and the number of failed attempts to obtain a certificate.
     pub fn results(&self) -> [u64; 2] {
         [&self.results[0], &self.results[1]].map(|count| count.load(Ordering::Relaxed))
     }

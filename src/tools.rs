@@ -1,5 +1,5 @@
-//! The implementation of the commands `check`, `doctor`, `explain` and `replay`. The code that serves requests does not
-//! use these modules.
+//! The implementation of the commands `check`, `doctor`, `explain` and `replay`. The gateway does not use these modules
+//! to serve requests.
 
 pub mod check;
 pub mod doctor;

@@ -34,12 +34,12 @@ const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 pub enum Protocol {
     /// HTTP/1.1: one request at a time per connection.
     Http1,
-    /// HTTP/2, with prior knowledge over clear text and by ALPN over TLS. All requests of a worker share one connection
-    /// per endpoint.
+    /// HTTP/2: with prior knowledge over plaintext, or negotiated by ALPN over TLS. All requests that a worker sends to
+    /// an endpoint share one connection.
     Http2,
 }
 
-/// Error of a request that got no response from an upstream.
+/// Error of a request for which the gateway received no valid response from an upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum UpstreamError {
     /// No endpoint is healthy enough to receive requests.
@@ -196,8 +196,8 @@ struct PickState {
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
-    /// Connection of the client, if the endpoints get PROXY headers. The value is boxed, because only few upstreams
-    /// need it.
+    /// Connection of the client, if the gateway sends PROXY headers to the endpoints. The value is boxed, because only
+    /// few upstreams need it.
     client: Option<Box<ProxiedConnection>>,
 }
 
@@ -243,13 +243,13 @@ impl Upstream {
         self.cluster.settings.client_cert_header
     }
 
-    /// Return host and port of the first server, as the `Host` of requests without a host.
+    /// Return host and port of the first server. The gateway sends this value as `Host` if a request has no host.
     pub fn authority(&self) -> &str {
         &self.cluster.settings.servers[0].authority
     }
 
-    /// Return the pools of the current endpoints. If the cluster has changed, rebuild the pools. The pools of remaining
-    /// endpoints are kept.
+    /// Return the pools of the current endpoints. If the cluster has changed, rebuild the list of pools, but keep the
+    /// pools of endpoints that still exist.
     fn pools(&self) -> Guard<Arc<EndpointPools>> {
         let version = self.cluster.version();
         let pools = self.pools.load();
@@ -360,7 +360,7 @@ pub struct UpstreamServerSettings {
     pub port: u16,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
-    /// Weight relative to the other servers. 0 means that the server gets no requests.
+    /// Weight relative to the other servers. A server with weight 0 receives no requests.
     pub weight: u32,
 }
 
@@ -370,7 +370,7 @@ impl UpstreamServerSettings {
         self.host.parse::<IpAddr>().is_err()
     }
 
-    /// Return whether both have the same host and port, and both or neither use TLS.
+    /// Return whether both servers have the same host and port, and both or neither use TLS.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
         (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }

@@ -1,5 +1,5 @@
-//! Checks of README.md and docs/: configurations are accepted, pictures and tables match the code, and the targets of
-//! links and the named tests exist.
+//! Checks of README.md and docs/: `sluicegate check` accepts all configurations, pictures and tables match the code,
+//! and all link targets and all named tests exist.
 
 mod support;
 
@@ -65,7 +65,7 @@ fn complete(block: &str) -> String {
     file
 }
 
-/// Return a minimal configuration for a consumers file, with the limits and tiers that the file names.
+/// Return a minimal configuration for a consumers file. The configuration has the limits and tiers that the file names.
 fn minimal_config(consumers: &str, name: &str) -> String {
     let file: toml::Table = toml::from_str(consumers).unwrap();
     let (mut limits, mut tiers) = (BTreeSet::from(["calls"]), BTreeSet::new());
@@ -87,8 +87,9 @@ fn minimal_config(consumers: &str, name: &str) -> String {
 }
 
 /// Run `sluicegate check` on each TOML block. A block that begins with `# NAME.toml` is also written to this file, so
-/// that other blocks of the document can refer to it. If a document does not show `consumers.toml`, this file contains
-/// one consumer. PEM files are the development certificate and its key, and files of networks contain one network.
+/// that other blocks of the document can refer to it. If a document does not show `consumers.toml`, the test creates
+/// this file with one consumer. It also creates the PEM files (the development certificate and its key) and files that
+/// list one network.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -143,8 +144,8 @@ fn committed_pictures_match_the_model() {
     }
 }
 
-/// Generate the tables and charts of the page from benches/field/results.csv into a copy of the manual. They must equal
-/// the committed ones.
+/// Generate the tables and charts of `docs/explanation/performance.md` from `benches/field/results.csv` into a copy of
+/// docs/. They must equal the committed tables and charts.
 #[test]
 fn benchmark_tables_and_charts_match_their_data() {
     let directory = tempfile::tempdir().unwrap();
@@ -184,8 +185,8 @@ fn code(cell: &str) -> BTreeSet<&str> {
     cell.split('`').skip(1).step_by(2).collect()
 }
 
-/// Labels whose values are names from the configuration or of servers. The values of all other labels must be
-/// documented.
+/// Labels whose values the documentation cannot list, such as names from the configuration, server addresses and
+/// versions. For all other labels, the documentation must list the values.
 const NAME_LABELS: [&str; 10] =
     ["route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc"];
 
@@ -196,7 +197,8 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
     labels.map(|label| label.split_once("=\"").unwrap()).collect()
 }
 
-/// Each row of the table has the name, the type, the labels, the unit and the meaning of a metric.
+/// Each row of the table in `docs/reference/metrics.md` has the name, the type, the labels, the unit and the meaning of
+/// a metric.
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n\
@@ -361,7 +363,7 @@ fn manual_lists_exactly_the_access_log_fields() {
     let mut named = BTreeSet::new();
     for row in &rows {
         if let Some(position) = row[1].strip_prefix("position ") {
-            // Optional fields precede the last position.
+            // Optional fields stand before the field at the last position.
             let position: usize = position.split(',').next().unwrap().parse().unwrap();
             let name = row[0].trim_matches('`');
             let expected = match name {
@@ -374,14 +376,14 @@ fn manual_lists_exactly_the_access_log_fields() {
             named.extend(code(row[1]));
         }
     }
-    // The names of fields of limits begin with the name of the limit.
+    // Skip the fields of single limits. Their names begin with the name of the limit, here `hour`.
     let words = words.iter().filter(|word| !word.starts_with("hour."));
     let shown = words.filter_map(|word| word.find('=').map(|at| &word[..=at]));
     assert_eq!(named.into_iter().filter(|name| name.ends_with('=')).collect::<BTreeSet<_>>(), shown.collect());
 }
 
-/// The page must contain every path in the code of the admin listener, and the listener must serve exactly the listed
-/// methods.
+/// `docs/reference/admin-api.md` must list every path in the code of the admin listener. The listener must serve
+/// exactly the methods that the page lists for a path.
 #[test]
 fn manual_lists_exactly_the_admin_endpoints() {
     let page = pages::read("docs/reference/admin-api.md");
@@ -710,7 +712,7 @@ fn every_alert_has_unit_tests_in_which_it_fires_and_in_which_it_does_not() {
     assert_eq!(tested.collect::<BTreeSet<_>>(), alerts);
 }
 
-/// Check the tests in the last cell of a row.
+/// Check that all tests which the last cell of a row names exist.
 fn assert_tests_exist(row: &str) {
     let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
     tests.split(", ").for_each(|test| assert_test_exists(test, row));

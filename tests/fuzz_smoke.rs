@@ -462,8 +462,8 @@ fn credentials_of_requests() {
     fuzz("credentials", &examples, &tokens, credentials::run);
 }
 
-/// An example is a byte that selects the kinds of two conditions, followed by lines: a text for each condition, then
-/// values.
+/// An example is a byte that selects the kinds of two conditions, followed by lines. The first two lines are the texts
+/// of the conditions, and the other lines are values.
 #[test]
 fn route_conditions() {
     let examples: [&[u8]; 8] = [

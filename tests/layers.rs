@@ -1,4 +1,4 @@
-//! The layer rule: modules import only from lower layers, and the limiter imports no other module.
+//! The layer rule: modules import only from lower layers. The limiter imports no modules outside the limiter.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -53,7 +53,7 @@ fn module(path: &Path) -> Vec<String> {
     inner.iter().map(|part| part.to_string_lossy().into_owned()).collect()
 }
 
-/// Return the imports of a file from this crate as `a::b::…`, without those of its tests.
+/// Return the paths that a file imports from this crate, as `a::b::…`. Imports of the file's tests do not count.
 fn imports(path: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();
     let code = text.split("#[cfg(test)]").next().unwrap();

@@ -1,5 +1,5 @@
-//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md. `LONG=1`
-//! runs the tests in full size.
+//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md. The
+//! environment variable `LONG=1` runs the tests in full size.
 
 #![allow(clippy::disallowed_methods)] // the tests measure times
 
@@ -39,12 +39,12 @@ fn config(server: &str, upstream: SocketAddr) -> String {
     )
 }
 
-/// Return the maximum memory growth in bytes until `done` returns true.
+/// Wait until `done` returns true. Return by how many bytes the gateway's memory exceeded `before` at most.
 fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> bool) -> u64 {
     let mut most = 0;
     eventually(what, || {
         most = most.max(gateway.memory().saturating_sub(before));
-        // Sample often, but leave the cores to the measured processes.
+        // Sample the memory often, but leave the processor to the measured processes.
         std::thread::park_timeout(Duration::from_millis(5));
         done()
     });
@@ -130,7 +130,8 @@ fn open_stream() -> Vec<u8> {
     frame(HEADERS, END_HEADERS, 1, &block("POST", "/up", &[]))
 }
 
-/// Return a request with a header of 4,000 bytes, which HPACK stores in the dynamic table with index 62.
+/// Return a request with a header value of 4,000 bytes. HPACK stores this header in the dynamic table with the index
+/// 62.
 fn bomb() -> Vec<u8> {
     let mut fields = block("GET", "/", &[]);
     fields.extend(b"\x40\x03x-a\x7f");
@@ -209,12 +210,12 @@ fn http2_floods_take_little_memory_and_delay_others_little() {
         });
         println!("fault 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
         if flood.0.starts_with("requests") {
-            // Two busy clients slow down other clients on two cores, whatever they send. So compare the floods with
-            // this figure.
+            // On two cores, two busy clients slow down other clients even with valid requests. So compare the latency
+            // during the floods with the latency during valid requests.
             comparison = p99.max(quiet);
         }
         assert!(grown <= 32 * MIB, "{}: {grown} bytes more", flood.0);
-        // A short run on a busy machine says little about the slowest responses.
+        // In a short run on a busy machine, single responses may be slow for other reasons, so allow 5 s.
         let most = if size(1, 0) == 1 { 3.0 * comparison + 50.0 } else { 5000.0 };
         assert!(p99 <= most, "{}: {p99} ms, {comparison} ms beside as many requests", flood.0);
     }
@@ -292,7 +293,7 @@ fn idle_connections_take_little_memory() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Return a block of pseudo-random bytes, which are different for each number.
+/// Return 1 MiB of pseudo-random bytes. Different numbers give different bytes.
 fn block_of(number: u64) -> Vec<u8> {
     let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(MIB as usize);

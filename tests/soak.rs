@@ -24,7 +24,7 @@ use support::{SetOnDrop, eventually, signal};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// The faults. Each round causes the next one of `FAULTS`.
+/// The kinds of faults. Each round of the test causes the next fault in `FAULTS`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Crowd,
@@ -51,7 +51,7 @@ const FAULTS: [Fault; 8] = [
 /// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
-/// The pause between two requests of a client. All clients together send some hundred requests per second.
+/// The pause between two requests of a client. All clients together send a few hundred requests per second.
 const PACE: Duration = Duration::from_millis(10);
 
 /// An upstream behind a relay. It responds with the request target, and does not respond to `/slow`.
@@ -59,7 +59,7 @@ struct Api {
     relay: Relay,
     port: u16,
     waiting: Arc<AtomicUsize>,
-    /// Bodies of POST requests, and the number of repeated ones.
+    /// Bodies of POST requests, and the number of bodies that arrived a second time.
     posted: Arc<Mutex<(HashSet<Vec<u8>>, usize)>>,
 }
 
@@ -121,7 +121,7 @@ struct Run {
 }
 
 impl Run {
-    /// Call `ask` with the numbers from 0 until the end of the run.
+    /// Call `ask` repeatedly until the end of the run, with the numbers 0, 1, 2 and so on.
     fn repeat(&self, mut ask: impl FnMut(usize)) {
         for number in 0.. {
             if self.over.load(Ordering::SeqCst) {
@@ -145,7 +145,7 @@ impl Run {
         });
     }
 
-    /// Send requests to the same route over HTTP/2, a hundred requests per connection.
+    /// Send requests to `/hello` over HTTP/2, a hundred requests per connection.
     fn hello_by_http2(&self, address: SocketAddr) {
         let mut client = Http2::connect(address, &[]);
         self.repeat(|number| {
@@ -159,7 +159,8 @@ impl Run {
         });
     }
 
-    /// Send GET requests to the upstream. While the upstream is up, each one must get its own response.
+    /// Send GET requests to the upstream. While no fault disturbs the upstream, each response must contain the path of
+    /// its request.
     fn get(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -174,14 +175,14 @@ impl Run {
         });
     }
 
-    /// Send POST requests to the upstream. The gateway must forward each one at most once, and the upstream counts
-    /// repeated bodies.
+    /// Send POST requests to the upstream. The gateway must forward each request at most once. The upstream counts
+    /// bodies that arrive a second time.
     fn post(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
             let reply = client.request("POST", "/post", &[], number.to_string().as_bytes());
             assert!([200, 502, 503, 504].contains(&reply.status), "{} for POST: {}", reply.status, reply.text());
-            // The gateway responded before it read the body, so it closes the connection.
+            // The gateway responded before it had read the body, so it closes the connection.
             if reply.header("connection") == Some("close") {
                 client = Client::connect(address);
             }
@@ -208,7 +209,7 @@ impl Run {
     }
 }
 
-/// The processes that faults disturb, and the state of the run.
+/// The processes that the faults disturb, and the state that the clients share.
 struct Scene<'a> {
     gateway: &'a Gateway,
     api: &'a Api,
@@ -364,7 +365,7 @@ fn repeated_faults_leave_memory_and_descriptors_level() {
     );
     for (round, (allowed, denied, failed)) in counts.into_iter().enumerate() {
         let told = format!("round {round}: {allowed} allowed, {denied} denied, {failed} not decided");
-        // Redis restarts without data, so the identity gets a new quota.
+        // In a round with `RedisKilled`, Redis restarts without data, so the identity of the round gets a new quota.
         let killed = FAULTS[round % FAULTS.len()] == Fault::RedisKilled;
         assert!(allowed <= if killed { 2 * EXACT } else { EXACT }, "{told}");
         if failed == 0 && denied > 0 && !killed {

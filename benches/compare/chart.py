@@ -1,4 +1,4 @@
-"""Draw bars of the CPU time per request as SVG. The part of the gateway is dark, the part of Redis is light."""
+"""Draw the CPU time per request as bars in SVG: the time of the gateway is dark, the time of Redis is light."""
 
 
 def bars(title, rows):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measure how the CPU time per request grows with four factors: routes, limits per route, identities and connections.
 
-The gateways run on core 0. The load generator, Redis and the upstream of compare.py run on core 1. The sizes of a factor
-are measured in turn, so that other load of the machine affects all of them. Of each size, the round with the least CPU
-time counts. scale.py measures how the CPU time grows with the number of gateways. The script prints a table and, with
---charts DIR, draws one chart per factor. `make bench-growth` builds the gateway and runs this script. Ports 7000, 9000
-and 9140 to 9144 must be free.
+The gateways run on core 0. The load generator, Redis and the upstream of compare.py run on core 1. The sizes of a
+factor are measured in turn, so that other load of the machine affects all of them. The result of a size is that of its
+round with the least CPU time. scale.py measures how the CPU time grows with the number of gateways. The script prints a
+table and, with --charts DIR, draws one chart per factor. `make bench-growth` builds the gateway and runs this script.
+Ports 7000, 9000 and 9140 to 9144 must be free.
 """
 import argparse, pathlib, shutil, subprocess, tempfile, time, urllib.error, urllib.request
 

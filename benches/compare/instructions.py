@@ -139,7 +139,7 @@ def route_table(name, limits):
 
 
 def instructions(binary, directory, store, route, rounds, upstream):
-    """All that a gateway needs for so many rounds, with its start and its end."""
+    """Return the number of instructions that a gateway executes for `rounds` rounds, with start and shutdown."""
     port = free_port()
     config = directory / "gateway.toml"
     routes = "".join(route_table(name, limits) for name, limits in ROUTES.items())

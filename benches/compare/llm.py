@@ -52,7 +52,7 @@ general_settings:
   master_key: sk-{master}
 """
 
-# LiteLLM stores keys with individual limits in a database. To avoid the database, use its interface for custom
+# LiteLLM stores keys with individual limits in a database. To avoid the database, use LiteLLM's interface for custom
 # authentication.
 LITELLM_AUTH = """from litellm.proxy._types import UserAPIKeyAuth
 async def authenticate(request, api_key):
@@ -131,7 +131,7 @@ def response(api, stream, output):
 
 
 async def read_message(reader, on_first=lambda: None):
-    """Read a request or a response. Return its head and its body."""
+    """Read a request or a response. Return two parts: the first line with the headers, and the body."""
     head = await reader.readuntil(b"\r\n\r\n")
     on_first()
     fields = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:-2])
@@ -274,7 +274,7 @@ async def overrun(options, folder, redis, names):
     print(f"issued within {SECONDS} s by a limit of {LIMIT:,} tokens per minute; each request uses {COST:,}")
     for name in names:
         for concurrency in options.concurrency:
-            # Set `max_tokens` 200 below the cost, because the gateway estimates the input from the bytes of the body.
+            # Set `max_tokens` 200 below the cost, because the gateway adds its estimate of the input tokens.
             for stream, bound in [(False, COST - 200), (True, COST - 200), (False, None), (True, None)]:
                 subprocess.run(["redis-cli", "-p", str(redis), "flushall"], check=True, capture_output=True)
                 provider, port = Provider(COST - INPUT, 0.5), free_port()
@@ -291,7 +291,7 @@ async def overrun(options, folder, redis, names):
 
 
 async def load(options, folder, redis, names):
-    """CPU and first byte of each request, and memory."""
+    """Print the CPU time per request, the latency of the first byte, and the memory of each gateway."""
     for name in names:
         count = options.requests if name == "sluicegate" else options.peer_requests
         provider, port = Provider(100, 0), free_port()

@@ -218,7 +218,8 @@ class Field(Bench):
         got 200."""
         name = contestant.process(f"{kind} limit")
         ports, numbers = [self.ports[name], self.ports[name + " 2"]], itertools.count()
-        # HAProxy has only one path with a limit. If two instances are peers, this limit is shared.
+        # The HAProxy configuration has only one path with a limit of 100. If two instances are peers, they share this
+        # limit.
         path = "/local-100" if contestant.file == "haproxy.cfg" else f"/{kind}-100"
 
         def send(_):

@@ -1,4 +1,4 @@
-//! Parsing of access logs: the result for a line does not depend on other lines, and the parsed values occur in the
+//! Parsers of access logs: the result for a line does not depend on other lines, and the parsed values occur in the
 //! line.
 
 use sluicegate::tools::replay::format::Format;
@@ -17,7 +17,7 @@ pub(crate) fn run(data: &[u8]) {
     let _ = format.capabilities(&lines);
     for line in lines {
         let first = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
-        // Parse the line again: the first result must not depend on the line that was parsed before it.
+        // Parse the line again: the result must not depend on the line that was parsed before.
         let again = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
         assert_eq!(first, again, "{name}: {}", line.escape_ascii());
         let Ok(Some(entry)) = format.parse(line) else { continue };

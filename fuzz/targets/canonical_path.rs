@@ -1,5 +1,5 @@
-//! The canonical form of a path is the same for all spellings. It contains nothing that upstreams may interpret
-//! differently.
+//! The canonical form of a path is the same for all spellings of the path. It contains nothing that upstreams may
+//! interpret differently from the gateway.
 
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Uri};

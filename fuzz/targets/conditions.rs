@@ -1,4 +1,4 @@
-//! Conditions of routes and regular expressions of paths: for all values, they match as the documentation says.
+//! Conditions of routes and regular expressions of paths: for arbitrary texts and values, they match as documented.
 
 use std::sync::Arc;
 
@@ -20,8 +20,8 @@ use sluicegate::routing::{NoMatch, RouteMatch, RouteRequest, RouteTable};
 
 const NAME: HeaderName = HeaderName::from_static("x-plan");
 
-/// The first byte selects the kinds of two conditions. The first two lines are their texts, and up to four lines after
-/// them are values.
+/// The first byte of the input selects the kinds of two conditions. The first two lines are the texts of the
+/// conditions, and up to four further lines are values.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, lines)) = data.split_first() else { return };
     let mut lines = lines.split(|byte| *byte == b'\n').take(6);
@@ -65,8 +65,8 @@ fn is_met(test: &ValueTest, values: &[&[u8]]) -> bool {
     }
 }
 
-/// Test two conditions on a request that has the values in the header, parameter or body member that the conditions
-/// read.
+/// Test two conditions on a request. The request has the values in the header, query parameter or member of the JSON
+/// body that the conditions read.
 fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
     let (mut headers, mut query, mut json) = (HeaderMap::new(), "a=1".to_owned(), json!({}));
     match &conditions[0].source {

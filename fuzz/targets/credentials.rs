@@ -7,10 +7,10 @@ use sluicegate::snapshot::CompiledConfig;
 
 /// The API key of the consumer. `CONSUMERS` contains its hash.
 const KEY: &[u8] = b"sk-valid-0123456789";
-/// The signed part of the token with the required claim: its header and its claims.
+/// The signed part (header and claims) of the token that has the required claim.
 const MESSAGE: &[u8] =
     b"eyJhbGciOiJFZERTQSIsImtpZCI6ImsifQ.eyJzdWIiOiJhbGljZSIsInNjb3BlIjoicmVhZCB3cml0ZSIsImV4cCI6OTAwMDAwMDAwMH0";
-/// The current time of the test, in µs since the Unix epoch. The tokens expire later.
+/// The current time in this target, in µs since the Unix epoch. The tokens have not expired at this time.
 const NOW_US: u64 = 1_800_000_000_000_000;
 
 const CONFIG: &str = r#"
@@ -69,7 +69,7 @@ thread_local! {
     static FIXTURE: CompiledConfig = fixture();
 }
 
-/// The first byte selects the route. Each line is a header.
+/// The first byte of the input selects the route. Each line is a header.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, lines)) = data.split_first() else { return };
     let mut headers = HeaderMap::new();

@@ -13,7 +13,8 @@ fn address(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
 
-/// The first byte selects the header, `X-Forwarded-For` or `Forwarded`. Each line is a value of this header.
+/// The first byte of the input selects the header, `X-Forwarded-For` or `Forwarded`. Each line is a value of this
+/// header.
 pub(crate) fn run(data: &[u8]) {
     let [choice, rest @ ..] = data else { return };
     let header = if choice % 2 == 0 { X_FORWARDED_FOR } else { FORWARDED };
@@ -41,8 +42,8 @@ pub(crate) fn run(data: &[u8]) {
     assert_eq!(found, found.to_canonical(), "an IPv4-mapped address is IPv4");
     let network = rules.network(found);
     assert_eq!(rules.network(network), network);
-    // Append a hop. An untrusted hop becomes the client, an invalid one leaves the proxy as the client, and a trusted
-    // one is skipped.
+    // Append a hop. An untrusted hop becomes the client, an invalid hop leaves the proxy as the client, and a trusted
+    // hop is skipped.
     let with = |hop: &str, joined: bool| {
         let mut headers = headers.clone();
         let lines: Vec<_> = headers.get_all(&header).iter().map(|value| value.as_bytes().to_vec()).collect();

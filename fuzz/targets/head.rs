@@ -99,7 +99,7 @@ thread_local! {
 pub(crate) fn run(data: &[u8]) {
     let said = FIXTURE.with(|Fixture { executor, gateway, peer }| executor.block_on(converse(gateway, peer, data)));
     assert!(said.is_empty() || said.starts_with(b"HTTP/1."), "{}", said.escape_ascii());
-    // Each `HTTP/1.1 ` in the output starts a response: a status follows, and it is not 500.
+    // Each `HTTP/1.1 ` in the output starts a response. A status other than 500 must follow.
     for (at, _) in said.windows(9).enumerate().filter(|(_, bytes)| bytes.starts_with(b"HTTP/1.1 ")) {
         let status = said.get(at + 9..at + 12).expect("a status");
         assert!(status.iter().all(u8::is_ascii_digit), "{}", said.escape_ascii());

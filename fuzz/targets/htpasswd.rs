@@ -24,7 +24,7 @@ pub(crate) fn run(data: &[u8]) {
             }
             let verifier = BasicVerifier::new(file);
             assert_eq!(verifier.user_count(), users.len(), "{}", data.escape_ascii());
-            // No credential is verified without computing a hash.
+            // A lookup alone, which computes no hash, must not verify any credential.
             assert!(!matches!(verifier.lookup(data), Ok(BasicLookup::Verified(_))));
         }
         (Err(error), Some((number, line))) => {

@@ -10,8 +10,8 @@ use sluicegate::payload::llm::request;
 
 const POINTERS: [&str; 4] = ["/model", "/a/b", "/0/a", "/params/name"];
 
-/// The first line contains the values of `Mcp-Method` and `Mcp-Name` and a JSON pointer, separated by tabs. The rest is
-/// the body.
+/// The first line of the input contains the values of `Mcp-Method` and `Mcp-Name` and a JSON pointer, separated by
+/// tabs. The other lines are the body.
 pub(crate) fn run(data: &[u8]) {
     let split = data.iter().position(|byte| *byte == b'\n').unwrap_or(data.len());
     let (line, rest) = data.split_at(split);

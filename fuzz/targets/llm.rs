@@ -4,8 +4,8 @@
 use sluicegate::payload::llm::request;
 use sluicegate::payload::llm::response::{ResponseMeter, UsageFormat, is_usage_event};
 
-/// The first byte selects the media type and the size of the response's parts. The rest is parsed as a request and as a
-/// response.
+/// The first byte of the input selects the media type and the size of the response's parts. The other bytes are parsed
+/// as a request and as a response.
 pub(crate) fn run(data: &[u8]) {
     let [choice, rest @ ..] = data else { return };
     if let Ok(info) = request::inspect(rest) {

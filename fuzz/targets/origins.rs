@@ -1,4 +1,4 @@
-//! CORS origins and files of networks: only configured origins are allowed, and errors in a file point to the invalid
+//! CORS origins: only configured origins are allowed. Files of networks: an error names the position of the invalid
 //! text.
 
 use http::header::{ACCESS_CONTROL_ALLOW_ORIGIN, HeaderMap, HeaderValue, ORIGIN};
@@ -6,7 +6,7 @@ use http::uri::Uri;
 use sluicegate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginPattern};
 use sluicegate::identity::access::parse_networks;
 
-/// The first line is the configured origin. Up to three lines after it are values of `Origin`.
+/// The first line of the input is the configured origin. Up to three further lines are values of `Origin`.
 pub(crate) fn run(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     match parse_networks(text) {
@@ -38,8 +38,8 @@ pub(crate) fn run(data: &[u8]) {
     match &pattern {
         OriginPattern::Any => assert_eq!(allowed, "*"),
         OriginPattern::Exact(origin) => assert_eq!(allowed.as_bytes(), origin.as_bytes()),
-        // Check with another parser (`http::Uri`) that the origin is a subdomain of the configured one and contains
-        // nothing else.
+        // Check with another parser (`http::Uri`) that the allowed origin is a subdomain of the configured origin and
+        // has no other parts, such as a path.
         OriginPattern::Wildcard(_) => {
             let configured = text.lines().next().unwrap_or_default().to_ascii_lowercase().replace("*.", "x.");
             let [configured, origin]: [Uri; 2] =

@@ -1,5 +1,5 @@
-//! The PROXY protocol: the parser accepts only headers that follow the specification, and returns the addresses in
-//! them.
+//! The PROXY protocol: the parser accepts only headers that follow the specification, and returns the addresses in the
+//! header.
 
 use std::net::IpAddr;
 

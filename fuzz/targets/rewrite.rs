@@ -1,5 +1,4 @@
-//! Rewrites and redirects: the path and the query of a request stay where the template puts them, whatever they
-//! contain.
+//! Rewrites and redirects: every path and query of a request appears in the result exactly where the template puts it.
 
 use http::header::{HOST, HeaderValue, LOCATION};
 use http::uri::PathAndQuery;
@@ -10,8 +9,8 @@ use sluicegate::snapshot::routes::{Redirect, RedirectTarget, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";
 
-/// Each template, the number of its own segments, whether the segments of `rest` are added to its path, and the number
-/// of its query parameters.
+/// Each template, with the number of its fixed segments, whether it contains the segments of `rest`, and the number of
+/// its query parameters.
 const TEMPLATES: [(&str, usize, bool, usize); 6] = [
     ("/fixed", 1, false, 0),
     ("/{rest}", 0, true, 0),
@@ -24,7 +23,7 @@ const TEMPLATES: [(&str, usize, bool, usize); 6] = [
 /// Regular expressions with the groups that the templates use.
 const EXPRESSIONS: [&str; 3] = ["/v1(?<id>.)(?<rest>.*)", "/(?<id>[^.]*)(?<rest>.*)", "(?<rest>.*?)(?<id>[^/]?)"];
 
-/// The first byte selects a template. The rest is the target after `/v1/`.
+/// The first byte of the input selects a template. The other bytes are the request target after `/v1/`.
 pub(crate) fn run(data: &[u8]) {
     let Some((choice, target)) = data.split_first() else { return };
     let (text, segments, with_rest, pairs) = TEMPLATES[usize::from(*choice) % TEMPLATES.len()];

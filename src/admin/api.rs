@@ -56,7 +56,8 @@ struct ApiContext<'a> {
     event_stream: &'a EventStream,
 }
 
-/// Handle a request that is already authorized to read data. This function authorizes changes.
+/// Handle a request. The caller has already authorized it to read data. This function also authorizes requests that
+/// change data.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
         "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" | "/api/status" => {
@@ -138,8 +139,8 @@ impl QueryParams {
     }
 }
 
-/// CSRF protection: require the content type `application/json` or the method DELETE. Before such a cross-origin
-/// request, a browser sends a CORS preflight, which the admin listener rejects.
+/// CSRF protection: require the content type `application/json` or the method DELETE. Before a cross-origin request of
+/// either kind, a browser sends a CORS preflight, which the admin listener rejects.
 fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
@@ -167,7 +168,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
         }
         Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
     };
-    // Return only serde's messages about field names. Other messages can quote values, which may be secrets.
+    // Return only serde's messages about field names. Other messages of serde may quote values, which may be secrets.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
             ApiError::bad_request(error.to_string())
@@ -186,7 +187,7 @@ fn json_response(value: &impl Serialize) -> AdminResponse {
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
-/// Maximum number of limits that an error lists.
+/// Maximum number of limits that an error message lists.
 const MAX_LISTED_LIMITS: usize = 20;
 
 /// The error text for an unknown limit, with the names of the configured limits.
@@ -212,7 +213,7 @@ fn admin_error(error: &AdminError) -> ApiError {
     }
 }
 
-/// Convert µs to seconds, rounded up to the next ms. A client that waits this long is therefore not too early.
+/// Convert µs to seconds, rounded up to the next ms, so that a client that waits this long does not retry too early.
 fn seconds_rounded_up(us: u64) -> f64 {
     us.div_ceil(1000) as f64 / 1000.0
 }
@@ -251,8 +252,8 @@ struct Differences {
 }
 
 /// Compare digests of configuration values with the digests of the active values. In the query, the name of a parameter
-/// is a configuration key, and its value is the digest. The response contains only the names of keys, because values
-/// may be secret. The caller chooses the salt of the digests.
+/// is a configuration key, and the value of the parameter is a digest. The parameter `salt` is the salt of the digests.
+/// The response contains only the names of keys, because configuration values may be secret.
 fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
     let mut active_digests = context.config.restart_only_digests(&salt);
@@ -379,7 +380,7 @@ struct StatusResponse<'a> {
     commit: &'static str,
     /// Process id.
     pid: u32,
-    /// Time of this response by the clock of the gateway, in RFC 3339.
+    /// Time of this response in RFC 3339, from the clock of the gateway.
     time: String,
     started_at: String,
     uptime_seconds: u64,
@@ -408,7 +409,7 @@ struct StoreStatus<'a> {
     name: &'a str,
     /// `open` if at least one circuit breaker of the store is open, otherwise `closed`. `None` for the memory store.
     circuit_breaker: Option<&'static str>,
-    /// The store, or the cluster nodes, whose circuit breaker is open.
+    /// The store if its circuit breaker is open, or the cluster nodes whose circuit breakers are open.
     failing: Vec<String>,
     /// How often circuit breakers have opened since the start of the process.
     circuit_breaker_openings: u64,
@@ -462,7 +463,7 @@ struct CertificateView {
     names: Vec<String>,
     /// `file` or `acme`.
     source: &'static str,
-    /// The issuer of the certificate. `None` until the first certificate is obtained.
+    /// The issuer of the certificate. `None` if the gateway has not obtained a certificate by ACME yet.
     issuer: Option<String>,
     not_before: Option<String>,
     not_after: Option<String>,

@@ -21,7 +21,7 @@ struct ConfigView {
     addresses: Vec<String>,
     /// Time at which the configuration became active, in RFC 3339.
     loaded_at: String,
-    /// Hash of `configuration`, in hexadecimal digits.
+    /// The first bytes of the SHA-256 hash of `configuration`, in hexadecimal digits.
     revision: String,
     /// Number of reloads since the start of the process.
     reloads: ReloadCounts,
@@ -51,8 +51,8 @@ struct ReloadResponse {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The changes of the most recent reload that changed a key, as text. Usually it is the reload that this request
-    /// caused, but the file watcher may have reloaded the file earlier.
+    /// The changes of the most recent reload that changed a key, as text. Usually this request caused that reload, but
+    /// the file watcher may have reloaded the file shortly before.
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<String>>,
     /// Seconds since the most recent reload that changed a key. `None` if no reload has changed a key.
@@ -118,19 +118,19 @@ impl AdminServer {
 /// Number of bytes of a revision. Six bytes are sufficient to distinguish the configurations of many gateways.
 const REVISION_BYTES: usize = 6;
 
-/// Return the hash of a configuration whose secrets are redacted. Gateways with the same configuration files have the
-/// same hash.
+/// Return the hash of a configuration with redacted secrets. Gateways whose configurations differ only in secrets have
+/// the same hash.
 fn revision(redacted: &Value) -> String {
     let hash = digest(&SHA256, redacted.to_string().as_bytes());
     hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
-    // Serializing a string cannot fail.
+    // Serialization cannot fail, because all map keys are strings.
     typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
 }
 
-/// Format µs since the Unix epoch as an RFC 3339 time. If the time is out of range, format the epoch.
+/// Format µs since the Unix epoch as an RFC 3339 time. If the time is out of range, return the time of the epoch.
 pub(super) fn format_rfc3339(us: u64) -> String {
     Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

@@ -1,5 +1,5 @@
-//! The connections of the admin listener: their maximum number, their deadlines, and the choice of an idle connection
-//! to close if a new connection arrives at the maximum.
+//! The connections of the admin listener: their maximum number and their deadlines. To accept a new connection at the
+//! maximum, the listener closes an idle connection.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,18 +10,18 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limiter::clock::monotonic;
 
-/// Maximum number of connections that serve all kinds of requests.
+/// Maximum number of connections that serve all kinds of requests, unlike the reserved connections.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Maximum number of connections per peer address.
 const MAX_CONNECTIONS_PER_PEER: usize = 32;
 
-/// Number of additional connections that serve only health checks.
+/// Maximum number of additional connections that serve only health checks.
 const RESERVED_CONNECTIONS: usize = 8;
 
-/// Maximum time between the start of a connection, or a response, and the complete headers of the next request. A
+/// Maximum time from the start of a connection, or from a response, to the complete headers of the next request. A
 /// client that does not read its response sends no further request, so this deadline also limits the time of writes. On
-/// an event stream, it is the maximum time between two events that the client reads.
+/// an event stream, this is the maximum time between two events that the client reads.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
@@ -58,9 +58,9 @@ enum ConnectionState {
 pub(super) struct AdminConnection {
     connections: Arc<AdminConnections>,
     id: u64,
-    /// Whether only health checks are served.
+    /// Whether this connection serves only health checks.
     pub(super) is_reserved: bool,
-    /// Cancelled to close this connection, when a new connection replaces it.
+    /// Cancelled to close this connection when a new connection takes its place.
     pub(super) close_token: CancellationToken,
 }
 
@@ -74,8 +74,8 @@ impl AdminConnections {
         let is_reserved =
             !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
         if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
-            // If all reserved connections have a request in progress, close the oldest one. This is rare, because the
-            // listener responds to health checks immediately.
+            // If all reserved connections have a request in progress, close the oldest of them. This case is rare,
+            // because the listener responds to health checks immediately.
             open.close_oldest(|entry| entry.is_reserved);
         }
         let id = open.accepted_count;
@@ -92,9 +92,8 @@ impl AdminConnections {
 }
 
 impl OpenConnections {
-    /// Make room for one more connection among those that `is_counted` selects, whose maximum number is `max`. If the
-    /// maximum is reached, close the connection that has been idle for the longest time. Return false if no connection
-    /// is idle.
+    /// Make room for one more of the connections that `is_counted` selects. If there are `max` of these connections,
+    /// close the one that has been idle for the longest time. Return false if none of them is idle.
     fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
         if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;
@@ -132,7 +131,7 @@ impl AdminConnection {
         self.set_state(ConnectionState::Idle(monotonic()));
     }
 
-    /// Mark the connection as an event stream whose client has read an event at this instant.
+    /// Mark the connection as an event stream whose client has just read an event.
     pub(super) fn set_streaming(&self) {
         self.set_state(ConnectionState::Streaming(monotonic()));
     }

@@ -28,12 +28,12 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
-/// Maximum number of concurrent subscribers. It is a quarter of the admin listener's maximum number of connections, so
-/// that other connections remain for health checks and metrics.
+/// Maximum number of concurrent subscribers: a quarter of the maximum number of connections of the admin listener, so
+/// that connections remain for health checks and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
-/// Capacity of the broadcast channel in events. There is one event per second, so a subscriber that is more than 16 s
-/// behind misses events.
+/// Capacity of the broadcast channel in events. The channel gets one event per second, so a subscriber that is more
+/// than 16 s late misses events.
 const EVENT_BUFFER: usize = 16;
 
 /// A response body that ends when the client disconnects or the admin listener stops.
@@ -47,7 +47,7 @@ pub(super) struct EventStream {
     subscriber_permits: Arc<Semaphore>,
 }
 
-/// Data of the first event, `history`.
+/// Data of the event `history`, which is the first event of a stream.
 #[derive(Serialize)]
 struct HistoryEvent<'a> {
     version: &'static str,
@@ -66,7 +66,7 @@ struct LimitIntervals<'a> {
     decisions: &'a VecDeque<[u32; 2]>,
 }
 
-/// Data of each further event, `second`.
+/// Data of the event `second`, which follows once per second.
 #[derive(Serialize)]
 struct SecondEvent<'a> {
     second: PeriodStats,
@@ -121,7 +121,7 @@ struct UpstreamRequestCounts<'a> {
     errors: u64,
 }
 
-/// RFC 3339 times. When one of them changes, clients should request `/api/config` again.
+/// Times in RFC 3339 that tell clients when to request `/api/config` again: when one of these times changes.
 #[derive(Serialize)]
 struct ConfigStatus {
     loaded_at: String,
@@ -156,7 +156,7 @@ impl EventStream {
             let mut history = self.lock_history();
             let (second, interval) = history.tick(state);
             if self.events.receiver_count() > 0 {
-                // Ignore the error of `send`. It means that the last subscriber has disconnected.
+                // Ignore the error of `send`, which means that the last subscriber has disconnected.
                 let _ = self.events.send(second_event(second, interval, &history.limit_intervals, state));
             }
         }
@@ -170,8 +170,8 @@ impl EventStream {
             return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
         let subscriber = {
-            // Read the history and subscribe under one lock, so that `run` cannot add a second between the two steps.
-            // Therefore, the subscriber misses no second and receives none twice.
+            // Read the history and subscribe under one lock, so that `run` cannot add a second in between. Therefore,
+            // the subscriber misses no second and receives no second twice.
             let history = self.lock_history();
             let limits = history.limit_intervals.iter();
             let history_event = HistoryEvent {
@@ -221,8 +221,8 @@ impl Drop for Subscriber {
     }
 }
 
-/// Receive the next event. If the channel has dropped events, because the subscriber is too slow, continue with the
-/// next one.
+/// Receive the next event. If the subscriber is so slow that the channel has dropped events, continue with the oldest
+/// event in the channel.
 async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     loop {
         match events.recv().await {
@@ -265,8 +265,8 @@ fn second_event(
         let workers = denials.get(&*route.name).into_iter().flatten();
         let [denied] = sum_counts(workers.map(|counter| counter.values()));
         let errors = classes[SERVER_ERROR];
-        // Use `saturating_sub`. A denial is counted shortly before its response, so at this moment the counters may
-        // contain a denial without its response.
+        // Use `saturating_sub`, because the gateway counts a denial shortly before the response to the same request. In
+        // between, the counters contain a denial without a response.
         let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
         RouteRequestCounts { route: &route.name, allowed, denied, errors }
     });
@@ -306,14 +306,14 @@ fn format_event(name: &str, data: &impl Serialize) -> Bytes {
 /// Number of seconds in the history.
 const HISTORY_SECONDS: usize = 15 * 60;
 
-/// Length of an interval. Intervals let the history cover one hour with less memory than seconds would need.
+/// Length of an interval. For a history of one hour, intervals take less memory than seconds.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of intervals in the history: one hour.
 const HISTORY_INTERVALS: usize = 360;
 
-/// Maximum number of limits with a history. The limits that come first in the order of their names have one. The
-/// maximum bounds the memory, because the history of each limit takes 3 KiB.
+/// Maximum number of limits with a history. If there are more limits, only the first ones in alphabetical order have a
+/// history. This maximum bounds the memory: each history takes 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
 /// Number of intervals that `/api/status` adds up: one minute.
@@ -329,7 +329,7 @@ type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 pub(super) struct PeriodStats {
     /// End of the period, ms since the Unix epoch.
     at_ms: u64,
-    /// Actual length of the period in ms. It varies, because the timer fires late on a busy machine.
+    /// Actual length of the period in ms. The length varies, because the timer may fire late on a busy machine.
     ms: u64,
     allowed: u64,
     denied: u64,
@@ -413,8 +413,8 @@ impl History {
         }
     }
 
-    /// Complete a second: add the difference between the current values of the counters and the previous snapshot.
-    /// Return the metrics of the second, and of the interval if it has ended.
+    /// Complete a second: add the difference between the counters and the previous snapshot to the history. Return the
+    /// metrics of the second, and of the interval if an interval has ended.
     fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
@@ -426,13 +426,13 @@ impl History {
     }
 
     fn add(&mut self, mut snapshot: CounterSnapshot) -> (PeriodStats, Option<PeriodStats>) {
-        // Never let `allowed` decrease. It is the number of responses minus the number of denials, and a denial is
-        // counted shortly before its response.
+        // Never let `allowed` decrease. `allowed` is the number of responses minus the number of denials, and the
+        // gateway counts a denial shortly before the response to the same request.
         snapshot.allowed = snapshot.allowed.max(self.last_second.allowed);
         let second = snapshot.diff(&self.last_second);
         push_bounded(&mut self.seconds, second, HISTORY_SECONDS);
         // The timer fires some ms early or late. Therefore, an interval ends with the second whose end is nearest to
-        // the end of the interval.
+        // `INTERVAL` after the start of the interval.
         let elapsed = snapshot.taken_at.duration_since(self.last_interval.taken_at);
         let interval = (elapsed + Duration::from_millis(500) > INTERVAL).then(|| {
             let interval = snapshot.diff(&self.last_interval);
@@ -445,8 +445,8 @@ impl History {
         (second, interval)
     }
 
-    /// Return the metrics of the last 60 to 70 s: from the start of the oldest recent interval to `snapshot`. If the
-    /// process is younger, return the metrics since its start.
+    /// Return the metrics of the last 60 to 70 s: from the oldest of `interval_starts` to `snapshot`. If the process
+    /// has run for a shorter time, return the metrics since its start.
     fn recent(&self, mut snapshot: CounterSnapshot) -> PeriodStats {
         let start = self.interval_starts.front().unwrap_or(&self.last_interval);
         // As in `add`, `allowed` must not decrease.
@@ -454,8 +454,8 @@ impl History {
         snapshot.diff(start)
     }
 
-    /// Complete an interval of the limits with these names, which are all limits of the configuration. Drop the history
-    /// of other limits, because a reload has removed them.
+    /// Complete an interval for the limits `names`, which are all limits of the configuration. Drop the history of
+    /// other limits, because a reload has removed these limits.
     fn add_limit_interval<'a>(&mut self, names: impl Iterator<Item = &'a str>, decisions: LimitDecisions) {
         let mut previous = std::mem::take(&mut self.limit_intervals);
         for name in names.take(MAX_LIMIT_HISTORIES) {
@@ -465,7 +465,7 @@ impl History {
             let counts = std::array::from_fn(|kind| {
                 u32::try_from(current[kind].saturating_sub(earlier[kind])).unwrap_or(u32::MAX)
             });
-            // A limit that a reload has added has no decisions in earlier intervals.
+            // Fill the earlier intervals of a limit that a reload has added with zeros.
             intervals.resize(self.intervals.len().saturating_sub(1).max(intervals.len()), [0; 2]);
             push_bounded(&mut intervals, counts, HISTORY_INTERVALS);
             self.limit_intervals.insert(name.into(), intervals);
@@ -486,7 +486,7 @@ impl CounterSnapshot {
     fn take(state: &AdminState) -> Self {
         let taken_at = monotonic();
         let routes = state.request_metrics.routes.all();
-        // Count only the responses of routes, because requests that match no route do not count as allowed.
+        // Count only responses to requests that match a route, because other requests do not count as allowed.
         let routes = || routes.iter().filter(|(name, _)| !name.is_empty()).flat_map(|(_, responses)| responses);
         let classes = sum_counts(routes().map(|responses| responses.status_classes.values()));
         let denials = state.request_metrics.denied_requests.all();
@@ -572,8 +572,8 @@ mod history_tests {
     fn history_keeps_a_bounded_number_of_seconds() {
         let start = monotonic();
         let mut history = history(start);
-        // The number of allowed requests is the number of responses minus denials. The snapshot with 9 was taken
-        // between the count of a denial and its response, so it is too small by one.
+        // The number of allowed requests is the number of responses minus the number of denials. The snapshot with 9
+        // was taken after a denial was counted, but before its response was counted. Therefore, 9 is too small by one.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(start, 1000 * second, 13 + second));

@@ -20,7 +20,7 @@ use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWrite
 use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;
 
-/// Value of labels that do not apply to a TLS handshake, such as the TLS version of a failed handshake.
+/// Value of labels that do not apply to a TLS handshake, such as the label `version` of a failed handshake.
 const NO_REASON: &str = "none";
 
 /// Value of the `status` label for upstream requests without a response.
@@ -106,7 +106,7 @@ impl AdminState {
             writer.write_counter(&labels, count)?;
         }
         let active = self.config_handle.active();
-        // If several certificates have the same name, write the expiry of the one that expires first.
+        // If several certificates have the same name, write the expiry of the certificate that expires first.
         let mut not_after = BTreeMap::<(String, &str), u64>::new();
         let mut add = |name: String, source, certificate: &Certificate| {
             let expiry = not_after.entry((name, source)).or_insert(u64::MAX);
@@ -426,7 +426,7 @@ fn write_status_classes(
 ) -> fmt::Result {
     for (name, response_stats) in family.all() {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
-        // Omit the series for requests without a response, because a route always sends a response.
+        // For routes, omit the series for requests without a response, because the gateway always sends a response.
         let classes = STATUS_CLASSES
             .iter()
             .chain([&NO_RESPONSE])
@@ -494,7 +494,7 @@ impl ProcessUsage {
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
         let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
-        // Subtract one, because reading the directory `/proc/self/fd` uses a descriptor itself.
+        // Subtract one, because the process uses a file descriptor to read the directory `/proc/self/fd`.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {
             cpu_s: cpu_ticks(&stat)? as f64 / clock_ticks_per_second() as f64,

@@ -1,5 +1,5 @@
-//! Usage report: the usage totals of limits, grouped by day, month, identity or model. The report names consumers where
-//! possible.
+//! Usage report: the usage totals of limits, grouped by day, month, identity or LLM model. For limits by the API key
+//! alone, the report contains the names of consumers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -14,7 +14,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name, in text output, of the cost that is not attributed to a model.
+/// The name of the cost without a known model in text output.
 pub const OTHER_MODELS: &str = "other";
 
 /// How a usage report groups the cost of each limit.
@@ -51,7 +51,7 @@ pub enum IdentityFilter {
     Parts(IdentityInput),
 }
 
-/// The identities, limits and days whose usage a report contains.
+/// Selects the identities, limits and days of a report.
 #[derive(Debug, Clone, Default)]
 pub struct UsageFilter {
     /// Name of the limit to report. `None` selects all limits with `usage`.
@@ -64,7 +64,7 @@ pub struct UsageFilter {
     pub to: Option<Date>,
 }
 
-/// The reason why a usage filter selects no totals.
+/// The reason why a usage filter is invalid or selects no totals.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FilterError {
     /// No limit has this name.
@@ -91,7 +91,7 @@ pub enum FilterError {
 pub struct UsageEntry {
     /// Name of the limit.
     pub limit: String,
-    /// Quota unit of the limit, such as `requests`. The cost is a number of these units.
+    /// Quota unit of the limit, such as `requests`, in which `cost` is measured.
     pub unit: String,
     /// Hash of the identity.
     pub identity: String,
@@ -99,8 +99,7 @@ pub struct UsageEntry {
     pub consumer: Option<String>,
     /// The day (`2026-11-23`) or the month (`2026-11`). `None` if the cost is grouped by identity.
     pub period: Option<String>,
-    /// The model, if the cost is grouped by model. `None` for the part of the day's cost that is not attributed to a
-    /// model.
+    /// The LLM model, if the cost is grouped by model. `None` for the part of the day's cost without a known model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Charged cost minus refunds.
@@ -159,13 +158,13 @@ impl UsageFilter {
         };
         let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
         let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
-        // By default, include tomorrow, because it may have begun already in the time zone of a limit.
+        // By default, include the next day (UTC), because it may have begun already in the time zone of a limit.
         let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
         if from > to {
             return Err(FilterError::EmptyRange { from, to });
         }
-        // Restrict the query to days whose totals may still exist. The query reads one key per month, so a long range
-        // would be slow.
+        // Restrict the query to days whose totals may still exist. The query reads one key per month, so a range of
+        // many years would be slow.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
         let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
         let (limits, identities) = match &self.identity {
@@ -180,9 +179,9 @@ impl UsageFilter {
     }
 }
 
-/// Return the limits that count an identity, and the hash of the identity for each of them. If `is_single` is true,
-/// `limits` has one element, and the identity must match its `by`. Otherwise, select the limits for which `identity`
-/// has a value for each part of `by`.
+/// Return the limits that count an identity, and the hash of the identity for each of these limits. If `is_single` is
+/// true, `limits` has one element, and the identity must match the `by` of this limit. Otherwise, select the limits for
+/// which `identity` has a value for each part of `by`.
 fn resolve<'c>(
     identity: &IdentityFilter,
     limits: Vec<&'c CompiledLimit>,
@@ -238,16 +237,16 @@ impl UsageReport {
                 GroupBy::Identity => None,
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
-            // The key sorts consumers by name, before other identities by hash. It sorts models by name, before the
-            // cost that belongs to no model.
+            // The key of `costs` sorts consumers by name, before other identities, which it sorts by hash. It sorts
+            // models by name, before the cost without a known model.
             let group = (limit, consumer.is_none(), consumer, identity, period);
             let mut add = |model: Option<Box<str>>, cost: i64| {
                 let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // The total of the day already includes the cost of each model. Subtract it, so that the rest is the
-                // cost that belongs to no model.
+                // The total of the day includes the cost of each model. Subtract the cost of the model, so that the
+                // rest is the cost without a known model.
                 add(None, -cost);
             }
             add(model, cost);
@@ -269,8 +268,8 @@ impl UsageReport {
     }
 }
 
-/// Return the names of consumers by identity, for each limit by API key alone. A hash cannot be inverted, so the hash
-/// of each consumer is computed.
+/// Return the names of consumers by identity hash, for each limit by API key alone. A hash cannot be inverted, so this
+/// function computes the hash of each consumer.
 fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str>, HashMap<u128, String>> {
     let limits: BTreeSet<_> = rows.iter().map(|row| &row.limit).collect();
     let consumers = config.auth.consumers();
@@ -282,8 +281,8 @@ fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str
     names.collect()
 }
 
-/// Return the name of the consumer that has this identity for a limit. Return `None` if no consumer has it, or if the
-/// limit is not by API key alone.
+/// Return the name of the consumer that has this identity for a limit. Return `None` if no consumer has this identity,
+/// or if the limit is not by API key alone.
 pub fn consumer_name(config: &CompiledConfig, limit: &str, identity: Identity) -> Option<String> {
     let compiled = config.limits.get(limit)?;
     if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {

@@ -90,7 +90,7 @@ pub(super) struct AcmeClient {
     storage: Storage,
     /// The account at the CA. `None` until it is used for the first time.
     account: Option<DebuggableAccount>,
-    /// Failed attempts of this process, in case they cannot be stored.
+    /// Failed attempts of this process, by DNS name. This process uses them if they could not be stored.
     attempts: BTreeMap<Box<str>, Attempts>,
 }
 
@@ -162,7 +162,7 @@ impl AcmeClient {
         let mut requested = BTreeMap::new();
         loop {
             let active = deps.config_handle.active();
-            // Removing `[acme]` requires a restart, so this is never the case.
+            // Removing `[acme]` requires a restart, so this loop never returns here.
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
             self.serve_stored(acme);
@@ -327,8 +327,8 @@ impl AcmeClient {
         }
     }
 
-    /// Perform the planned or requested action for a name, if this process acquires the lock. Return whether it did.
-    /// `request` is the fingerprint of the certificate that an administrator wants to replace.
+    /// Perform the planned or requested action for a name, if this process acquires the lock. Return whether it
+    /// acquired the lock. `request` is the fingerprint of the certificate that an administrator wants to replace.
     async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         match self.storage.lock().await {
@@ -416,8 +416,8 @@ impl AcmeClient {
     ) -> Result<(), OrderError> {
         let account = self.account(&acme.settings).await?;
         let challenges = rotated(&acme.settings.challenges, failures);
-        // Use the field `replaces` only in the first attempt, because the CA may reject the order because of this
-        // field.
+        // Use the field `replaces` only in the first attempt. If the CA rejects an order because of this field, the
+        // next attempt can succeed without it.
         let previous = previous.filter(|_| failures == 0);
         let storage = &mut self.storage;
         let context =

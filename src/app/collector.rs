@@ -33,8 +33,8 @@ const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// Minimum interval between two log messages about lost spans.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Start the exporter thread. The `OTEL_*` environment variables of the OpenTelemetry specification determine headers
-/// and resource attributes.
+/// Start the exporter thread. The `OTEL_*` environment variables of the OpenTelemetry specification determine the
+/// headers of export requests and the resource attributes.
 ///
 /// # Errors
 /// An environment variable is invalid, the system has no CA certificates, or the thread cannot be started.

@@ -81,8 +81,8 @@ impl HotRestart {
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
             .args(arguments)
-            // Do not set LISTEN_PID. The process id of the child is unknown before it starts. Without LISTEN_PID, any
-            // process accepts the sockets.
+            // Do not set LISTEN_PID. The process id of the child is unknown before it starts. Without LISTEN_PID, the
+            // child uses the sockets regardless of its process id.
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
@@ -144,8 +144,8 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
 /// has this id, because other processes can inherit the variable.
 pub(super) const PARENT_PID_ENV: &str = "SLUICEGATE_PREDECESSOR";
 
-/// Message from the new process to the old process that it serves requests. The socket is the standard input of the new
-/// process.
+/// Message that the new process sends to the old process when the new process serves requests. The standard input of
+/// the new process is a socket to the old process.
 pub(super) const READY_MESSAGE: &[u8] = b"serves";
 
 /// Notify systemd, and the old process of a hot restart, that all workers serve requests.
@@ -190,7 +190,7 @@ pub(super) fn notify_main_pid(id: u32) {
     notify(&[NotifyState::MainPid(id)]);
 }
 
-/// Send a notification to systemd. Do nothing if there is no service manager (`NOTIFY_SOCKET` is not set).
+/// Send a notification to systemd. Do nothing if the gateway does not run under systemd (`NOTIFY_SOCKET` is not set).
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = ::sd_notify::notify(states) {
         warn!(%error, "cannot notify the service manager");

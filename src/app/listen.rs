@@ -155,7 +155,8 @@ pub(crate) fn default_path() -> Option<PathBuf> {
 }
 
 /// The file of the admin socket. It has a temporary name until [`publish`](Self::publish). In a hot restart, the new
-/// process therefore replaces the socket of the old process only when it serves requests. The file is removed on drop.
+/// process therefore replaces the socket of the old process only when the new process serves requests. The file is
+/// removed on drop.
 #[derive(Debug)]
 pub(super) struct AdminSocketFile {
     path: PathBuf,
@@ -179,8 +180,8 @@ impl AdminSocketFile {
                     "a file that is not a socket exists at this path",
                 ));
             }
-            // Connecting succeeds only if a process listens on the socket. In a hot restart, the parent process still
-            // listens. The new process may replace its socket.
+            // Connecting succeeds only if a process listens on the socket. In a hot restart, the old process still
+            // listens. The new process may replace the socket of the old process.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens on this socket"));
             }
@@ -191,7 +192,8 @@ impl AdminSocketFile {
         // A killed process with the same process id may have left this file.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Set the permissions before `listen`. No other user can connect earlier, because connecting fails until then.
+        // Set the permissions before `listen`. Connecting fails before `listen`, so no other user can connect before
+        // the permissions are set.
         fs::set_permissions(&current, fs::Permissions::from_mode(ADMIN_SOCKET_MODE))?;
         socket.listen(ADMIN_BACKLOG)?;
         socket.set_nonblocking(true)?;

@@ -1,6 +1,6 @@
 //! The maintenance thread. For all workers together, it resolves DNS names of upstreams, performs health checks, and
-//! fetches JWK Sets. Workers do not perform health checks: on a busy worker, they would run late and mark healthy
-//! endpoints as unhealthy.
+//! fetches JWK Sets. Workers do not perform health checks: on a busy worker, health checks would run late and mark
+//! healthy endpoints as unhealthy.
 
 use std::convert::Infallible;
 use std::sync::mpsc::Sender;
@@ -39,7 +39,8 @@ const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
-/// The configuration and clusters to maintain. The sender is dropped when all host names have been looked up once.
+/// The configuration and clusters to maintain. All clones of the sender are dropped when all host names have been
+/// looked up once and all unknown JWK Sets have been fetched once.
 type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 
 /// Handle of the maintenance thread.
@@ -144,8 +145,8 @@ const MAX_KEY_SET: usize = 1 << 20;
 /// Delay after the first failure. It doubles with each further failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum delays after failures. The second one applies while no keys are known, because tokens cannot be verified
-/// then.
+/// Maximum delays after failures. `MAX_RETRY_DELAY_WITHOUT_KEYS` applies while no keys are known. It is shorter,
+/// because tokens cannot be verified without keys.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const MAX_RETRY_DELAY_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
@@ -228,7 +229,7 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
     Ok(fetched)
 }
 
-/// Keep the keys of the URL at `index` up to date, until the future is dropped. `first` is dropped when the first
+/// Keep the keys of `key_urls[index]` up to date, until the future is dropped. `first` is dropped when the first
 /// attempt ends, or immediately if keys are already known.
 pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];

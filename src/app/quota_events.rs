@@ -67,8 +67,8 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which records of events whose period has ended are removed.
 const FORGET_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time for which a claim is kept after the window of its event. Other gateways may try to claim the event later than
-/// this one.
+/// Time for which a claim is kept after the window of its event, because another gateway may try to claim the same
+/// event later.
 const CLAIM_GRACE: Duration = Duration::from_secs(60);
 
 /// For a rolling period, a claim in Redis must expire before the gateway forgets the event. Otherwise, the old claim
@@ -243,7 +243,8 @@ struct Delivery {
     id: String,
     /// The event as JSON. All attempts send the same text.
     body: Bytes,
-    /// Whether to send the event without another claim: this gateway has claimed it, or claiming it was not possible.
+    /// Whether to send the event without claiming it again. Set if this gateway has claimed the event, or could not
+    /// claim it because Redis was unavailable.
     is_claimed: bool,
 }
 

@@ -104,7 +104,7 @@ impl Reloader {
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // A send error means that the receiver was dropped.
+                // Ignore a send error, which means that the receiver was dropped.
                 let _ = reply.send(result.clone());
             }
         }
@@ -137,7 +137,7 @@ impl Reloader {
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
-        // Before the first request uses them, resolve host names and fetch JWK Sets.
+        // Resolve host names and fetch JWK Sets before the new configuration handles the first request.
         self.maintenance.set_config(&config, &clusters)?;
         self.connection_limits.resize(&config.server);
         let change = {
@@ -169,7 +169,7 @@ fn is_requested(requests: &[ReloadRequest]) -> bool {
 /// The reason why a valid configuration cannot replace the active one.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
-    /// These keys have changed, but a change requires a restart.
+    /// The values of these keys differ, but the gateway can apply the new values only after a restart.
     #[error("{} cannot change while the gateway runs: restart it, or keep {} unchanged", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
     /// New certificates have expired or are not valid yet. Each text contains the file and the reason.
@@ -182,8 +182,8 @@ fn pronoun(keys: &[String]) -> &'static str {
 }
 
 impl CompiledConfig {
-    /// Carry over the state of parts that are equal in the previous configuration. Upstream connections and TLS
-    /// sessions are then kept.
+    /// Carry over the state of parts that are equal in the previous configuration, such as upstream connections and TLS
+    /// sessions.
     ///
     /// # Errors
     /// A changed key requires a restart, or a new certificate has expired or is not valid yet.

@@ -136,7 +136,7 @@ pub(super) enum OverrideCommand {
         #[command(flatten)]
         target: AdminTarget,
     },
-    /// Remove an override before it expires
+    /// Remove an override before its TTL expires
     #[command(after_help = examples![
         "sluicegate override remove --limit per-ip ip=192.0.2.7",
         "sluicegate override remove --limit rate api-key=acme",
@@ -429,7 +429,7 @@ pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io:
     Ok(())
 }
 
-/// Write one override or an array of them.
+/// Write one override or an array of overrides.
 pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
     if entries.is_empty() {
@@ -518,8 +518,8 @@ pub(super) fn format_parts(parts: &Value) -> String {
     parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
 }
 
-/// Format a JSON value with its control characters escaped. Clients choose parts of such values, which could contain
-/// terminal escape sequences.
+/// Format a JSON value and escape its control characters. Clients choose parts of these values, and could send terminal
+/// escape sequences.
 pub(super) fn printable(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -558,8 +558,8 @@ pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
         0 => "0 s".to_owned(),
-        // Round up to hundredths of a second. The subtraction cancels the rounding error of the binary floating-point
-        // value.
+        // Round up to hundredths of a second. Subtract a small value first, so that floating-point errors do not add
+        // 0.01 s.
         1..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),

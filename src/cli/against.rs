@@ -21,7 +21,8 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 /// Maximum number of identities in the report.
 const MAX_IDENTITIES: usize = 20;
 
-/// Maximum number of consumers per limit whose usage is read. Each takes one request to the admin API.
+/// Maximum number of consumers per limit whose usage is read. Reading the usage of one consumer takes one request to
+/// the admin API.
 const MAX_REQUESTS: usize = 500;
 
 /// The changes that the running gateway would make if it reloaded this configuration.
@@ -29,9 +30,10 @@ const MAX_REQUESTS: usize = 500;
 pub(super) struct Comparison {
     /// The differences between the two configurations, as text.
     changes: Vec<String>,
-    /// Changed keys that a reload rejects.
+    /// Changed keys that take effect only after a restart. A reload that changes them is rejected.
     restart: Vec<String>,
-    /// Messages about new listener addresses that cannot be bound while the gateway runs, each with the reason.
+    /// One message for each new listener address that cannot be bound while the gateway runs. The message contains the
+    /// reason.
     pub(super) unavailable: Vec<String>,
     /// Identities that the running gateway knows and that have used more than their new quota.
     over_quota: Vec<OverQuota>,
@@ -41,7 +43,7 @@ pub(super) struct Comparison {
 #[derive(Debug, Serialize)]
 struct OverQuota {
     limit: String,
-    /// The consumer, or the parts of the identity and its hash.
+    /// The name of the consumer, or the parts of the identity with the hash of the identity.
     identity: String,
     used: u64,
     /// Maximum usage that the new quota allows at once.
@@ -50,8 +52,8 @@ struct OverQuota {
     quota: String,
 }
 
-/// Compare `config` with the gateway at `admin`, which is an admin socket or a URL. If `admin` is empty, find the
-/// running gateway.
+/// Compare `config` with the configuration of the gateway at `admin`, which is an admin socket or a URL. If `admin` is
+/// empty, find the running gateway with [`AdminClient::find`].
 ///
 /// # Errors
 /// No gateway is found, or the gateway returns an unexpected response.
@@ -77,8 +79,8 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// The data to compare usage: the configuration with the new quotas, and a client of the running gateway, which still
-/// applies the old quotas.
+/// The data to compare usage with the new quotas: the new configuration, and a client of the running gateway, which
+/// still applies the old quotas.
 struct Quotas<'a> {
     client: &'a AdminClient,
     config: &'a CompiledConfig,
@@ -88,15 +90,15 @@ struct Quotas<'a> {
 
 /// An identity that the running gateway knows.
 struct KnownIdentity {
-    /// The consumer, or the parts of the identity and its hash.
+    /// The name of the consumer, or the parts of the identity with the hash of the identity.
     display: String,
-    /// The parts of the identity, unless the gateway hides some of them.
+    /// The parts of the identity. `None` if the gateway hides one of them.
     parts: Option<Vec<(String, String)>>,
-    /// The hash of the identity, if it is known.
+    /// The hash of the identity. `None` if only its parts are known.
     hash: Option<String>,
     /// Name of the consumer, if an API key is a part of the identity.
     consumer: Option<String>,
-    /// Whether the identity is a client network, which the limit uses for requests without an API key.
+    /// Whether the identity is the client network of requests without an API key.
     is_anonymous: bool,
 }
 
@@ -104,7 +106,7 @@ struct KnownIdentity {
 struct Usage {
     /// An element of `limits` in a response of `/api/identities`.
     status: Value,
-    /// Whether the gateway computed the usage with the default quota of the limit. This is the case for a request by
+    /// Whether the gateway computed the usage with the default quota of the limit. The gateway does so for a request by
     /// hash, because a hash does not show the consumer or tier of an identity.
     is_of_default_quota: bool,
 }
@@ -121,13 +123,13 @@ impl Quotas<'_> {
         for compiled in self.config.limits.values() {
             let name = &*compiled.limit.name;
             let (old, new) = (&old["limit"][name], &new["limit"][name]);
-            // Skip a new limit and a limit with another `by`, because they start with new counters.
+            // Skip a new limit and a limit whose `by` has changed, because their counters start at zero.
             if old.is_null() || parts(&old["by"]) != parts(&new["by"]) || self.has_unknown_tiers(compiled) {
                 continue;
             }
             let mut known = Vec::new();
-            // Compare consumers even if the limit itself is unchanged, because the consumers file may change their
-            // quotas.
+            // Compare the usage of consumers even if the limit itself is unchanged, because the consumers file may set
+            // other quotas for them.
             if is_changed(name) || self.has_own_quotas(compiled) {
                 known.extend(self.known_consumers(compiled));
             }
@@ -149,13 +151,13 @@ impl Quotas<'_> {
         !compiled.limit.tiers.is_empty() || self.consumers.iter().any(|consumer| consumer.variants.contains_key(name))
     }
 
-    /// Return whether the tier of an identity comes from a JWT or an authentication server. This command has neither,
-    /// so it cannot find the quota.
+    /// Return whether the tier of an identity comes from a JWT or an authentication server. This command has no JWT and
+    /// does not call the server, so it cannot determine the quota.
     fn has_unknown_tiers(&self, compiled: &CompiledLimit) -> bool {
         !compiled.limit.tiers.is_empty() && self.config.auth.tier_source != TierSource::ApiKey
     }
 
-    /// Return the consumers that a limit counts, if its `by` is only the API key.
+    /// Return the consumers that a limit counts, if the limit's `by` is only the API key.
     fn known_consumers(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
         // Remove duplicates: a consumer is repeated for each of its keys.
         let names: BTreeSet<_> = self.consumers.iter().map(|consumer| consumer.name.to_string()).collect();
@@ -201,7 +203,8 @@ impl Quotas<'_> {
     /// consumer.
     fn usage(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<Usage> {
         let by_parts = identity.parts.as_ref().and_then(|parts| self.status(compiled, parts));
-        // Compare the hash as well, because the API may shorten the parts of an identity.
+        // Also compare the hashes, because the admin API may truncate the parts of an identity. Truncated parts would
+        // select another identity.
         let is_same =
             |status: &Value| identity.hash.is_none() || status["identity"].as_str() == identity.hash.as_deref();
         if let Some(status) = by_parts.filter(is_same) {
@@ -218,11 +221,11 @@ impl Quotas<'_> {
         Some(response["limits"][0].take()).filter(Value::is_object)
     }
 
-    /// Return the identity if its usage exceeds its new quota. Return `None` if the algorithm or window changes,
-    /// because the limit then starts with new counters.
+    /// Return the identity if its usage exceeds its new quota. Return `None` if the algorithm or window of the limit
+    /// changes, because the counters then start at zero.
     fn exceeds(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<OverQuota> {
         let Usage { status, is_of_default_quota } = self.usage(compiled, identity)?;
-        // Skip an identity with an override, because the override stays active.
+        // Skip an identity with an override, because the override stays active after a reload.
         if status["override"].is_object() {
             return None;
         }
@@ -254,7 +257,7 @@ impl Quotas<'_> {
     }
 }
 
-/// Return `by` of a limit as a list. In the JSON, a single part may be a string.
+/// Return `by` of a limit as a list. In the JSON, a `by` with a single part may be a string instead of a list.
 fn parts(by: &Value) -> Vec<&Value> {
     by.as_array().map_or_else(|| vec![by], |parts| parts.iter().collect())
 }

@@ -39,8 +39,8 @@ use crate::tools::check;
 use crate::tools::doctor::{Check, Requirements, check_basics};
 use crate::upstream::dns::DnsResolver;
 
-/// Timeout of each step of the connection to the store. The timeout is short, because a configuration can be valid
-/// while its store is down.
+/// Timeout of each step of connecting to the store. The timeout is short, so that the command ends quickly if the store
+/// is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Exit code if `--strict` is given and there are warnings.
@@ -57,15 +57,16 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store, token issuers, webhooks or a running gateway, and do not resolve the names of
-    /// certificates; an unset environment variable in a secret is only a warning
+    /// Do not connect to the store, token issuers, webhooks or a running gateway, and do not resolve the DNS names of
+    /// ACME certificates; an unset environment variable in a secret is only a warning
     #[arg(long)]
     offline: bool,
     /// Compare with the running gateway at this admin socket (a path) or admin listener (a URL) [default: the admin
     /// socket, or the `[admin]` address if no gateway listens on the socket]
     ///
     /// The command prints the keys that a reload would change, keys that need a restart, and up to 20 known identities
-    /// whose usage exceeds a new quota. It also prints addresses that cannot be bound; the exit code is then 2.
+    /// whose usage exceeds a new quota. It also prints new listener addresses that cannot be bound. If there are any,
+    /// the exit code is 2.
     #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
     against: Option<String>,
 }
@@ -275,8 +276,8 @@ fn check_store(
         let mut warnings = Vec::new();
         for (server, _) in servers.masters(STORE_CONNECT_TIMEOUT).await? {
             let survey_result = check_basics(&server, requirements).await;
-            // If the server has replied to the basic checks, use a longer timeout, because connecting takes several
-            // round trips.
+            // A server that has replied to the basic checks is reachable but may be slow. Use a longer timeout, because
+            // connecting takes several round trips.
             let timeout = if survey_result.is_ok() { 5 * STORE_CONNECT_TIMEOUT } else { STORE_CONNECT_TIMEOUT };
             try_connect(server.clone(), redis.algorithms, timeout).await?;
             let address = server.client(STORE_CONNECT_TIMEOUT).await?.get_connection_info().addr().to_string();
@@ -284,12 +285,12 @@ fn check_store(
         }
         Ok(warnings)
     });
-    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+    // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// The guarantees of limits: the maximum cost that each quota admits, whatever clients send.
+// The guarantees of limits: the maximum cost that each quota admits, regardless of what clients send.
 
 /// Number of seconds in the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
@@ -342,8 +343,8 @@ fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
     let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
-    // The largest possible error of the estimate: a token has at least one byte, so a body has at most as many tokens
-    // as bytes.
+    // The largest possible error of the estimate. An LLM token has at least one byte, so a body has at most as many LLM
+    // tokens as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
     let unread = unread_cost
@@ -415,8 +416,8 @@ fn format_window(seconds: f64) -> String {
 
 // Comparison with the running gateway: changed keys that need a restart.
 
-/// Maximum time to wait for the running gateway. The timeout is short, because a configuration can be valid while no
-/// gateway runs.
+/// Maximum time to wait for the running gateway. The timeout is short, so that the command ends quickly if no gateway
+/// runs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Return the keys that only a restart can change and whose values differ from those of the gateway at `[admin]`. The

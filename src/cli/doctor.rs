@@ -23,10 +23,10 @@ use crate::tools::doctor::{Check, Requirements, ServerReport, Status, examine};
 struct Diagnosis {
     ok: bool,
     servers: Vec<ServerReport>,
-    /// The token issuers whose key sets are fetched. The report gives the URL of the key set as the address.
+    /// The token issuers whose key sets are fetched. In the report, the address of an issuer is the URL of its key set.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     issuers: Vec<ServerReport>,
-    /// The webhooks of quota events. The report gives the host and port of the URL as the address.
+    /// The webhooks of quota events. In the report, the address of a webhook is the host and port of its URL.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     webhooks: Vec<ServerReport>,
 }
@@ -41,7 +41,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
                 .extend(redis_servers.iter().map(|server| tokio_runtime.block_on(examine(server, &requirements)))),
             Err(error) => servers.push(ServerReport::unreachable(store_addresses(&config.store.name), &error)),
         }
-        // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+        // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
         tokio_runtime.shutdown_background();
     }
     let issuers: Vec<_> = fetch_key_sets(config)?.iter().map(|(source, fetched)| issuer(source, fetched)).collect();
@@ -82,7 +82,7 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
     }
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let fetched = tokio_runtime.block_on(join_all(sources.iter().map(maintenance::fetch_keys)));
-    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+    // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     tokio_runtime.shutdown_background();
     Ok(sources.iter().zip(fetched).collect())
 }
@@ -103,7 +103,7 @@ fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerRe
 /// The name of a webhook, with the result of connecting to it.
 pub(super) type ConnectedWebhook<'c> = (&'c str, &'c Webhook, Result<(), DeliveryError>);
 
-/// Connect to all webhooks of a configuration, as a gateway does. No event is sent.
+/// Connect to all webhooks of a configuration, as a gateway does. Send no events.
 ///
 /// # Errors
 /// The tokio runtime cannot be started.
@@ -119,7 +119,7 @@ pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<C
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let connecting = join_all(webhooks.iter().map(|(_, webhook)| quota_events::connect(webhook)));
     let connected = tokio_runtime.block_on(connecting);
-    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+    // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     tokio_runtime.shutdown_background();
     Ok(webhooks.into_iter().zip(connected).map(|((name, webhook), result)| (name, webhook, result)).collect())
 }
@@ -155,7 +155,7 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
     }
 }
 
-/// Return the addresses in the displayed name of a store, which follow ` at `.
+/// Return the addresses in the displayed name of a store: the text after ` at `.
 fn store_addresses(name: &str) -> &str {
     name.split_once(" at ").map_or(name, |(_, addresses)| addresses)
 }

@@ -1,4 +1,5 @@
-//! `sluicegate explain`: explains how the gateway would handle a request, without sending or charging it.
+//! `sluicegate explain`: explains how the gateway would handle a request, without forwarding the request or charging a
+//! limit.
 
 use std::fs;
 use std::io;
@@ -49,8 +50,8 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     };
     if !arguments.offline {
         for (source, fetched) in doctor::fetch_key_sets(config)? {
-            // If a key set cannot be fetched, explain the request without its keys, because the gateway may not have
-            // them either.
+            // If a key set cannot be fetched, explain the request without the keys of this set, because the gateway may
+            // not have them either.
             if let Ok(fetched) = fetched {
                 source.keys.store(fetched.keys, clock::unix_us());
             }
@@ -91,7 +92,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(value_name = "URL")]
     url: String,
 
-    /// Assume this request header, in the format of curl; may be repeated
+    /// Add this request header, written as for curl's -H; may be repeated
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
@@ -99,8 +100,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(short = 'd', long, value_name = "TEXT")]
     body: Option<String>,
 
-    /// Assume that the connection comes from this address, which is a client or a proxy that reports the client in a
-    /// header
+    /// Assume that the connection comes from this address: the client's address, or the address of a proxy that sends
+    /// the client's address in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
@@ -113,11 +114,11 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 
-    /// Explain all routes that do not match, not only the 10 closest ones
+    /// Explain all routes that the request does not use, not only the 10 routes that come closest to a match
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Do not read the counters of the limits or the key sets of token issuers
+    /// Do not read the limits' counters, and do not fetch the key sets of token issuers
     #[arg(long)]
     pub(crate) offline: bool,
 
@@ -126,7 +127,7 @@ pub(in crate::cli) struct Arguments {
     pub(crate) json: bool,
 }
 
-/// The request to explain, and the peer address that it comes from.
+/// The request to explain, and the peer that sends it.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
@@ -161,7 +162,7 @@ pub(crate) enum ArgumentError {
         "--ip {0} is not an address: write an address such as 192.0.2.7 or 2001:db8::7, without port and prefix length"
     )]
     InvalidAddress(String),
-    #[error("--listener {0} is not a listener of the configuration, which has {1}")]
+    #[error("--listener {0}: the configuration has no such listener; its listeners are {1}")]
     UnknownListener(String, String),
 }
 
@@ -279,8 +280,8 @@ struct AdminCounters {
 }
 
 impl AdminCounters {
-    /// Connect to the gateway at `[admin]` of the configuration and read its overrides. If the connection fails, `peek`
-    /// returns the error.
+    /// Connect to the gateway at `[admin]` of the configuration and read the gateway's overrides. If the connection
+    /// fails, `peek` returns the error.
     fn open(config_path: &Path, config: &CompiledConfig) -> Self {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
@@ -306,7 +307,8 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // Print only the outermost message of the error. Its causes are errors of the operating system, which add nothing.
+    // Print only the outermost message of the error. The causes of the error are messages of the operating system,
+    // which do not help users.
     CountersUnavailable(format!("cannot read the counters in the memory of the running gateway: {error}"))
 }
 
@@ -339,7 +341,7 @@ impl Counters for AdminCounters {
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
             let outcome = parse_outcome(&response["limits"][0]).ok_or_else(|| {
-                CountersUnavailable("the running gateway has a different version from this command".to_owned())
+                CountersUnavailable("the running gateway and this command have different versions".to_owned())
             })?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
@@ -369,10 +371,10 @@ fn parse_outcome(usage: &Value) -> Option<Outcome> {
 
 // === Terminal output ===
 
-/// Maximum width of a line, in characters. A single longer word is not split.
+/// Maximum width of a line, in characters. A word that is longer than a line is not split.
 const LINE_WIDTH: usize = 80;
 
-/// Maximum width of the column with names, in characters.
+/// Maximum width of the left column, which contains names, in characters.
 const MAX_NAME_WIDTH: usize = 18;
 
 const HEADING_STYLE: Style = Style::new().bold();
@@ -458,7 +460,9 @@ fn write_cors(explanation: &Explanation, out: &mut impl Write) -> io::Result<()>
         (None, false) => "the request has no Origin header".to_owned(),
         (None, true) => "all origins are allowed".to_owned(),
         (Some(origin), true) => format!("{origin} is allowed"),
-        (Some(origin), false) => format!("the origin {origin} is not allowed: its scripts cannot read the response"),
+        (Some(origin), false) => {
+            format!("the origin {origin} is not allowed: scripts of this origin cannot read the response")
+        }
     };
     write_item(out, 9, "origin", &[text])?;
     match preflight {
@@ -605,7 +609,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// Write one item of the explanation: the name in the left column, and its lines in the right column.
+/// Write one item of the explanation: `name` in the left column, and `lines` in the right column.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {
@@ -615,7 +619,7 @@ fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) 
     Ok(())
 }
 
-/// Write a text wrapped at [`LINE_WIDTH`]. `first` precedes the first line. The other lines are indented by `indent`
+/// Write a text wrapped at [`LINE_WIDTH`]. The first line starts with `first`. The other lines are indented by `indent`
 /// spaces.
 fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
     let mut line = first.to_owned();

@@ -16,7 +16,7 @@ use crate::config::schema;
 
 /// Print the completions of a shell.
 pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
-    // Generate the text in memory first: clap_complete panics if the output pipe is closed.
+    // Generate the text in memory first, because clap_complete panics if it writes to a closed pipe.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
     stdout().write_all(&script)
@@ -111,7 +111,7 @@ fn render(command: &Command) -> io::Result<Vec<u8>> {
     write_entries(&mut sections, "FILES", files(task));
     write_entries(&mut sections, "ENVIRONMENT", environment(task));
     sections.control("TP", []).text([bold("SLUICEGATE_CONFIG")]);
-    sections.text([roman("Path of the configuration without --config.")]);
+    sections.text([roman("Path of the configuration file, used if --config is not given.")]);
     write_examples(&mut sections, command);
     write_see_also(&mut sections, command);
     sections.to_writer(&mut page)?;
@@ -207,7 +207,7 @@ fn exit_statuses(command: &str) -> Entries {
 /// The files of a command.
 fn files(command: &str) -> Entries {
     const CONFIG: (&str, &str) =
-        ("gateway.toml", "The configuration, see --config. Relative paths in it start at its directory.");
+        ("gateway.toml", "The configuration, see --config. Paths in this file are relative to its directory.");
     const CONSUMERS: (&str, &str) = (
         "consumers.toml",
         "Consumers and the hashes of their API keys, see `auth.NAME.consumers` of the configuration.",
@@ -263,7 +263,7 @@ fn environment(command: &str) -> Entries {
     );
     const NO_COLOR: (&str, &str) = ("NO_COLOR", "Print no colors on terminals.");
     const TRUST: (&str, &str) =
-        ("SSL_CERT_FILE, SSL_CERT_DIR", "Trust these CA certificates instead of those of the system.");
+        ("SSL_CERT_FILE, SSL_CERT_DIR", "Trust these CA certificates instead of the CA certificates of the system.");
     const TOKEN: (&str, &str) =
         ("SLUICEGATE_ADMIN_TOKEN", "Token for the admin listener; takes precedence over `admin.token`.");
     match command {

@@ -18,7 +18,7 @@ use crate::tools::replay::resolve::IdentityField;
 use crate::tools::replay::simulator::QuotaProposal;
 use crate::tools::replay::{LogInput, ReadProgress, Replay, ReplayObserver, ReplayOptions, file_size, report};
 
-/// Exit code for logs that cannot be read, and for arguments that do not fit the configuration.
+/// Exit code for logs that cannot be read, and for arguments that contradict the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
 /// Interval between frames of the spinner.
@@ -151,7 +151,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 
-    /// Use this algorithm for the limits of --by, such as fixed-window
+    /// With --by, use this algorithm for the proposed limits, such as fixed-window
     #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
     pub(crate) algorithm: String,
 
@@ -160,11 +160,11 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// Identify clients for this limit by this field of the log
+    /// For this limit, identify clients by this field of the log, such as per-key=remote_user
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 
-    /// Suggest the smallest quota that denies less than this share of the requests
+    /// For each limit, suggest the smallest quota that denies less than this share of the requests
     #[arg(long, value_name = "SHARE", default_value = "0.1%")]
     pub(crate) target: Share,
 
@@ -185,7 +185,7 @@ pub(in crate::cli) struct Arguments {
 #[derive(Debug, Clone)]
 pub(crate) struct NamedValue<T>(pub(crate) T);
 
-/// A share: `0.1%` or `0.001`.
+/// A share of requests, written as `0.1%` or `0.001`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Share(pub(crate) f64);
 

@@ -82,7 +82,7 @@ impl StopSignal {
                 "stopping: /readyz returns 503, but requests are still accepted; a second signal starts to drain at \
                  once"
             );
-            // Ignore the result: the function returns both after the timeout and after a second signal.
+            // Ignore the result, because the timeout and a second signal have the same effect: the function returns.
             let _ = timeout(accept_grace, self.recv()).await;
         }
     }
@@ -100,7 +100,7 @@ impl Signals {
         loop {
             tokio::select! {
                 () = self.stop.recv() => return StopCause::Signal,
-                // Ignore the result, because the reload function logs it.
+                // Ignore the result, because `reload` logs it.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("hot restart: starting a new process with the listening sockets");

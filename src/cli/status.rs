@@ -62,7 +62,7 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     let get = |path: &str| client.request(Method::GET, path, None);
     let mut report = get("/api/status")?;
     let mut configuration = get("/api/config")?;
-    // Remove the content of the configuration from the output. The page shows only which file was loaded, and when.
+    // Remove the content of the configuration, because the page shows only which file was loaded, and when.
     for key in ["configuration", "addresses"] {
         configuration.as_object_mut().and_then(|fields| fields.remove(key));
     }
@@ -147,7 +147,7 @@ impl<W: Write> Page<'_, W> {
                 self.out,
                 "  {style}the last reload was rejected {failed}; the previous configuration is active:{style:#}"
             )?;
-            // Escape the report line by line, because it has several lines.
+            // Escape each line of the error separately, because `printable` also escapes newlines.
             for line in last_error["error"].as_str().unwrap_or_default().lines() {
                 writeln!(self.out, "    {}", printable(&json!(line)))?;
             }
@@ -303,10 +303,10 @@ fn format_ms(value: &Value) -> String {
 
 #[derive(Debug, Args)]
 pub(super) struct ProbeOptions {
-    /// Ask whether the gateway is alive (`/healthz`), not whether it is ready (`/readyz`)
+    /// Check whether the gateway is alive (`/healthz`), not whether it is ready (`/readyz`)
     #[arg(long)]
     live: bool,
-    /// Ask the gateway at this admin listener (a URL) or admin socket (a path) [default: the admin socket, or the
+    /// Call the gateway at this admin listener (a URL) or admin socket (a path) [default: the admin socket, or the
     /// `[admin]` address if no gateway listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
     url: Option<String>,
@@ -315,7 +315,7 @@ pub(super) struct ProbeOptions {
     timeout: Duration,
 }
 
-/// Ask the gateway, and print its status.
+/// Request the readiness or liveness of the gateway, and print the result.
 ///
 /// # Errors
 /// The gateway is not ready, not alive, or unreachable.
@@ -372,8 +372,8 @@ pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> any
 /// Return the changes of a reload as text.
 fn describe(response: &Value) -> String {
     let file = response["file"].as_str().unwrap_or_default();
-    /// Maximum age of the changes that are printed, in seconds. The changes are a few seconds old if the file watcher
-    /// has already reloaded the file.
+    /// Maximum age of the changes that are printed, in seconds. If the file watcher reloaded the file before this
+    /// command, the changes are a few seconds old.
     const RECENT: f64 = 60.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();

@@ -24,7 +24,8 @@ use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::snapshot::CompiledConfig;
 
-/// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`.
+/// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`, whose default is 50
+/// ms.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The arguments of `sluicegate usage`.
@@ -58,8 +59,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Ask the gateway at this admin listener (a URL) or admin socket (a path) [default: read Redis; with a memory
-    /// store, ask the gateway at `[admin]`]
+    /// Request the totals from the gateway at this admin listener (a URL) or admin socket (a path) [default: read
+    /// Redis; with a memory store, request them from the gateway at `[admin]`]
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
 }
@@ -96,8 +97,8 @@ fn read_redis(
     (servers, settings): &(RedisDeployment, RedisSettings),
     query: &UsageQuery,
 ) -> anyhow::Result<Vec<UsageRow>> {
-    // Configure no algorithms, so that no script is loaded. A Redis user with read-only access has no permission to
-    // load scripts.
+    // Configure no algorithms, so that the store loads no Lua scripts. A Redis user with read-only access has no
+    // permission to load scripts.
     let algorithms = AlgorithmSet::default();
     let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
     let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
@@ -105,7 +106,7 @@ fn read_redis(
         let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
         store.read_usage(query).await
     });
-    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
+    // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     tokio_runtime.shutdown_background();
     rows.map_err(|error| {
         let reply = match &error {
@@ -158,7 +159,7 @@ impl Arguments {
         }
         let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
         let response = client.request(Method::GET, &request_target("/api/usage", &query), None)?;
-        serde_json::from_value(response).context("the running gateway has a different version from this command")
+        serde_json::from_value(response).context("the running gateway and this command have different versions")
     }
 }
 
@@ -204,7 +205,7 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
     Ok(())
 }
 
-/// Write CSV (RFC 4180): a header, and a record for each entry. Only reports by model have a column for the model.
+/// Write CSV (RFC 4180): a header line, and one record for each entry. Only reports by model have the column `model`.
 fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
     let has_models = report.by == GroupBy::Model;
     writeln!(out, "limit,unit,consumer,identity,period,{}cost", if has_models { "model," } else { "" })?;

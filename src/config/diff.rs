@@ -1,5 +1,5 @@
 //! Describe the differences between two configurations. The comparison uses the texts of the files, with secrets
-//! redacted. It ignores default values and the contents of other files.
+//! redacted. It ignores default values and the contents of other files, such as certificates.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,8 +43,8 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
             (None, Some(_)) if name.is_some() => push("added".to_owned()),
             (Some(_), None) if name.is_some() => push("removed".to_owned()),
             (old, new) if old != new => {
-                // Print the keys of an entry without the table name, because the difference already has it. Print other
-                // keys with it.
+                // Omit the table name from the keys of an entry, because `Difference::table` contains it. Other keys
+                // start with the table name, as in `server.workers`.
                 let prefix = if name.is_some() { "" } else { &**table };
                 let changes = changed_keys(prefix, old.copied(), new.copied());
                 if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }

@@ -36,7 +36,7 @@ pub struct ParsedFile<T> {
     pub sources: Sources,
     /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
-    /// The unknown keys, which may cause further errors.
+    /// The unknown keys. They may cause further errors.
     pub unknown_keys: UnknownKeys,
     /// Values with an environment variable that is not set or has no closing brace.
     pub unresolved: Vec<UnresolvedValue>,
@@ -44,7 +44,8 @@ pub struct ParsedFile<T> {
     pub warnings: Vec<Issue>,
 }
 
-/// A value that refers to an environment variable that is not set. A placeholder replaces the variable.
+/// A value whose environment variable is not set or has no closing brace. A placeholder replaces a variable that is not
+/// set.
 #[derive(Debug)]
 pub struct UnresolvedValue {
     /// Path of the value: the keys that lead to it, joined by dots.
@@ -61,15 +62,15 @@ impl UnresolvedValue {
     }
 }
 
-/// The unknown keys of a file. An unknown key may cause further errors, because the key that the operator meant is
-/// missing.
+/// The unknown keys of a file. An unknown key may cause further errors. For example, if it is a misspelling, the key
+/// that the operator meant is missing.
 #[derive(Debug, Default)]
 pub struct UnknownKeys {
-    /// Spans of the values of misspelled keys, which are unknown keys that are similar to a known key, and of all
-    /// nested values. The values are used under the name of the known key. Errors in them are hidden until the key is
-    /// corrected: the report recognizes secrets by the names of their keys.
+    /// Spans of the values of misspelled keys, and of all nested values. A misspelled key is an unknown key that is
+    /// similar to a known key. Its value is validated as the value of the known key. Errors in this value are not
+    /// reported until the operator corrects the key, because the report recognizes secrets by the names of their keys.
     misspelled: Vec<Range<usize>>,
-    /// Ranges of the entries, such as a route, that contain an unknown key without a similar known key.
+    /// Ranges of the entries (such as routes) that contain an unknown key without a similar known key.
     entries: Vec<Range<usize>>,
     /// Whether the file contains an unknown key without a similar known key.
     has_unknown: bool,
@@ -126,7 +127,7 @@ impl UnknownKeys {
     }
 }
 
-/// Tables with several entries, by name or by position.
+/// Tables that have several entries. Each entry has a name (`[limit.NAME]`) or a position (`[[route]]`).
 const ENTRY_TABLES: [&str; 7] = ["listener", "route", "limit", "upstream", "auth", "notify", "consumer"];
 
 /// Return the range of a value in the file, including all nested values.
@@ -147,8 +148,8 @@ pub enum UnsetVariables<'a> {
     /// Report a variable as a warning if its placeholder is a valid value, such as for a password. Otherwise, report an
     /// error.
     WarnIfValid,
-    /// Report the variables as errors in the values of these keys and of the keys below them. Elsewhere, report
-    /// warnings.
+    /// Report a variable as an error if it is in the value of one of these keys, or of a key nested in them. Otherwise,
+    /// report a warning.
     WarnExcept(&'a [&'a str]),
 }
 
@@ -165,7 +166,7 @@ pub fn resolve_issues(
         (Some(value), Some(issue)) => {
             let line = sources.line_before(issue.start);
             // A value can cause an issue of the list or inline table that contains it, but not an issue of a `[table]`.
-            // The span of a `[table]` starts at the start of a line.
+            // A `[table]` is recognized by its span, which starts at the start of a line.
             contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
         }
         _ => false,
@@ -264,7 +265,7 @@ pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
-        _ => "the gateway needs permission to read it",
+        _ => "let the gateway's user read the file",
     };
     let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
@@ -475,7 +476,7 @@ fn type_hint(message: &str, path: &[&str]) -> Option<String> {
         ("integer" | "floating", "a string" | "string") => {
             let number = found.split('`').nth(1).unwrap_or_default();
             let value = match key {
-                _ if key.is_empty() || is_secret(path, number) => return Some("put it in quotes".to_owned()),
+                _ if key.is_empty() || is_secret(path, number) => return Some("put the value in quotes".to_owned()),
                 "address" => format!("127.0.0.1:{number}"),
                 "quota" => format!("{number}/min"),
                 key if key.ends_with("timeout") || DURATION_KEYS.contains(&key) => format!("{number}s"),
@@ -833,7 +834,7 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
     names
 }
 
-/// Path and content of a file when it was read.
+/// Path of a file, and its content at the time when it was read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct FileSnapshot {
     /// Path of the file.

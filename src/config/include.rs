@@ -56,7 +56,8 @@ impl Sources {
     }
 
     fn add(&mut self, path: PathBuf, text: String) {
-        // Leave one byte between two texts. Otherwise, the end of one text would be the start of the next.
+        // Leave one byte between two texts. Otherwise, the end of a text would have the same offset as the start of the
+        // next text.
         let start = self.files.last().map_or(0, |last| last.start + last.text.len() + 1);
         self.files.push(SourceFile { path, text, start });
     }
@@ -82,7 +83,7 @@ impl Sources {
         file.text.get(span.start.checked_sub(file.start)?..span.end.checked_sub(file.start)?)
     }
 
-    /// Return the part of the line before an offset.
+    /// Return the text between an offset and the start of its line.
     pub fn line_before(&self, offset: usize) -> &str {
         let before = self.file_of(&(offset..offset)).and_then(|file| file.text.get(..offset.checked_sub(file.start)?));
         before.and_then(|before| before.rsplit('\n').next()).unwrap_or_default()
@@ -349,7 +350,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                 _ => match closest_name(&name, INCLUDED_TABLES) {
                     Some(near) => (format!("unknown key `{name}`"), format!("did you mean `{near}`?")),
                     None => {
-                        let hint = format!("move it to {}: {TABLE_FORMS}", main.display());
+                        let hint = format!("move `{name}` to {}: {TABLE_FORMS}", main.display());
                         (format!("`{name}` is not valid in an included file"), hint)
                     }
                 },
@@ -437,6 +438,6 @@ mod tests {
         let files = sources.by_file(issues);
         let found: Vec<_> = files.iter().map(|file| (file.path.to_str().unwrap(), file.issues.len())).collect();
         assert_eq!(found, [("gateway.toml", 2), ("routes/one.toml", 1), ("routes/three.toml", 1)]);
-        assert_eq!(files[2].issues[0].span, Some(4..5), "as in the file itself");
+        assert_eq!(files[2].issues[0].span, Some(4..5), "the span is relative to its file");
     }
 }

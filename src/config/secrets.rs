@@ -1,5 +1,5 @@
 //! Detection and redaction of secrets in a configuration. Error reports, the log and `/api/config` use the same lists
-//! of names.
+//! of secret names.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -103,8 +103,8 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // The credentials extend to the last `@`. The password may contain an unescaped `@` or `/`, which may be the error
-    // that is reported.
+    // The credentials extend to the last `@`, because the password may contain an unescaped `@` or `/`. Such a
+    // character may be the reason for the reported error.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {
@@ -197,7 +197,7 @@ impl RedactedText {
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
                     // Do not record parts of a URL with fewer than 6 bytes, because they may be common words. If a
-                    // message quotes the whole URL, `redact_message` masks them.
+                    // message quotes the whole URL, `redact_message` masks these parts.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
                         self.text = mask_range(&self.text, start + part.start, start + part.end);
@@ -217,8 +217,8 @@ impl RedactedText {
         }
     }
 
-    /// Record a secret for `redact_message`. Ignore texts shorter than `min_length`, because they may also occur in
-    /// other words.
+    /// Record a secret for `redact_message`. Ignore secrets with fewer than `min_length` bytes, because they may also
+    /// be a part of other words.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -289,7 +289,7 @@ pub fn redacted_config<'t>(texts: impl IntoIterator<Item = Cow<'t, str>>) -> Res
     Ok(all)
 }
 
-/// Add the values of an included file to those of the other files.
+/// Add the values of an included file to the values of all other files.
 fn merge(all: &mut Value, included: Value) {
     match (all, included) {
         (Value::Array(all), Value::Array(items)) => all.extend(items),

@@ -1,4 +1,4 @@
-//! Values that have a short and a long form.
+//! Configuration values that have a short form (such as a string) and a long form (such as a table).
 
 use std::collections::BTreeMap;
 
@@ -35,11 +35,11 @@ pub struct CostTable {
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
     /// Cost of an MCP call by tool name: `{ search = 5, "sql_*" = 20 }`. `*` matches any number of characters. If
-    /// several patterns match, the pattern with the most characters other than `*` wins. A batch costs the sum of its
-    /// messages ([agents and MCP tools](limits.md#agents-and-mcp-tools)).
+    /// several patterns match, the pattern with the most characters other than `*` wins. A JSON-RPC batch costs the sum
+    /// of the costs of its messages ([agents and MCP tools](limits.md#agents-and-mcp-tools)).
     #[schemars(schema_with = "schema::tool_costs")]
     pub tools: BTreeMap<String, Spanned<i64>>,
-    /// With `tools`: cost of every other message, and of a request without a body. 0 = free.
+    /// With `tools`: cost of a message that calls none of these tools, and of a request without a body. 0 = free.
     #[schemars(range(min = 0), extend("default" = 1))]
     pub default: Option<Spanned<i64>>,
     /// `"auto"`: the cost is the number of tokens that a request to an LLM API uses. Before the request is forwarded,
@@ -73,7 +73,8 @@ pub struct CostTable {
     #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
     /// With `llm`: cost to reserve if the gateway cannot read the request body, because the body is larger than
-    /// `inspect_body`, compressed, or not a JSON object. Default: such requests get 400 or 413.
+    /// `inspect_body`, compressed, or not a JSON object. Default: such a request gets 413 if its body is too large,
+    /// otherwise 400.
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub reserve: Option<Spanned<i64>>,
     /// With `llm`: what to do if the output of a stream of server-sent events exceeds the reserved maximum. `"finish"`:
@@ -81,8 +82,9 @@ pub struct CostTable {
     /// abort the provider's response.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
-    /// With `llm`: request the usage of streams from OpenAI's API if the client does not, and hide the additional event
-    /// from the client. This option changes the request body. It applies only to paths that end with `/completions`.
+    /// With `llm`: if the client does not request the usage of a stream from OpenAI's API, request it and remove the
+    /// additional event from the response. This option changes the request body. It applies only to paths that end with
+    /// `/completions`.
     #[schemars(extend("default" = false))]
     pub include_usage: Option<Spanned<bool>>,
     /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with another
@@ -177,8 +179,8 @@ pub struct HeaderNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<
 #[derive(Debug, Default, JsonSchema)]
 pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
 
-/// `"write"` or `["admin", ["read", "write"]]`: alternatives. For each alternative, the claim must have all of its
-/// values.
+/// `"write"` or `["admin", ["read", "write"]]`: a list of alternatives. The claim must have all values of at least one
+/// alternative.
 #[derive(Debug, Default, JsonSchema)]
 pub struct ClaimValues(#[schemars(schema_with = "schema::claim_values")] pub Vec<Requirement>);
 

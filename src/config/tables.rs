@@ -31,8 +31,8 @@ pub struct Route {
     /// parameters.
     pub path_regex: Option<Text>,
     /// How to handle a path that differs from `path` only in a trailing slash. `"strict"`: it does not match. `"same"`:
-    /// it matches as well. `"redirect"`: redirect it to the form in `path` with 308. For `/a/{*rest}`, the other form
-    /// is `/a`.
+    /// it matches as well. `"redirect"`: redirect it to the form in `path` with 308. For `path = "/a/{*rest}"`, this
+    /// setting applies to `/a`.
     #[schemars(extend("enum" = ["strict", "same", "redirect"], "default" = "strict"))]
     pub trailing_slash: Option<Text>,
     /// HTTP methods of the route, such as `["GET"]`. Default: all methods.
@@ -47,11 +47,11 @@ pub struct Route {
     /// Response that the gateway sends itself, without an upstream: `{ status = 200, body = "…", content_type =
     /// "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
-    /// Redirect to a path or URL: `{ to = "/v1/{rest}", status = 308 }`. Or redirect to another scheme, with the same
-    /// host, path and query: `{ scheme = "https" }`.
+    /// Redirect to a path or URL: `{ to = "/v1/{rest}", status = 308 }`. To redirect to the same host, path and query
+    /// with another scheme: `{ scheme = "https" }`.
     pub redirect: Option<Spanned<Redirect>>,
-    /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403 ([access
-    /// rules](#access-rules)). Default: all networks.
+    /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. `file:` precedes the path of a file
+    /// with one network per line. All other clients get 403 ([access rules](#access-rules)). Default: all networks.
     pub allow: Option<Vec<Text>>,
     /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
@@ -59,13 +59,13 @@ pub struct Route {
     /// all responses of the route ([CORS](#cors)). Default: the upstream answers preflights and sets CORS headers.
     pub cors: Option<Spanned<Cors>>,
     /// Authentication providers (`[auth.NAME]`), at least one of which must verify the request: `["keys", ["mtls",
-    /// "tokens"]]`. A nested list requires all of its providers. The gateway tries the alternatives in order. If the
-    /// credential of an alternative is absent or has another format, the gateway tries the next one. A request with an
-    /// invalid credential, or without any credential, gets 401. A request whose valid credential lacks permission gets
-    /// 403. Default: no credential is required.
+    /// "tokens"]]`. The items of the list are alternatives, which the gateway tries in order. A nested list requires
+    /// all of its providers. If the credential of an alternative is absent or has another format, the gateway tries the
+    /// next one. A request with an invalid credential, or without any credential, gets 401. A request whose valid
+    /// credential lacks permission gets 403. Default: no credential is required.
     pub require: Option<Spanned<Vec<Spanned<Requirement>>>>,
-    /// Authentication providers that verify a credential only if the request has one. Use this key for limits by
-    /// credential. A request with an invalid credential gets 401.
+    /// Authentication providers that verify a credential only if the request has one. Use this key if a limit uses the
+    /// credential as the identity, such as `by = "api-key"`. A request with an invalid credential gets 401.
     pub identify: Option<Vec<Text>>,
     /// Names of up to 16 limits. One atomic check charges all of these limits, or none of them if one denies the
     /// request.
@@ -75,14 +75,17 @@ pub struct Route {
     pub cost: Option<Spanned<i64>>,
     /// Path prefix to remove before the request is forwarded, such as `"/v1"`. It must consist of whole path segments.
     pub strip_prefix: Option<Text>,
-    /// Path of the upstream request, such as `"/internal/{rest}"`. It may contain path parameters.
+    /// Path of the upstream request, such as `"/internal/{rest}"`. It may contain path parameters, and a query that
+    /// precedes the query of the request.
     pub rewrite: Option<Text>,
-    /// Maximum time for a request, from its headers to the end of the response, such as `"10s"`. Default: no maximum.
+    /// Maximum time for a request, from its headers to the end of the response, such as `"10s"`. If it expires before
+    /// the response headers arrive, the client gets 504, or 408 if the client was slow to send the body. If it expires
+    /// later, the gateway aborts the response. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub timeout: Option<Text>,
-    /// Maximum size of a request body, such as `"1MiB"`. A larger body gets 413. If its `Content-Length` is too large,
-    /// the gateway rejects it at once. Otherwise, the gateway aborts the upstream request when the body reaches the
-    /// maximum. Default: no maximum.
+    /// Maximum size of a request body, such as `"1MiB"`. A larger body gets 413. If the `Content-Length` of the body is
+    /// too large, the gateway rejects the request at once. Otherwise, the gateway aborts the upstream request when the
+    /// body reaches the maximum. Default: no maximum.
     #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
     /// Changes to the headers of the upstream request: `{ set = { x-user = "{consumer}" }, remove = ["x-debug"] }`
@@ -99,8 +102,8 @@ pub struct Route {
     pub websocket: Option<Spanned<bool>>,
     /// Styles of the RateLimit headers: `draft-11`, `draft-07`, `draft-03`, `github`, `openai` or `anthropic`. `ietf`
     /// is the newest draft, `draft-11`. `[]` = no headers. `draft-11` describes all limits. `openai` and `anthropic`
-    /// describe one limit for each `unit`. The other styles describe one limit: the violated limit with the longest
-    /// wait, otherwise the limit with the smallest share of its quota left.
+    /// describe one limit for each `unit`. The other styles describe one limit. In a denial, it is the violated limit
+    /// with the longest wait. Otherwise, it is the limit with the smallest share of its quota left.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
     /// Add an `Access-Control-Expose-Headers` header that lists the RateLimit headers and `Retry-After` to responses,
@@ -159,7 +162,7 @@ pub struct HeaderRules {
 #[schemars(extend("required" = ["origins"]))]
 pub struct Cors {
     /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`. `*` matches
-    /// one or more DNS labels. Scheme and port must match. `["*"]` = all origins, without credentials.
+    /// one or more DNS labels. Scheme and port must be the same. `["*"]` = all origins, without credentials.
     pub origins: Vec<Text>,
     /// Methods that preflight responses allow, in addition to GET, HEAD and POST. `["*"]` = any method. Default:
     /// `methods` of the route.
@@ -253,19 +256,19 @@ pub struct Redirect {
 #[serde(default)]
 #[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
-    /// Identity to which the limit applies: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`,
-    /// `query:NAME`, `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (a header from an
+    /// Identity to which the limit applies: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
+    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (a header from an
     /// authentication server), `host`, `route`, `method`, `json:POINTER` (a value in the JSON body, such as
     /// `json:/model`), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `global`, or a list of these. With a list, each
-    /// combination of values is a separate identity. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider
-    /// of that kind in `require` or `identify` of the route. If several providers verify a credential, the first one
-    /// determines the identity.
+    /// combination of values is a separate identity. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need an
+    /// authentication provider that verifies this credential, in `require` or `identify` of the route. If several
+    /// providers verify a credential, the first one determines the identity.
     pub by: Option<Spanned<OneOrMany>>,
     /// Algorithm of the limit. `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` supports quotas
     /// of up to 10,000. `concurrency` limits the number of requests in flight: `quota = "20"`.
     #[schemars(extend("enum" = ["token-bucket", "gcra", "leaky-bucket", "fixed-window", "sliding-log", "sliding-window", "sliding-buckets", "concurrency"], "default" = "token-bucket"))]
     pub algorithm: Option<Text>,
-    /// Quota per unit of time, such as `"600/min"`.
+    /// Quota per unit of time, such as `"600/min"`. For `concurrency`: number of requests in flight, such as `"20"`.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
     /// token-bucket: capacity of the bucket. Default: the count in `quota`.
@@ -282,10 +285,10 @@ pub struct Limit {
     /// year. Days on which daylight saving time begins or ends have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
-    /// How to handle requests without the identity. `"reject"`: reject with 401 if an API key, token or client
+    /// How to handle requests that lack a value in `by`. `"reject"`: reject with 401 if an API key, token or client
     /// certificate is missing, otherwise with 400. `"skip"`: do not apply the limit. `"ip"`: use the client network as
-    /// the identity. Default: `"reject"`. For limits with `mcp:tool`, `mcp:method` or `jsonrpc:method`, the default is
-    /// not to apply the limit to requests without such a message.
+    /// the identity. Default: `"reject"`. A limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` by default does not
+    /// apply to requests without such a message.
     #[schemars(extend("enum" = ["reject", "skip", "ip"]))]
     pub on_missing: Option<Text>,
     /// Fallback while the store is unavailable. `"local"`: enforce the local share of this gateway. `"allow"`: fail
@@ -310,10 +313,11 @@ pub struct Limit {
     /// Identities to which the limit does not apply: `SOURCE=VALUE`, where `SOURCE` is a source in `by`. Examples are
     /// `"api-key=batch"` (the name of a consumer, never an unknown key) and `"client-cert=CN=alice,O=Acme"`. The value
     /// starts after the first `=`. `"ip=10.0.0.0/8"` also exempts requests for which the client network replaces
-    /// another source. With `by = "ip"`, the network alone is sufficient.
+    /// another source (`on_missing = "ip"`, or an API key provider with `"anonymous"`). With `by = "ip"`, the network
+    /// without `ip=` is sufficient.
     pub exempt: Vec<Text>,
     /// Quotas by tier: `{ free = { quota = "60/min", burst = 10 } }`. `[tiers]` selects the source of the tier. By
-    /// default, the consumer determines the tier, which requires `api-key` in `by`.
+    /// default, the `tier` of the consumer applies. This requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
     /// Cost of a request, in one of these forms: `5`; `{ request_header = "x-cost", max = 100 }`;
     /// `{ response_header = "x-tokens-used" }`; `{ llm = "auto" }`; `{ tools = { search = 5 } }`. Default: the `cost`
@@ -323,14 +327,15 @@ pub struct Limit {
     /// the default is `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Option<Vec<Text>>,
-    /// Queue timeout: maximum time for which a request waits in a queue before it is denied. Default: no queue.
+    /// Queue timeout: maximum time for which a request that exceeds the limit waits for quota, instead of being denied
+    /// at once. Default: no queue.
     #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,
-    /// Maximum number of queued requests per identity on each gateway. Excess requests are denied.
+    /// Maximum number of queued requests per identity on each gateway. Excess requests are denied. Requires `max_wait`.
     #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Maximum number of tokens that a gateway may prefetch for an identity that sends many requests. 0 = no
-    /// prefetching.
+    /// Maximum number of tokens that a gateway may charge in advance for an identity that sends many requests, so that
+    /// most of these requests need no call to Redis. 0 = no prefetching.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
     pub prefetch: Option<Spanned<i64>>,
     /// Store the total charged cost of each identity for each day (in `time_zone`), and keep the totals for 400 days.
@@ -339,7 +344,8 @@ pub struct Limit {
     pub usage: Option<Spanned<bool>>,
     /// Send a quota event when an identity has used 80 % and 100 % of the quota. The value is `"NAME"` of a
     /// `[notify.NAME]` destination, or `{ to = "NAME", at = [50, 100] }`. All gateways together send one event per
-    /// threshold and window ([quota events](../how-to/events.md)). Not available for `concurrency`. Default: no events.
+    /// identity, threshold and window ([quota events](../how-to/events.md)). Not available for `concurrency`. Default:
+    /// no events.
     pub notify: Option<Spanned<LimitNotify>>,
 }
 
@@ -368,11 +374,11 @@ pub struct Notify {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LimitVariant {
-    /// Quota that replaces the `quota` of the limit. If neither `quota` nor `burst` is set, the values of the limit
-    /// apply.
+    /// Quota that replaces the `quota` of the limit. Default: the `quota` of the limit.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: capacity of the bucket. Default: the count in the `quota` of this table.
+    /// token-bucket: capacity of the bucket. Default: the count in the `quota` of this table. If this table has no
+    /// `quota`, the default is the capacity of the limit's bucket.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
 }
@@ -389,8 +395,8 @@ pub struct Upstream {
     /// With HTTP/2, all requests of a worker to a server share one connection. gRPC requires HTTP/2.
     #[schemars(extend("enum" = ["http1", "http2"], "default" = "http1"))]
     pub protocol: Option<Text>,
-    /// Maximum time to connect, including the TLS handshake and all connection attempts. If it expires, the client gets
-    /// 502.
+    /// Maximum time to connect, including the TLS handshake and attempts at other servers. If it expires, the client
+    /// gets 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub connect_timeout: Option<Text>,
     /// Maximum time from the end of the request to the response headers. If it expires, the client gets 504. Time in
@@ -401,7 +407,8 @@ pub struct Upstream {
     /// requests in flight.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
-    /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`.
+    /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`. `hash:HEADER` sends requests
+    /// with the same value of this header to the same server.
     #[schemars(schema_with = "schema::balance", extend("default" = "least-requests"))]
     pub balance: Option<Text>,
     /// Maximum number of requests in flight per server, counted over all workers. 0 = no limit.
@@ -415,10 +422,12 @@ pub struct Upstream {
     /// `unhealthy_threshold` failed checks, a server gets no requests until `healthy_threshold` checks pass. Default:
     /// no health checks.
     pub health_check: Option<Spanned<HealthCheck>>,
-    /// Outlier detection. `{}` enables it with default settings. After `consecutive_errors` errors, a server is ejected
-    /// for `base_ejection_time`, multiplied by the number of its recent ejections (at most 10). Default: disabled.
+    /// Outlier detection. `{}` enables it with default settings. After `consecutive_errors` consecutive errors, the
+    /// gateway sends no requests to the server for `base_ejection_time`, multiplied by the number of recent ejections
+    /// of the server (at most 10). Default: disabled.
     pub outlier_detection: Option<Spanned<Eject>>,
-    /// Time in which the weight of a recovered server increases to its full value. `"0s"` = immediately.
+    /// Time in which the weight of a server that has recovered rises from a tenth to its full value. `"0s"` =
+    /// immediately.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub slow_start: Option<Text>,
     /// Maximum number of retries on other servers. A request is retried if its connection fails before the response,
@@ -482,7 +491,8 @@ pub struct Health {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Eject {
-    /// Number of consecutive errors after which a server is ejected.
+    /// Number of consecutive errors after which a server is ejected. An error is a failed connection, an invalid
+    /// response, a response timeout, or the status 502, 503 or 504.
     #[schemars(range(min = 1, max = 1000), extend("default" = 5))]
     pub consecutive_errors: Option<Spanned<i64>>,
     /// Duration of the first ejection.

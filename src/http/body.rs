@@ -1,4 +1,5 @@
-//! Response bodies: local replies, upstream bodies and tunnels, with their deadlines and completion callbacks.
+//! Response bodies: local replies (responses that the gateway itself generates), bodies from upstreams, and tunnels
+//! after protocol upgrades.
 
 use std::any::Any;
 use std::fmt;
@@ -22,21 +23,21 @@ use crate::http::upgrade::Tunnel;
 
 /// Callbacks for a response body.
 pub trait OnComplete: Send {
-    /// Called with each chunk before it is sent. The callback may change the chunk only if the length of the body is
-    /// not declared. `Break` ends the body after this chunk, and aborts the upstream response.
+    /// Called with each chunk before the chunk is sent to the client. The callback may change the chunk only if the
+    /// response declares no body length. `Break` ends the body after this chunk, and aborts the upstream response.
     fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
-    /// Called when the body is dropped. `complete` is true if the body was sent to its end. `bytes_sent` is the number
-    /// of body bytes that were sent.
+    /// Called when the body is dropped. `complete` is true if the whole body was sent. `bytes_sent` is the number of
+    /// body bytes that were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
 /// The resources that an upstream response occupies until its body has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
     /// Called when the response body has been read to its end, so that the connection can be reused. If a lease is
-    /// dropped without a release, its HTTP/1.1 connection is closed.
+    /// dropped without a call of `release`, its HTTP/1.1 connection is closed.
     fn release(self: Box<Self>);
 }
 
@@ -49,7 +50,8 @@ pub struct Body {
     bytes_sent: u64,
     complete: bool,
     on_complete: Option<Box<dyn OnComplete>>,
-    /// Counts the request as in flight on its connection, and records whether data is pending for the client.
+    /// Counts the request as in flight on its client connection, and records whether response data is pending for the
+    /// client.
     in_flight: Option<InFlightRequest>,
 }
 
@@ -67,13 +69,15 @@ enum BodyKind {
 /// The body of an upstream response.
 struct UpstreamBody {
     incoming: Incoming,
-    /// `None` after the body was read to its end.
+    /// `None` after the whole body was read.
     lease: Option<Box<dyn UpstreamLease>>,
     /// Time at which the body is aborted with an error.
     deadline: Option<Deadline>,
-    /// Set only if the length of the body is known. Bodies of unknown length, such as server-sent events, may pause.
+    /// `None` if the length of the body is unknown. A body of unknown length, such as a stream of server-sent events,
+    /// may pause for any time.
     idle_timer: Option<IdleTimer>,
-    /// Limits how much data the upstream connection reads in advance.
+    /// Limits how much data hyper reads from the upstream connection in advance. `None` for HTTP/2 connections, which
+    /// carry several responses.
     read_bound: Option<ReadBound>,
 }
 
@@ -85,8 +89,9 @@ impl Body {
         Body::new(BodyKind::Full((!complete).then_some(bytes)), complete)
     }
 
-    /// Create a body from an upstream response. `read_bound` limits the reads of the upstream connection, if the
-    /// connection carries only this response. The body adapts this limit to the buffer budget of the client connection.
+    /// Create a body from an upstream response. `read_bound` limits the reads from an upstream connection that carries
+    /// only this response. It is `None` for HTTP/2 connections. The body adapts the read limit to the buffer budget of
+    /// the client connection.
     pub fn from_upstream(
         incoming: Incoming,
         limits: BodyLimits,
@@ -194,8 +199,8 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // The callback has removed all data of this frame. Wake the task at once, because the upstream may
-                    // have more data: it has not returned `Pending`.
+                    // The callback has removed all data of this frame. Wake the task at once: the upstream body was
+                    // ready, so it may have more data.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }
@@ -207,8 +212,8 @@ impl HttpBody for Body {
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
         if is_ended {
             if let BodyKind::Upstream(upstream) = kind {
-                // The callback has ended the body. Resume the reads of the upstream connection: hyper detects the
-                // dropped upstream body only when it reads, and then closes the connection.
+                // The callback has ended the body. Resume the reads of the upstream connection: hyper detects that the
+                // upstream body was dropped only when it reads, and then closes the connection.
                 upstream.limit_reads(ReadLimit::Small);
             }
             *kind = BodyKind::Full(None);
@@ -261,21 +266,22 @@ impl BodyKind {
 
 impl UpstreamBody {
     /// Return `Poll::Ready` when the next chunk may be read from the upstream. `multiplexed` is the flow of the
-    /// client's HTTP/2 stream, whose response is buffered only within a budget. It is `None` for HTTP/1.x clients.
+    /// client's HTTP/2 stream, or `None` for HTTP/1.x clients. The buffer budget of the flow limits how much of the
+    /// response is buffered.
     fn poll_ready(
         &mut self,
         multiplexed: Option<&StreamFlow>,
         bytes_sent: u64,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), BodyError>> {
-        // Check the route timeout even while data is available, because it also limits the time in which a slow client
-        // reads the response.
+        // Check the route timeout even while data is available, because the timeout also applies to a client that reads
+        // the response slowly.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Err(BodyError::RouteTimeout));
         }
         let Some(flow) = multiplexed else { return Poll::Ready(Ok(())) };
-        // While the gateway waits for the client, the body is not polled, so the idle timer of the upstream does not
-        // run.
+        // While the gateway waits for the client to read, `incoming` is not polled, so the idle timer of the upstream
+        // does not run.
         let capacity = flow.poll_capacity(cx);
         self.limit_reads(if capacity.is_ready() { flow.reads(bytes_sent) } else { ReadLimit::Paused });
         capacity.map(Ok)
@@ -298,7 +304,7 @@ impl UpstreamBody {
         }
     }
 
-    /// Release the lease if the body has been read to its end. Return whether this is the case.
+    /// Release the lease if the body has been read to its end. Return whether the end was reached.
     fn release_at_end(&mut self) -> bool {
         let is_end = self.incoming.is_end_stream();
         if is_end {
@@ -329,8 +335,8 @@ impl Drop for Body {
         if let BodyKind::Upstream(upstream) = &self.kind
             && !self.complete
         {
-            // Resume the reads of the upstream connection: hyper detects the dropped body only when it reads, and then
-            // closes the connection.
+            // Resume the reads of the upstream connection: hyper detects that the upstream body was dropped only when
+            // it reads, and then closes the connection.
             upstream.limit_reads(ReadLimit::Small);
         }
         if let Some(hook) = self.on_complete.take() {

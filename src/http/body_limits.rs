@@ -17,16 +17,17 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::http::flow::StreamFlow;
 
-/// The timeouts and bounds of an exchange with an upstream.
+/// The timeouts and bounds of an exchange with an upstream: one request and its response.
 #[derive(Debug, Clone, Copy)]
 pub struct BodyLimits {
-    /// Time at which the route timeout expires. The timeout covers the whole exchange, including both bodies.
+    /// Time at which the route timeout expires. The timeout covers the whole exchange, including the request body and
+    /// the response body.
     pub deadline: Option<Instant>,
     /// Timeouts and bounds for the client while it sends the request body.
     pub upload: UploadLimits,
-    /// Maximum time without data from the upstream. It applies only to response bodies of known length.
+    /// Maximum time without data from the upstream. This timeout applies only to response bodies of known length.
     pub idle_timeout: Duration,
-    /// Maximum length of the request body in bytes.
+    /// Maximum length of the request body in bytes. `None` disables the limit.
     pub max_body: Option<u64>,
 }
 
@@ -66,7 +67,7 @@ impl Deadline {
     }
 }
 
-/// A timeout for periods without progress. No timer is set for a body that always has data available.
+/// A timeout for periods in which a body makes no progress. A body that has data available at each poll sets no timer.
 #[derive(Debug)]
 pub(super) struct IdleTimer {
     timeout: Duration,
@@ -85,7 +86,7 @@ impl IdleTimer {
         self.deadline = None;
     }
 
-    /// Poll the timer. The caller must do this only while no data is available. Return `Poll::Ready` when `timeout` has
+    /// Poll the timer. Call this function only while no data is available. Return `Poll::Ready` when `timeout` has
     /// passed without data.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + self.timeout);
@@ -99,7 +100,7 @@ impl IdleTimer {
 /// `MinRequestBodyDataRate` has the same grace period.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Total timeout if none is configured. It is longer than any upload.
+/// Total upload timeout if none is configured: 136 years, which is longer than any upload.
 const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Timeouts and bounds for a client that sends a body.
@@ -109,19 +110,20 @@ pub struct UploadLimits {
     pub idle_timeout: Duration,
     /// Minimum rate in bytes per second. 0 disables the check.
     pub min_rate: u64,
-    /// Maximum time from the first wait for the client to the end of the body. `None` disables this timeout.
+    /// Maximum time from the moment at which the gateway first waits for the client to the end of the body. `None`
+    /// disables this timeout.
     pub total_timeout: Option<Duration>,
 }
 
 /// Time credit of a client for one request body. Each second for which the gateway waits for the client costs one
-/// second of credit, and `min_rate` received bytes earn one second. No timer is set if data is available when the body
-/// is polled.
+/// second of credit, and `min_rate` received bytes earn one second. The client times out when its credit is used up. No
+/// timer is set if data is available when the body is polled.
 #[derive(Debug)]
 pub(super) struct MinRateTimer {
     limits: UploadLimits,
     credit: Duration,
     waiting_since: Option<Instant>,
-    /// Time at which `total_timeout` expires. `None` before the first wait for the client.
+    /// Time at which `total_timeout` expires. `None` until the gateway first waits for the client.
     end: Option<Instant>,
     timer: LazyTimer,
 }
@@ -136,14 +138,15 @@ impl MinRateTimer {
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
-            // Limit the credit, so that a client that has sent fast cannot pause for longer than the idle timeout.
+            // Limit the credit, so that a client that has sent data fast cannot then pause for longer than the idle
+            // timeout.
             let max = self.limits.idle_timeout.max(GRACE_PERIOD);
             self.credit = (self.credit.saturating_sub(waited) + Duration::from_micros(credit_us)).min(max);
         }
     }
 
-    /// Poll the timer. The caller must do this only while no data is available. Return `Poll::Ready` when the client
-    /// has used up its credit, the idle timeout or the total timeout.
+    /// Poll the timer. Call this function only while no data is available. Return `Poll::Ready` when the client's
+    /// credit is used up, or when the idle timeout or the total timeout has expired.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
         let since = *self.waiting_since.get_or_insert_with(Instant::now);
@@ -155,8 +158,8 @@ impl MinRateTimer {
 // === A timer whose deadline moves often and is rarely reached ===
 
 /// A timer whose deadline is an argument of each poll. The tokio timer is reset only if it fires before the deadline,
-/// or if the deadline moves to an earlier time. A deadline that moves to a later time, as after each request or chunk,
-/// therefore causes no reset.
+/// or if the deadline moves to an earlier time. A deadline that moves to a later time, for example after each request
+/// or chunk, therefore causes no reset.
 #[derive(Debug, Default)]
 pub struct LazyTimer(Option<Pin<Box<Sleep>>>);
 
@@ -181,11 +184,11 @@ impl LazyTimer {
 // === Buffer budgets, per connection and per process. If a budget is used up, each stream buffers only what it needs to
 // make progress ===
 
-/// Number of bytes that are counted for each chunk in addition to its data, for its frame and for the part of a read
-/// buffer that the chunk keeps in memory.
+/// Number of bytes that each chunk counts in addition to its data. These bytes stand for the frame of the chunk, and
+/// for the part of a read buffer that the chunk keeps in memory.
 const CHUNK_OVERHEAD: usize = 256;
 
-/// A maximum number of buffered bytes. If the budget has a parent, the bytes count against both.
+/// A maximum number of buffered bytes. If the budget has a parent, the bytes also count against the parent.
 #[derive(Debug)]
 pub struct BufferBudget {
     used: AtomicUsize,
@@ -199,16 +202,17 @@ pub struct BufferBudget {
 pub struct BufferReservation {
     budget: Arc<BufferBudget>,
     size: usize,
-    /// The share of the client network, against which the bytes count in addition to the budget.
+    /// The share of the client network. The bytes count against this share in addition to the budget.
     share: Option<NetworkShare>,
 }
 
-/// Divisor of `server.max_buffered`. The quotient limits the bytes of inspected request bodies, which are those that
-/// the gateway has to read, per HTTP/2 connection and per client network.
+/// Divisor of `server.max_buffered`. The quotient limits the memory for inspected request bodies per HTTP/2 connection
+/// and per client network. An inspected body is a body that the gateway reads before it forwards the request.
 pub const INSPECTED_SHARE: usize = 4;
 
-/// Bytes of the inspected request bodies of each client network. Only networks with such bytes have an entry. The map
-/// uses the hasher of std, whose random key prevents collision attacks by clients, which choose the keys.
+/// Number of bytes that the inspected request bodies of each client network occupy. A network without such bytes has no
+/// entry. Clients can choose the keys of the map (their addresses), so the map uses the hasher of std, whose random
+/// seed prevents collision attacks.
 #[derive(Debug, Default)]
 pub struct InspectedByNetwork(Mutex<HashMap<IpAddr, usize>>);
 
@@ -222,7 +226,7 @@ pub struct NetworkShare {
 }
 
 impl InspectedByNetwork {
-    /// Return the share of a new body, which has no bytes yet. All inspected bodies of the network together may have
+    /// Return the share of a new body, with 0 bytes. All inspected bodies of the network together may occupy at most
     /// `max` bytes.
     pub fn share(self: &Arc<Self>, network: IpAddr, max: usize) -> NetworkShare {
         NetworkShare { networks: self.clone(), network, max, size: 0 }
@@ -261,14 +265,15 @@ impl Drop for NetworkShare {
     }
 }
 
-/// A chunk of a response body. The bytes of the chunk count towards the budget until hyper has written them.
+/// A chunk of a response body. The bytes of the chunk count against the buffer budget of the client connection until
+/// hyper has written them.
 #[derive(Debug)]
 pub struct DataChunk {
     bytes: Bytes,
     reservation: Option<ChunkReservation>,
 }
 
-/// Number of bytes with which a chunk counts against the budget of its stream.
+/// Number of bytes that a chunk counts against the buffer budget of its client connection.
 #[derive(Debug)]
 struct ChunkReservation {
     flow: Arc<StreamFlow>,
@@ -281,7 +286,7 @@ impl BufferBudget {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: None }
     }
 
-    /// Create a budget of `max` bytes within another budget.
+    /// Create a budget of `max` bytes whose bytes also count against `parent`.
     pub fn with_parent(parent: Arc<BufferBudget>, max: usize) -> Self {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: Some(parent) }
     }
@@ -323,7 +328,7 @@ impl BufferReservation {
         self
     }
 
-    /// Reserve `bytes` more. Return whether the budget and the share of the client network allow it.
+    /// Reserve `bytes` more. Return whether the budget and the share of the client network allow these bytes.
     pub(super) fn try_grow(&mut self, bytes: usize) -> bool {
         if !self.share.as_mut().is_none_or(|share| share.try_grow(bytes)) {
             return false;
@@ -340,12 +345,12 @@ impl Drop for BufferReservation {
 }
 
 impl DataChunk {
-    /// Create a chunk that counts towards no budget.
+    /// Create a chunk that counts against no budget.
     pub(super) fn untracked(bytes: Bytes) -> Self {
         DataChunk { bytes, reservation: None }
     }
 
-    /// Create a chunk that counts towards the budget of a stream.
+    /// Create a chunk that counts against the budget of a stream.
     pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
         let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
         flow.add_buffered(reservation.size);
@@ -381,18 +386,18 @@ impl Drop for ChunkReservation {
     }
 }
 
-// === Read limits ===
-// hyper always reads one chunk more than its caller has taken, and the chunks become larger as a response continues. If
-// a client opens many streams and does not read them, these chunks use most of the memory.
+// === Read limits === hyper always reads one chunk ahead of its caller, and the chunks become larger as a response
+// continues. If a client opens many HTTP/2 streams and reads none of the responses, most of the gateway's memory
+// consists of these chunks.
 
-/// Maximum number of bytes per read of a connection.
+/// Maximum number of bytes per read from a connection.
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
 pub enum ReadLimit {
     /// Do not read from the connection.
     Paused = 0,
-    /// One memory page (4 KiB). hyper allocates a buffer of 8 KiB for each read, but the kernel provides memory only
-    /// for the pages that are written.
+    /// One memory page (4 KiB). hyper allocates a buffer of 8 KiB for each read, but the kernel assigns physical memory
+    /// only to the pages of the buffer that are written.
     Page = 4 << 10,
     /// One byte less than hyper's first buffer of 8 KiB. If a read filled this buffer, hyper would allocate a larger
     /// one for the next read.
@@ -412,7 +417,7 @@ struct Shared {
     paused: AtomicWaker,
 }
 
-/// A connection whose reads are limited.
+/// A connection with a limit on the number of bytes per read.
 #[derive(Debug)]
 pub struct ReadLimitedStream<S> {
     stream: Take<S>,
@@ -420,7 +425,7 @@ pub struct ReadLimitedStream<S> {
 }
 
 impl ReadBound {
-    /// Apply this limit to all later reads from the connection.
+    /// Apply this limit to each later read from the connection.
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
@@ -442,7 +447,7 @@ impl Default for Shared {
 }
 
 impl<S: AsyncRead> ReadLimitedStream<S> {
-    /// Return a connection without a limit, and the handle that limits its reads.
+    /// Wrap a connection, at first without a read limit. Also return the handle that sets the limit.
     pub fn new(stream: S) -> (Self, ReadBound) {
         let bound = ReadBound::default();
         (ReadLimitedStream { stream: stream.take(u64::MAX), bound: bound.clone() }, bound)
@@ -455,13 +460,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
         let mut limit = max.load(Ordering::Relaxed);
         if limit == ReadLimit::Paused as u64 {
             paused.register(cx.waker());
-            // Read the limit again, because the pause may have ended before the waker was registered.
+            // Load the limit again, because the pause may have ended before the waker was registered.
             limit = max.load(Ordering::Acquire);
             if limit == ReadLimit::Paused as u64 {
                 return Poll::Pending;
             }
         }
-        // Reset the limit of `Take` before each read, so that it reports the end only at the end of the stream.
+        // `Take` also reports the end of the stream when its limit is used up. Set the limit before each read, so that
+        // only the real end is reported.
         self.stream.set_limit(limit);
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
@@ -489,8 +495,8 @@ mod min_rate_tests {
 
     use super::*;
 
-    /// Simulate a client that sends `bytes` bytes every `every` ms. Return the seconds until it times out, or `None` if
-    /// this takes more than an hour.
+    /// Simulate a client that sends `bytes` bytes every `every` ms. Return the time in seconds until the client times
+    /// out, or `None` if it does not time out within an hour.
     async fn seconds_until_timeout(demand: UploadLimits, bytes: usize, every: u64) -> Option<u64> {
         let (mut pace, begun) = (MinRateTimer::new(demand), Instant::now());
         while begun.elapsed() < Duration::from_secs(3600) {
@@ -515,12 +521,12 @@ mod min_rate_tests {
         for (what, demand, bytes, every, expected) in [
             ("a byte per second", demand(240, None), 1, 1000, Some(5)),
             ("nothing", demand(240, None), 0, 10_000, Some(5)),
-            ("half the rate", demand(240, None), 120, 1000, Some(9)),
-            ("the rate", demand(240, None), 240, 1000, None),
-            ("the rate in large pieces with pauses", demand(240, None), 1200, 4900, None),
-            ("slow with any rate", demand(0, None), 1, 29_000, None),
-            ("silent with any rate", demand(0, None), 1, 31_000, Some(30)),
-            ("fast, but too long", demand(240, Some(60)), 100_000, 1000, Some(60)),
+            ("half the minimum rate", demand(240, None), 120, 1000, Some(9)),
+            ("the minimum rate", demand(240, None), 240, 1000, None),
+            ("the minimum rate, in large chunks with pauses", demand(240, None), 1200, 4900, None),
+            ("slow, without a minimum rate", demand(0, None), 1, 29_000, None),
+            ("silent, without a minimum rate", demand(0, None), 1, 31_000, Some(30)),
+            ("fast, but longer than the total timeout", demand(240, Some(60)), 100_000, 1000, Some(60)),
         ] {
             assert_eq!(reactor.block_on(seconds_until_timeout(demand, bytes, every)), expected, "{what}");
         }
@@ -545,7 +551,8 @@ mod min_rate_tests {
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "time in which the gateway does not wait for the client costs no credit");
-            // Credit that was used and not earned again is lost.
+            // The pause of 29 s has left 1 s of the credit. The next 240 bytes earn 1 s, so the client times out after
+            // 2 s.
             pace.received(240);
             let begun = Instant::now();
             poll_fn(|cx| pace.poll(cx)).await;
@@ -569,13 +576,13 @@ mod timer_tests {
             let mut timer = LazyTimer::default();
             let start = Instant::now();
             let after = |ms| start + Duration::from_millis(ms);
-            // Poll the timer once. It then stays set for an hour.
+            // Poll the timer once, which sets it to a time one hour later.
             let is_pending = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
             assert!(is_pending, "the timer must not fire before its deadline");
             let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));
             short.await.expect("an earlier deadline resets the timer");
-            // Poll the timer once with a near deadline, and then wait for a later one. The timer fires at the near
-            // deadline, and must then be reset to the later one.
+            // Poll the timer once with a deadline in 5 ms, and then with a deadline in 40 ms. The timer fires after 5
+            // ms, and must then be reset to the later deadline.
             let soon = Instant::now() + Duration::from_millis(5);
             poll_fn(|cx| Poll::Ready(_ = timer.poll(soon, cx))).await;
             let later = Instant::now() + Duration::from_millis(40);
@@ -598,12 +605,12 @@ mod network_tests {
         let (mut first, mut second, mut third) = (body(one), body(one), body(other));
         assert!(networks.lock().is_empty(), "a body without bytes has no entry");
         assert!(first.try_grow(60) && second.try_grow(40));
-        assert!(!second.try_grow(1) && !body(one).try_grow(1), "the share is used up");
+        assert!(!second.try_grow(1) && !body(one).try_grow(1), "the share of the network is used up");
         assert!(third.try_grow(100) && !third.try_grow(1), "another network has its own share");
         drop(first);
         assert!(second.try_grow(60) && !second.try_grow(1), "released bytes can be used again");
-        // If the budget of all connections rejects bytes, the share of the network has already counted them. They are
-        // released when the body is dropped.
+        // If `budget` rejects bytes, the share of the network has already counted these bytes. They are released when
+        // the body is dropped.
         let mut large = budget.try_reserve(0).unwrap().within(Some(networks.share(IpAddr::from([192, 0, 2, 3]), 2000)));
         assert!(!large.try_grow(900) && large.try_grow(800));
         drop((second, third, large));

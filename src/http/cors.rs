@@ -1,5 +1,4 @@
-//! CORS (the Fetch standard, "CORS protocol"): the origins whose scripts may read responses, preflights, and the
-//! headers of responses.
+//! CORS (the Fetch standard, "CORS protocol"): allowed origins, preflight requests, and the CORS headers of responses.
 
 use std::collections::HashSet;
 use std::net::Ipv6Addr;
@@ -14,12 +13,12 @@ use http::{HeaderMap, Method};
 /// Prefix of the response headers that the CORS protocol defines.
 const CORS_PREFIX: &str = "access-control-";
 
-/// `Vary` of a preflight response. The requested method selects the route, and the gateway may copy the requested
-/// method and headers into the response.
+/// Value of `Vary` in a preflight response. The response depends on the requested method and headers: the method
+/// selects the route, and the gateway may copy both into the response.
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
-/// `Vary` of a preflight response if the policy lists origins. The response then also depends on the origin.
+/// Value of `Vary` in a preflight response if the policy lists origins. The response then also depends on the origin.
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 
@@ -32,7 +31,8 @@ pub struct CorsPolicy {
     pub methods: AllowedNames,
     /// Value of `Access-Control-Allow-Headers`.
     pub headers: AllowedNames,
-    /// Whether browsers may send credentials: cookies, client certificates and their own `Authorization` header.
+    /// Whether browsers may send credentials: cookies, client certificates, and the `Authorization` header of HTTP
+    /// authentication.
     pub credentials: bool,
     /// Value of `Access-Control-Max-Age` in seconds.
     pub max_age: Option<HeaderValue>,
@@ -49,7 +49,7 @@ pub enum AllowedOrigins {
     Listed {
         /// Origins in the form in which browsers serialize them.
         exact: HashSet<Box<[u8]>>,
-        /// Hosts of which all subdomains are allowed.
+        /// Hosts whose subdomains are all allowed.
         wildcards: Vec<WildcardOrigin>,
     },
 }
@@ -59,8 +59,8 @@ pub enum AllowedOrigins {
 pub enum AllowedNames {
     /// The methods or headers that the preflight names.
     Requested,
-    /// The methods or headers in this list. With `None`, the gateway omits the header, so browsers send only requests
-    /// that need no preflight.
+    /// The methods or headers in this list. With `None`, the gateway omits the CORS header with this list, so browsers
+    /// accept only the methods or headers that need no preflight.
     Listed(Option<HeaderValue>),
 }
 
@@ -89,7 +89,7 @@ impl AllowedOrigins {
     }
 }
 
-/// The result of applying a policy to one request.
+/// The result of applying a CORS policy to one request.
 #[derive(Debug)]
 pub struct CorsDecision<'p> {
     policy: &'p CorsPolicy,
@@ -161,15 +161,15 @@ impl AllowedNames {
     fn value<'a>(&'a self, request: &'a HeaderMap, requested: &HeaderName) -> Option<&'a HeaderValue> {
         match self {
             // Copy the requested names instead of sending `*`. For requests with credentials, browsers treat `*` as a
-            // name, and `*` never includes `Authorization`.
+            // literal name. For other requests, `*` does not include `Authorization`.
             AllowedNames::Requested => single(request, requested),
             AllowedNames::Listed(value) => value.as_ref(),
         }
     }
 }
 
-/// Return the method that a preflight asks for. Return `None` if the request is not a preflight, because its method is
-/// not OPTIONS or it lacks `Origin` or `Access-Control-Request-Method`.
+/// Return the value of `Access-Control-Request-Method` in a preflight. Return `None` if the request is not a preflight,
+/// because its method is not OPTIONS, or because it lacks `Origin` or `Access-Control-Request-Method`.
 pub fn requested_method(method: &Method, headers: &HeaderMap) -> Option<Method> {
     if *method != Method::OPTIONS || !headers.contains_key(ORIGIN) {
         return None;
@@ -191,13 +191,14 @@ pub fn is_cors_header(name: &HeaderName) -> bool {
     name.as_str().starts_with(CORS_PREFIX)
 }
 
-/// Return the value of a header that occurs exactly once.
+/// Return the value of a header that occurs exactly once, otherwise `None`.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
     let mut lines = headers.get_all(name).iter();
     lines.next().filter(|_| lines.next().is_none())
 }
 
-/// Append `Origin` to `Vary`, unless it is already present: a cache must not use the response for another origin.
+/// Append `Origin` to `Vary`, unless `Vary` already contains `Origin` or `*`. Otherwise, a cache could use the response
+/// for another origin.
 fn add_vary_origin(response: &mut HeaderMap) {
     let mut members = response.get_all(VARY).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
     let is_there =
@@ -230,7 +231,8 @@ pub struct WildcardOrigin {
 }
 
 impl WildcardOrigin {
-    /// Return whether an origin has the scheme and port of this pattern, and its host is a subdomain at any depth.
+    /// Return whether an origin has the scheme and port of this pattern, and its host is a subdomain of the pattern's
+    /// host at any depth.
     fn matches(&self, origin: &[u8]) -> bool {
         let rest = origin.strip_prefix(self.prefix.as_bytes());
         let labels = rest.and_then(|rest| rest.strip_suffix(self.suffix.as_bytes()));
@@ -245,7 +247,7 @@ pub enum OriginError {
     #[error("`null` is the origin of sandboxed documents and local files of any site: every site could use it")]
     Null,
     /// The text does not start with a scheme such as `https://`.
-    #[error("begin the origin with its scheme")]
+    #[error("begin the origin with its scheme, such as `https://`")]
     MissingScheme,
     /// The text has a path, query or fragment. The variant contains the origin without this part.
     #[error("an origin has no path: browsers send the scheme, the host and the port")]
@@ -253,7 +255,7 @@ pub enum OriginError {
     /// The host or the port is invalid, or there is a user name.
     #[error("this is not an origin")]
     Malformed,
-    /// `*` is not the first label.
+    /// `*` occurs at another position than the first label.
     #[error("`*` may only replace the first labels of a host")]
     MisplacedWildcard,
     /// The host has characters other than ASCII.
@@ -299,7 +301,8 @@ impl std::str::FromStr for OriginPattern {
         if name.contains('*') {
             return Err(OriginError::MisplacedWildcard);
         }
-        // Allow a final dot, because `example.com.` is a valid host. It is a different origin than `example.com`.
+        // Allow a final dot, because `example.com.` is a valid host. Browsers treat this host as a different origin
+        // than `example.com`.
         if !name.strip_suffix('.').unwrap_or(name).split('.').all(|label| is_label(label.as_bytes())) {
             return Err(OriginError::Malformed);
         }
@@ -488,7 +491,7 @@ mod tests {
         assert_eq!(listed.decide(&request, true).preflight_headers(&request), map(&expected));
         let other = map(&[("origin", "https://b.test"), ("access-control-request-method", "PUT")]);
         assert_eq!(listed.decide(&other, true).preflight_headers(&other), HeaderMap::new());
-        // A preflight response has no `Access-Control-Expose-Headers`, because scripts cannot read it.
+        // A preflight response has no `Access-Control-Expose-Headers`, because scripts cannot read preflight responses.
         let mut response = HeaderMap::new();
         listed.decide(&request, true).apply(&mut response);
         let vary = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers";

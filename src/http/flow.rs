@@ -1,5 +1,5 @@
-//! State of a client connection. Its activity determines header and idle timeouts. The flow of each stream determines
-//! write timeouts.
+//! State of a client connection. [`ConnectionActivity`] is the state for header and idle timeouts. [`StreamFlow`] is
+//! the state for write timeouts.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -21,8 +21,8 @@ use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
-/// Number of references to [`ConnectionActivity`] that a connection holds without requests: one in `HttpConnection` and
-/// one in its `MonitoredStream`. Each request in flight holds at least one more.
+/// Number of references to [`ConnectionActivity`] that a connection without requests holds: one in `HttpConnection` and
+/// one in its `MonitoredStream`. Each request in flight holds at least one additional reference.
 const CONNECTION_REFS: usize = 2;
 
 /// Whether requests are in flight on a connection, and since when it has been idle. Each request in flight holds a
@@ -43,7 +43,7 @@ pub struct ConnectionActivity {
     tunnel: Mutex<Option<Box<Body>>>,
 }
 
-/// A request in flight, from its headers until the response body is dropped.
+/// A request in flight: from the arrival of its headers until its response body is dropped.
 #[derive(Debug)]
 pub struct InFlightRequest {
     activity: Arc<ConnectionActivity>,
@@ -72,8 +72,8 @@ impl ConnectionActivity {
         InFlightRequest { activity: self.clone(), flow }
     }
 
-    /// Record that bytes have arrived from the client. `is_partial` is true if they end within request headers. Bytes
-    /// that arrive while a request is in flight are considered a part of that request.
+    /// Record that bytes have arrived from the client. `is_partial` is true if these bytes end within request headers.
+    /// Bytes that arrive while a request is in flight are considered a part of that request.
     pub fn record_headers(&self, is_partial: bool) {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         if is_partial != (counter & 1 == 1) {
@@ -81,17 +81,17 @@ impl ConnectionActivity {
         }
     }
 
-    /// Return the headers counter if request headers are incomplete on a kept-alive connection without a request in
-    /// flight. Otherwise return `None`.
+    /// Return the headers counter if the connection has served a request, no request is in flight, and the headers of
+    /// the next request are incomplete. Otherwise return `None`.
     pub fn partial_headers(self: &Arc<Self>) -> Option<u64> {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         let is_kept_alive = || self.last_response_end_ms.load(Ordering::Relaxed) > 0;
-        // If only the two references of the connection exist, no request is in flight, because each request holds
-        // another one.
+        // If only the two references of the connection exist, no request is in flight, because each request holds an
+        // additional reference.
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
-    /// Record that all bytes that hyper had for the client are written.
+    /// Record that hyper has written all pending bytes to the client.
     pub fn record_flushed(self: &Arc<Self>) {
         if Arc::strong_count(self) <= CONNECTION_REFS {
             self.has_unwritten_response.store(false, Ordering::Relaxed);
@@ -109,19 +109,19 @@ impl ConnectionActivity {
         self.announces_close.store(announce, Ordering::Relaxed);
     }
 
-    /// Take the tunnel that uses the connection after HTTP has ended.
+    /// Take the tunnel that uses the connection after the protocol upgrade.
     pub fn take_tunnel(&self) -> Option<Box<Body>> {
         self.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Return the remaining time of the connection: of the header timeout before the first response, of the idle
-    /// timeout after it. Return `None` if the timeout has expired. While a request is in flight, return the whole
-    /// `idle_timeout`.
+    /// Return the time until the connection times out. Before the end of the first response, `header_timeout` applies,
+    /// and afterwards `idle_timeout`. Return `None` if the timeout has expired. While a request is in flight, return
+    /// the whole `idle_timeout`.
     pub fn time_left(self: &Arc<Self>, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
         }
-        // An acquire fence, so that this thread sees the end time that the drop of the last request has stored.
+        // Use an acquire fence, so that this thread sees the end time that the drop of the last request has stored.
         fence(Ordering::Acquire);
         let age = self.opened_at.elapsed();
         let time_left = match self.last_response_end_ms.load(Ordering::Relaxed) {
@@ -133,7 +133,7 @@ impl ConnectionActivity {
 }
 
 impl InFlightRequest {
-    /// Return another handle of the same request. The request stays in flight until all its handles are dropped.
+    /// Return an additional handle of this request. The request stays in flight until all its handles are dropped.
     pub(super) fn share(&self) -> Self {
         InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
     }
@@ -143,8 +143,8 @@ impl InFlightRequest {
         &self.flow
     }
 
-    /// Keep the request in flight until the response body is dropped. After a protocol upgrade, the body moves to the
-    /// connection as its tunnel.
+    /// Keep the request in flight until the response body is dropped. After a protocol upgrade, move the body to the
+    /// connection, where it serves as the tunnel.
     pub fn attach_to(self, mut response: Response<Body>) -> Response<Body> {
         if response.version() == Version::HTTP_10 {
             self.flow.mark_close_delimited();
@@ -173,24 +173,26 @@ impl Drop for InFlightRequest {
     }
 }
 
-// === Flow: whether a client reads the response that is pending for it ===
+// === Flow: whether a client reads the response data that is pending for it ===
 
 /// Number of bytes at the start of a response for which [`ReadLimit::Small`] applies.
 const READ_SMALL: u64 = 64 << 10;
 
-/// The epoch of `StreamFlow::deadline_us`.
+/// The reference time of `StreamFlow::deadline_us`.
 static EPOCH: LazyLock<time::Instant> = LazyLock::new(time::Instant::now);
 
 /// The state of a stream: an HTTP/2 stream, or an HTTP/1.x connection, which has one request at a time.
 #[derive(Debug)]
 pub struct StreamFlow {
-    /// Buffer budget. The streams of an HTTP/2 connection share one budget, and all HTTP/1.x connections share one.
+    /// Buffer budget. The streams of an HTTP/2 connection share one budget, and all HTTP/1.x connections share one
+    /// budget.
     budget: Arc<BufferBudget>,
-    /// Budget of inspected request bodies, which the gateway has to read. The other streams of the connection share it.
+    /// Budget of inspected request bodies, which the gateway reads before it forwards the request. All streams of the
+    /// connection share this budget.
     inspected: Arc<BufferBudget>,
-    /// Whether this is an HTTP/2 stream. Each stream of an HTTP/2 connection buffers chunks of its response.
+    /// Whether this is an HTTP/2 stream. Response chunks count against `budget` only on HTTP/2 streams.
     is_multiplexed: bool,
-    /// Buffered bytes of the response.
+    /// Number of response bytes that are buffered.
     buffered: AtomicUsize,
     /// Waker of the task that waits until buffered bytes are written.
     written_waker: AtomicWaker,
@@ -203,9 +205,9 @@ pub struct StreamFlow {
     is_close_delimited: AtomicBool,
     /// Number of request bodies of unknown length that have started.
     bodies_started: AtomicU32,
-    /// Number of these bodies that were read to their end or abandoned.
+    /// Number of request bodies of unknown length that were read to their end or abandoned.
     bodies_ended: AtomicU32,
-    /// Wakes the next request when a body has ended.
+    /// Wakes the task of the next request when the body of an earlier request has ended.
     body_ended: Notify,
     /// Time at which the response must end, in µs after `EPOCH`, or 0 if there is no deadline.
     deadline_us: AtomicU64,
@@ -217,8 +219,8 @@ impl StreamFlow {
         StreamFlow::new(budget.clone(), budget, false)
     }
 
-    /// Create the flow of a new HTTP/2 stream. `inspected` is the budget of request bodies that the gateway has to
-    /// read.
+    /// Create the flow of a new HTTP/2 stream. `inspected` is the budget of request bodies that the gateway reads
+    /// before it forwards the request.
     pub fn for_stream(budget: Arc<BufferBudget>, inspected: Arc<BufferBudget>) -> Arc<Self> {
         StreamFlow::new(budget, inspected, true)
     }
@@ -255,7 +257,7 @@ impl StreamFlow {
         self.budget.has_capacity()
     }
 
-    /// Return whether chunks of the response count towards the budget.
+    /// Return whether chunks of the response count against the budget.
     pub(super) fn is_multiplexed(&self) -> bool {
         self.is_multiplexed
     }
@@ -265,7 +267,7 @@ impl StreamFlow {
         self.budget.try_reserve(bytes)
     }
 
-    /// Create an empty reservation for a body that the gateway has to read.
+    /// Create an empty reservation for a body that the gateway reads before it forwards the request.
     pub(super) fn reserve_inspected(&self) -> Option<BufferReservation> {
         self.inspected.try_reserve(0)
     }
@@ -295,13 +297,13 @@ impl StreamFlow {
         self.written_waker.wake();
     }
 
-    /// Record that hyper has data for the client.
+    /// Record that hyper holds data for the client.
     pub(super) fn mark_data_pending(&self) {
         let counter = self.chunk_counter.load(Ordering::Relaxed);
         self.chunk_counter.store((counter | 1) + 2, Ordering::Relaxed);
     }
 
-    /// Record that hyper polls for more data, or needs no more data.
+    /// Record that hyper holds no more data for the client: it polls for the next chunk, or the body has ended.
     pub(super) fn mark_drained(&self) {
         let counter = self.chunk_counter.load(Ordering::Relaxed);
         self.chunk_counter.store(counter & !1, Ordering::Relaxed);
@@ -318,7 +320,8 @@ impl StreamFlow {
         self.is_close_delimited.load(Ordering::Relaxed)
     }
 
-    /// Set the time at which the response must end. The caller must ensure that the task is woken in time.
+    /// Set the time at which the response must end. The caller must ensure that the task that polls the
+    /// [`WriteWatchdog`] is woken at this time.
     pub(super) fn set_deadline(&self, deadline: Option<time::Instant>) {
         let deadline_us = deadline.map_or(0, |at| (at.saturating_duration_since(*EPOCH).as_micros() as u64).max(1));
         self.deadline_us.store(deadline_us, Ordering::Relaxed);
@@ -340,16 +343,17 @@ impl StreamFlow {
         self.body_ended.notify_one();
     }
 
-    /// Return the number of started bodies if an earlier body has not ended yet or was abandoned. The next bytes may
-    /// then be a part of that body instead of a request; see [`StreamFlow::wait_for_bodies`].
+    /// Return the number of started bodies if an earlier body has not ended yet or was abandoned, otherwise `None`. If
+    /// the result is `Some`, the next bytes may be a part of the earlier body instead of a request; see
+    /// [`StreamFlow::wait_for_bodies`].
     pub fn unfinished_bodies(&self) -> Option<u32> {
         let bodies = self.bodies_started.load(Ordering::Relaxed);
         (self.is_request_abandoned() || self.bodies_ended.load(Ordering::Relaxed) != bodies).then_some(bodies)
     }
 
     /// Wait until `bodies` bodies have ended. Return false if a request was abandoned, because the following bytes may
-    /// then not be a request. The wait is necessary because hyper may read the end of a body and the next headers
-    /// before the task that forwards the body has processed its trailers.
+    /// then be a part of its body. The wait is necessary because hyper may read the end of a body and the next
+    /// request's headers before the task that forwards the body has processed the trailers.
     pub async fn wait_for_bodies(&self, bodies: u32) -> bool {
         while self.bodies_ended.load(Ordering::Acquire) != bodies {
             self.body_ended.notified().await;
@@ -362,21 +366,21 @@ impl StreamFlow {
         self.request_abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Return whether the client may still be sending a request that the gateway does not read.
+    /// Return whether the gateway has stopped reading a request that the client may still be sending.
     pub fn is_request_abandoned(&self) -> bool {
         self.request_abandoned.load(Ordering::Relaxed)
     }
 }
 
-/// Polls the future that serves a flow. It stops if the client has not read pending data for `timeout`, or if data is
-/// pending when the deadline of the flow has passed.
+/// Polls the future that serves a flow. The watchdog stops polling if the client has not read pending data for
+/// `timeout`, or if data is still pending after the deadline of the flow.
 #[derive(Debug)]
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
     timeout: Duration,
     /// Value of the chunk counter when the deadline was set.
     seen_counter: u64,
-    /// Time at which the pending data will have been unread for `timeout`.
+    /// Time at which the watchdog stops if the client has not read the pending data by then.
     deadline: time::Instant,
     timer: LazyTimer,
 }
@@ -399,8 +403,7 @@ impl WriteWatchdog {
         }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
-            // No data is pending, so the client reads the response. The body itself aborts the response at its
-            // deadline.
+            // No data is pending, so the client reads the response. The response body enforces its deadline itself.
             return Poll::Pending;
         }
         if self.flow.is_past_deadline() {

@@ -81,25 +81,25 @@ impl ProtectedHeaders {
         self.names[..self.proxy_only_count].contains(name)
     }
 
-    /// Return whether a folded name (see [`fold_name`]) is equal to that of a header that only trusted proxies may set.
+    /// Return whether `folded` is the folded name (see [`fold_name`]) of a header that only trusted proxies may set.
     fn has_proxy_only_alias(&self, folded: &str) -> bool {
         self.aliases.folded[..self.proxy_only_count].iter().any(|name| **name == *folded)
     }
 }
 
-/// Aliases of certain headers. Some servers do not distinguish them from these headers, because they convert names to
-/// variables (CGI, RFC 3875 §4.1.18): `X-User-Id`, `X_User_Id`, `X.User.Id` and `X!User!Id` all become
+/// Aliases of certain headers: names that some servers do not distinguish from these headers. Such servers convert
+/// header names to CGI variables (RFC 3875 §4.1.18): `X-User-Id`, `X_User_Id`, `X.User.Id` and `X!User!Id` all become
 /// `HTTP_X_USER_ID`.
 #[derive(Debug, Default)]
 pub struct HeaderAliases {
     folded: Vec<Box<str>>,
-    /// Whether a name that has only letters, digits and hyphens can be an alias, because one of the protected names has
+    /// Whether a name that has only letters, digits and hyphens can be an alias, because one of the given names has
     /// other characters.
     has_special: bool,
 }
 
 impl HeaderAliases {
-    /// Create the aliases of these names.
+    /// Create the set of all aliases of these names.
     pub fn from_names<'a>(names: impl IntoIterator<Item = &'a HeaderName>) -> Self {
         let mut aliases = HeaderAliases::default();
         for name in names {
@@ -120,7 +120,7 @@ impl HeaderAliases {
         match has_special_characters(name) {
             true => self.has_folded(&fold_name(name)),
             // A name with only letters, digits and hyphens can be an alias only of a name with other characters. Most
-            // configurations have no such name.
+            // configurations have no name with other characters.
             false => self.has_special && self.has_folded(name),
         }
     }
@@ -143,8 +143,8 @@ pub(super) fn fold_name(name: &str) -> String {
 /// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).
 ///
 /// `Connection` cannot remove the headers in `protected` or the gateway's own headers. Some proxies forward the
-/// `Connection` header of a client, although they must not. If it could remove `X-Forwarded-For`, for example, the
-/// upstream would mistake the address of the gateway for that of the client.
+/// `Connection` header of a client, although they must not. If this header could remove `X-Forwarded-For`, for example,
+/// the upstream would mistake the address of the gateway for that of the client.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     // Iterate once over the headers of the request: this costs less than a lookup of each hop-by-hop header, because
     // requests have few headers.
@@ -164,8 +164,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             .iter()
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(',').map(str::trim))
-            // A name such as `keep-alive` in `Connection` needs no action, because hop-by-hop headers are removed
-            // anyway.
+            // Skip the usual name `keep-alive`, because the header `Keep-Alive` is removed anyway.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| {
@@ -208,8 +207,8 @@ fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
 }
 
 /// Set at most one framing header: `Content-Length` if the length of the body is known, else `Transfer-Encoding:
-/// chunked` (RFC 9112 §6.3). The received headers are not sufficient: HTTP/2 permits several equal `Content-Length`
-/// headers, and hyper sends no body with a GET that has no framing header.
+/// chunked` (RFC 9112 §6.3). The received framing headers cannot be forwarded: HTTP/2 permits several equal
+/// `Content-Length` headers, or none. hyper sends no body with a GET that has no framing header.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
@@ -219,8 +218,8 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
-/// Normalize the headers of a received request before routing and limits read them. Routing, limits and the upstream
-/// therefore use the same headers. See [`strip_untrusted`] and [`join_cookies`].
+/// Normalize the headers of a received request before routing and limits read them, so that routing, limits and the
+/// upstream use the same headers. See [`strip_untrusted`] and [`join_cookies`].
 pub fn normalize_received(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
     strip_untrusted(headers, protected, trusted);
     join_cookies(headers);
@@ -265,9 +264,9 @@ pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: b
     }
 }
 
-/// Return whether a header describes the origin of a request.
+/// Return whether a header describes the client, the proxies or the id of a request.
 fn is_forwarding_header(name: &str) -> bool {
-    // Compare the first letter first, which excludes most names.
+    // Compare the first letter first, which rules out most names.
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
@@ -333,16 +332,16 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
         Entry::Occupied(mut entry) => {
             let lines = entry.iter().chain([&element]).map(HeaderValue::as_bytes);
             let joined = HeaderValue::from_bytes(&lines.collect::<Vec<_>>().join(&b", "[..]));
-            // The conversion cannot fail, because the parts are valid header values. The new element alone is only a
-            // fallback.
+            // The conversion cannot fail, because the parts are valid header values. `element` alone is therefore never
+            // used.
             entry.insert(joined.unwrap_or(element));
         }
     }
 }
 
 /// Join several `Cookie` headers into one. HTTP/2 permits several `Cookie` headers, but HTTP/1.1 does not (RFC 9113
-/// §8.2.3). Servers join them with semicolons, with commas or not at all. The gateway therefore also joins the `Cookie`
-/// headers of HTTP/1.1 clients.
+/// §8.2.3). Servers treat several `Cookie` headers in HTTP/1.1 differently: they join them with semicolons or commas,
+/// or use only one of them. The gateway therefore also joins the `Cookie` headers of HTTP/1.1 clients.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.len() == headers.keys_len() {
@@ -366,14 +365,15 @@ pub fn http1_header_count(headers: &HeaderMap) -> usize {
 }
 
 /// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids such whitespace (RFC 9113 §8.2.1), and
-/// HTTP/1.1 removes it. The next server would then see another value than routing and limits.
+/// HTTP/1.1 parsers remove it. If the gateway forwarded the value, routing and limits could use another value than the
+/// upstream.
 pub fn has_padding(headers: &HeaderMap) -> bool {
     let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
     headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))
 }
 
-/// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. Only such requests get gRPC
-/// errors, which have the HTTP status 200. All other requests get HTTP errors.
+/// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. Only gRPC calls get gRPC errors,
+/// which have the HTTP status 200. All other requests get HTTP errors.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
     *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
 }
@@ -381,7 +381,7 @@ pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
 /// Return whether the content type of a message is gRPC.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     let subtype = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
-    // Exclude `application/grpc-web`, which is another protocol.
+    // Exclude `application/grpc-web`, which is a different protocol.
     subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
@@ -393,7 +393,7 @@ pub fn is_safe(method: &Method) -> bool {
 
 // === Header changes of routes ===
 
-/// The kind of messages to which changes apply.
+/// The kind of messages to which header changes apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Requests that are sent to the upstream.
@@ -412,13 +412,15 @@ pub struct HeaderMutations {
     pub templates: Vec<(HeaderName, ValueTemplate)>,
     /// Names of the headers to remove.
     pub remove: Vec<HeaderName>,
-    /// Aliases of the headers to set and to remove. They are also removed. Empty for the changes of responses.
+    /// Aliases of the headers to set and to remove. The aliases themselves are also removed. Empty for changes to
+    /// responses.
     pub aliases: HeaderAliases,
     /// Whether the changes apply to responses with which the gateway rejects a request.
     pub on_errors: bool,
 }
 
-/// The values of [`HeaderMutations::templates`] for one request, in the same order. `None` if the header is removed.
+/// The values of [`HeaderMutations::templates`] for one request, in the order of the templates. A value is `None` if
+/// its header must be removed.
 #[derive(Debug, Default)]
 pub struct RenderedValues(Vec<Option<HeaderValue>>);
 
@@ -429,18 +431,19 @@ impl RenderedValues {
 }
 
 impl HeaderMutations {
-    /// Return whether values depend on the request.
+    /// Return whether at least one value depends on the request.
     pub fn has_variables(&self) -> bool {
         !self.templates.is_empty()
     }
 
-    /// Return the values that depend on the request. `content` returns the content of a variable. Without variables,
-    /// the function does not allocate memory.
+    /// Return the values that depend on the request. `content` returns the content of a variable. If no value has
+    /// variables, the function allocates no memory.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
         RenderedValues(self.templates.iter().map(|(_, template)| template.render(&content)).collect())
     }
 
-    /// Render values as [`HeaderMutations::render`] does, with `…` instead of their literal parts, which may be secret.
+    /// Render values as [`HeaderMutations::render`] does, but replace each literal part with `…`, because literal parts
+    /// may be secret.
     pub fn render_without_literals<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
         let render = |template: &ValueTemplate| template.with_literals_replaced("…").render(&content);
         RenderedValues(self.templates.iter().map(|(_, template)| render(template)).collect())
@@ -463,16 +466,16 @@ impl HeaderMutations {
         for (index, (name, _)) in self.templates.iter().enumerate() {
             match values.get(index) {
                 Some(value) => drop(headers.insert(name.clone(), value.clone())),
-                // If the value has no content for this request, remove the header, so that the received value does not
-                // reach the upstream.
+                // A variable has no content for this request. Remove the header, so that the value from the client does
+                // not reach the upstream.
                 None => drop(headers.remove(name)),
             }
         }
     }
 
     /// Set the headers on a response with which the gateway rejects a request. Headers that the response already has,
-    /// such as `Cache-Control` and `Retry-After`, do not change: a rule must not make the rejection cacheable or hide
-    /// when to retry.
+    /// such as `Cache-Control` and `Retry-After`, do not change: a rule must not make the rejection cacheable or change
+    /// the time of the next retry.
     pub fn apply_to_rejection(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         if !self.on_errors {
             return;
@@ -487,7 +490,7 @@ impl HeaderMutations {
     }
 }
 
-/// Return why only the gateway may change a header, or `None` if rules may change it.
+/// Return the reason why header rules must not change a header, or `None` if they may change it.
 pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'static str> {
     // Treat an alias like the header itself, because servers that convert header names to variables do not distinguish
     // them.
@@ -512,7 +515,7 @@ pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'stat
         return Some("the gateway itself responds to `Expect: 100-continue`");
     }
     let forwarding_headers = [FORWARDED, VIA, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID];
-    is_one_of(&forwarding_headers).then_some("the gateway sets the headers that name the client")
+    is_one_of(&forwarding_headers).then_some("the gateway sets the headers that describe the client and the request")
 }
 
 // === Values of header rules with variables, such as `user={consumer}`, which are rendered for each request ===
@@ -524,7 +527,7 @@ pub enum Variable {
     ClientIp,
     /// Request id.
     RequestId,
-    /// Name of the consumer to which the request belongs.
+    /// Name of the consumer that sent the request.
     Consumer,
     /// Name of the route.
     Route,
@@ -532,7 +535,7 @@ pub enum Variable {
     Host,
     /// Method of the request.
     Method,
-    /// Path in canonical form, without the query and before a rewrite.
+    /// Path in canonical form, without the query. A rewrite of the path does not change this value.
     Path,
     /// `http` or `https`.
     Scheme,
@@ -558,7 +561,7 @@ impl Variable {
     }
 }
 
-/// The reason why a value is not a template.
+/// The reason why the value of a header rule is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     /// The text has a `{` without `}`.
@@ -572,7 +575,7 @@ pub enum TemplateError {
     UnknownVariable(String),
 }
 
-/// A value with at least one variable.
+/// The value of a header rule with at least one variable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ValueTemplate(Vec<Part>);
 
@@ -582,12 +585,12 @@ enum Part {
     Variable(Variable),
 }
 
-/// A parsed value.
+/// The parsed value of a header rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParsedValue {
     /// The value is the same for each request.
     Literal(String),
-    /// A value with variables.
+    /// The value contains variables.
     Template(ValueTemplate),
 }
 
@@ -662,9 +665,9 @@ impl ValueTemplate {
     /// Return the value for a request, or `None` if a variable has no content. `content` returns the content of a
     /// variable.
     ///
-    /// Percent-encode the bytes of the content that are invalid in header values, or that servers interpret
-    /// differently: control characters, spaces at the start or end, and bytes that are not ASCII. Also percent-encode
-    /// `%`, except in paths, which are already percent-encoded.
+    /// Percent-encode the bytes of the content that are invalid in header values or that servers interpret in different
+    /// ways: control characters, spaces at the start or end, and bytes that are not ASCII. Also percent-encode `%`,
+    /// except in paths, which are already percent-encoded.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> Option<HeaderValue> {
         let mut value = Vec::new();
         for part in &self.0 {
@@ -676,8 +679,8 @@ impl ValueTemplate {
                 }
             }
         }
-        // The conversion cannot fail, because the configuration was checked for valid literal parts, and the content is
-        // percent-encoded.
+        // The conversion cannot fail: the literal parts were checked when the configuration was loaded, and the content
+        // is percent-encoded.
         HeaderValue::from_bytes(&value).ok()
     }
 }

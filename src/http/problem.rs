@@ -1,4 +1,5 @@
-//! Problem documents (RFC 9457): the bodies of error responses that the gateway generates, also on the admin listener.
+//! Problem documents (RFC 9457): the bodies of the error responses that the gateway generates, including those of the
+//! admin listener.
 
 use http::header::{CACHE_CONTROL, CONTENT_TYPE as CONTENT_TYPE_HEADER, HeaderValue};
 use http::{Response, StatusCode};
@@ -13,7 +14,7 @@ pub(crate) const CONTENT_TYPE: &str = "application/problem+json";
 pub(crate) const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
 /// Return a whole HTTP/1.1 response with a problem document, for requests that do not reach hyper or that hyper cannot
-/// parse. `headers` contains further header lines, each with CRLF at its end.
+/// parse. `headers` contains additional header lines, each with CRLF at its end.
 pub(crate) fn raw_response(status: StatusCode, detail: &str, headers: &str) -> Vec<u8> {
     let body = Problem::new(status, detail).to_json();
     let mut response = format!(

@@ -1,5 +1,5 @@
-//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and
-//! the styles of the OpenAI and Anthropic APIs.
+//! The RateLimit headers in all supported styles: draft-ietf-httpapi-ratelimit-headers-11 with structured fields (RFC
+//! 9651), older drafts, and the styles of the GitHub, OpenAI and Anthropic APIs.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -29,15 +29,15 @@ const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 /// Maximum value of an Integer in a structured field (RFC 9651 §3.3.1).
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
-/// The status of one limit as the headers report it to the client.
+/// The status of one limit, which the headers report to the client.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitStatus<'a> {
     /// Name of the limit. The name contains only characters that need no escaping in a structured-field string.
     pub name: &'a str,
     /// Quota in tokens per window.
     pub quota: u64,
-    /// Quota unit: the name of what the quota counts, such as `requests`. It has only lowercase letters, digits and
-    /// `-`.
+    /// Quota unit: the name of what the quota counts, such as `requests`. The name has only lowercase letters, digits
+    /// and `-`.
     pub unit: &'a str,
     /// How the quota becomes available again.
     pub period: QuotaPeriod,
@@ -71,8 +71,8 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }
 }
 
-/// Return the value of `RateLimit-Policy` for these limits. The gateway sends this header with each response to a
-/// request that was checked against them.
+/// Return the value of `RateLimit-Policy` for these limits. The gateway sends this header in the response to each
+/// request that it checks against the limits.
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
@@ -133,9 +133,9 @@ impl HeaderStyle {
     }
 }
 
-/// Append the RateLimit headers for the announced limits of a decision. For a denial, the headers describe only the
-/// violated limits, with the time until the request would be admitted. `Retry-After` is set if the same request can be
-/// admitted later. `policy` is the value of `RateLimit-Policy` if it is known. With `None`, it is derived from the
+/// Append the RateLimit headers for those limits of a decision that are announced to clients. For a denial, the headers
+/// describe only the violated limits, with the time until the request would be admitted. `Retry-After` is set if the
+/// request can be admitted later. `policy` is the value of `RateLimit-Policy`, or `None` to derive this value from the
 /// decision.
 pub fn append_decision_headers(
     headers: &mut HeaderMap,
@@ -174,8 +174,8 @@ pub fn append_decision_headers(
     if let Some(retry_us) = decision.retry_us().filter(|_| !decision.admitted) {
         set_retry_after(headers, retry_us);
         if styles.iter().any(|style| style.is_by_unit()) {
-            // If only concurrency limits deny the request, `retry_us` is 0, because it is unknown when a permit becomes
-            // available. Send one second instead.
+            // If only concurrency limits deny the request, `retry_us` is 0, because the time at which a permit becomes
+            // available is unknown. Send 1000 ms instead.
             let retry_ms = if retry_us == 0 { 1000 } else { retry_us.div_ceil(1000) };
             headers.insert(RETRY_AFTER_MS, HeaderValue::from(retry_ms));
         }
@@ -183,13 +183,14 @@ pub fn append_decision_headers(
 }
 
 /// Return the limit that the access log shows: the violated limit with the longest wait, otherwise the limit with the
-/// smallest remaining share of its quota. Older header styles show the same limit if it is announced.
+/// smallest remaining share of its quota. Header styles that report a single limit report this limit if it is announced
+/// to clients.
 pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
     effective_status(decision.results.iter(), decision.admitted)
 }
 
-/// Return the effective limit of these results. For a denial, only violated limits are considered, because the
-/// remaining quota of the other limits is unknown.
+/// Return the effective limit of these results (see [`HeaderStyle`]). For a denial, only violated limits are
+/// considered, because the remaining quota of the other limits is unknown.
 fn effective_status<'a, 'b>(
     results: impl Iterator<Item = &'b LimitResult<'a>> + Clone,
     admitted: bool,
@@ -221,7 +222,7 @@ where
 /// Append the headers of one style. `Draft11` lists all `limits`, and the caller sets `RateLimit-Policy`. `OpenAi` and
 /// `Anthropic` set headers for each of the `limits`, which must have different units. All other styles use only the
 /// first of the `limits`. `OpenAi` and `Anthropic` replace headers with the same name from the upstream, because SDKs
-/// read a single value. The other styles keep the headers that the upstream has sent about its own limits. `now_us` is
+/// read a single value. The other styles keep the headers that the upstream has sent for its own limits. `now_us` is
 /// the current time in µs since the Unix epoch.
 pub fn append_style_headers<'a>(
     headers: &mut HeaderMap,
@@ -231,8 +232,8 @@ pub fn append_style_headers<'a>(
 ) {
     match style {
         HeaderStyle::Draft11 => {
-            // Format the numbers with itoa, because they are part of every response. The formatting of std would take a
-            // considerable part of the CPU time of a decision.
+            // Format the numbers with itoa, because they are part of every response. The formatting functions of std
+            // would take a considerable part of the CPU time of a rate limit check.
             let statuses = structured_list(limits, |out, limit| {
                 let mut digits = itoa::Buffer::new();
                 for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
@@ -338,7 +339,7 @@ pub fn set_retry_after(headers: &mut HeaderMap, retry_us: u64) {
     headers.insert(RETRY_AFTER, HeaderValue::from(ceil_seconds(retry_us).max(1)));
 }
 
-/// Convert µs to seconds, rounded up, so that a client that waits this long does not retry too early.
+/// Convert µs to seconds, rounded up, so that a client that waits for the returned time does not retry too early.
 pub fn ceil_seconds(us: u64) -> u64 {
     us.div_ceil(1_000_000)
 }

@@ -28,23 +28,24 @@ pub struct RequestBody(Option<Box<RequestBodyInner>>);
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
-    /// Timer for the minimum rate of the client. `None` until the limits are applied.
+    /// Timer for the upload timeouts and the minimum rate of the client. `None` until [`RequestBody::apply_limits`] is
+    /// called.
     rate_timer: Option<MinRateTimer>,
-    /// Number of bytes that the maximum length still allows.
+    /// Number of further bytes that the maximum length of the body allows.
     remaining: u64,
     flow: Option<Arc<StreamFlow>>,
     /// Whether trailers are forwarded.
     forwards_trailers: bool,
     /// Whether the request came over HTTP/2, whose frames delimit the body.
     is_http2: bool,
-    /// Whether the next request of the flow waits for the end of this body.
+    /// Whether the next request on the connection waits for the end of this body.
     is_counted: bool,
     /// Keeps the request in flight until the body ends, even if the response ends earlier.
     in_flight: Option<InFlightRequest>,
     /// Receives a copy of the data that the client sends.
     tee: Option<Box<BodyTee>>,
-    /// The part that was already read of a body that could not be read as a whole, with its reservation. The part is
-    /// sent before the rest of the body.
+    /// The part of the body that [`RequestBody::read`] has read before it returned `TooLong` or `NoCapacity`, with its
+    /// reservation. The part is sent to the upstream before the rest of the body.
     prefix: Option<(Bytes, BufferReservation)>,
 }
 
@@ -53,7 +54,7 @@ struct RequestBodyInner {
 pub enum ReadBody {
     /// The body was read to its end.
     Whole(Bytes),
-    /// The body is longer than the maximum that may be read.
+    /// The body is longer than the maximum length that the caller allows.
     TooLong,
     /// The buffer budget or the share of the client network is exhausted.
     NoCapacity,
@@ -69,7 +70,7 @@ enum BodySource {
     },
 }
 
-/// Progress of a request body, which is shared with the code that waits for the response.
+/// Progress of a request body. The code that waits for the response shares this value.
 #[derive(Debug, Default)]
 pub struct UploadProgress {
     frame_count: AtomicU64,
@@ -109,7 +110,7 @@ impl UploadProgress {
         self.frame_count.load(Ordering::Relaxed)
     }
 
-    /// Return whether the gateway waits for the client.
+    /// Return whether the gateway waits for the client to send more of the body.
     pub fn is_waiting_for_client(&self) -> bool {
         self.stage() == WAITING
     }
@@ -130,20 +131,20 @@ impl UploadProgress {
     }
 
     /// Record that the response has begun. Client and upstream may then send alternately, so a request body of unknown
-    /// length may pause.
+    /// length may pause without a timeout.
     pub fn mark_response_started(&self) {
         self.response_started.store(true, Ordering::Relaxed);
     }
 
     /// Return whether the client caused a timeout of the request: the gateway still waits for the body, or has waited
-    /// for it at least half of the elapsed time. Without the second condition, a client could send its last byte just
-    /// before the timeout, and the timeout would count as a failure of the upstream.
+    /// for it for at least half of the time since the upload began. Without the second condition, a client could send
+    /// its last byte just before the timeout, and the timeout would count as a failure of the upstream.
     pub fn is_delayed_by_client(&self) -> bool {
         let elapsed = self.started_at.0.elapsed().as_micros() as u64;
         self.is_waiting_for_client() || self.client_wait_us.load(Ordering::Relaxed) >= elapsed / 2
     }
 
-    /// Record whether the upstream connection waits for the client.
+    /// Record whether the upstream connection waits for the client to send more of the body.
     fn set_waiting(&self, is_waiting: bool) {
         let since = self.waiting_since_us.load(Ordering::Relaxed);
         if is_waiting == (since > 0) {
@@ -162,8 +163,8 @@ impl UploadProgress {
 }
 
 impl RequestBody {
-    /// Create the body of a received request. It has no limits until [`Self::apply_limits`] is called. The request
-    /// stays in flight until the body is read to its end. `is_http2` is true if the request came over HTTP/2.
+    /// Create the body of a received request. The body has no limits until [`Self::apply_limits`] is called. The
+    /// request stays in flight until the body is read to its end. `is_http2` is true if the request came over HTTP/2.
     pub fn new(body: Incoming, is_http2: bool, in_flight: &InFlightRequest) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
@@ -228,7 +229,8 @@ impl RequestBody {
     }
 
     /// Read the whole body from the client into memory, so that the upstream does not wait for the client. If the
-    /// buffer budget is exhausted, the body is not read. A body of one chunk is not copied.
+    /// buffer budget is exhausted, leave the body unread, so that it is streamed to the upstream. A body of one chunk
+    /// is not copied.
     ///
     /// # Errors
     /// The client aborted the body or sent it too slowly, or the body is longer than the route allows.
@@ -262,8 +264,8 @@ impl RequestBody {
         Ok(())
     }
 
-    /// Read the whole body from the client if it is not longer than `max` bytes. The upstream still gets the same body.
-    /// The received bytes count against the buffer budget and against `share`, the share of the client network.
+    /// Read the whole body from the client if it is not longer than `max` bytes. The upstream still receives the whole
+    /// body. The received bytes count against the buffer budget and against `share`, the share of the client network.
     ///
     /// # Errors
     /// The client aborted the body or sent it too slowly, or the body is longer than the route allows.
@@ -286,8 +288,8 @@ impl RequestBody {
         let mut content = BytesMut::new();
         while let Some(frame) = self.frame().await {
             let Ok(data) = frame?.into_data() else { continue };
-            // Reserve memory for received bytes, not for the announced length: a client can occupy only as much as it
-            // sends.
+            // Reserve memory for received bytes, not for the announced length, so that a client can occupy only as much
+            // memory as it sends bytes.
             let has_capacity = reservation.try_grow(data.len());
             content.extend_from_slice(&data);
             if content.len() > max || !has_capacity {
@@ -336,7 +338,7 @@ impl RequestBody {
 }
 
 impl RequestBodyInner {
-    /// Report to the flow of the request how the body ends.
+    /// Set the flow, to which the end of the body is reported.
     fn attach_flow(&mut self) {
         // Set the flow unless the body is already buffered: a buffered body keeps the flow that it had while it was
         // read.
@@ -345,15 +347,15 @@ impl RequestBodyInner {
         }
     }
 
-    /// Return whether the client has exceeded its upload time. After the response has begun, timeouts apply only to
-    /// bodies of known length.
+    /// Return whether an upload timeout of the client has expired. After the response has begun, upload timeouts apply
+    /// only to bodies of known length.
     fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {
         let is_timed =
             !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
         is_timed && self.rate_timer.as_mut().is_some_and(|timer| timer.poll(cx).is_ready())
     }
 
-    /// Let the next request of the flow continue if it waits for the end of this body.
+    /// Let the next request on the connection continue if it waits for the end of this body.
     fn release_next_request(&mut self) {
         if let Some(flow) = self.flow.as_ref().filter(|_| self.is_counted) {
             flow.end_body();
@@ -380,13 +382,14 @@ impl RequestBodyInner {
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
-            // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, these trailers can include the next
-            // request, where other servers see two requests (RFC 9112 §7.1). hyper reports an empty trailer section
-            // only after such a line.
+            // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, hyper may read the next request as
+            // trailers, where other servers see two requests (RFC 9112 §7.1). hyper reports an empty trailer section
+            // only in this case.
             if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
-                // Close the connection after any other trailer section, so that no later bytes are read as a request.
+                // Close the connection after any other trailer section too, so that no later bytes are read as a
+                // request.
                 if let Some(flow) = self.flow.as_ref().filter(|_| !self.is_http2) {
                     flow.abandon_request();
                 }
@@ -401,7 +404,7 @@ impl RequestBodyInner {
             }
             Poll::Pending => return (WAITING, polled),
             // A body of unknown length has ended. hyper does not poll a body of known length after its last byte, so
-            // such a body is recognized below.
+            // the end of such a body is detected below.
             Poll::Ready(None) => return (DONE, polled),
             Poll::Ready(Some(Ok(frame))) => {
                 let length = frame.data_ref().map_or(0, Bytes::len);
@@ -411,7 +414,7 @@ impl RequestBodyInner {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            // The body ended with an error. It is not `DONE`, although no data follows.
+            // The body ended with an error, so its stage is not `DONE`, although no data follows.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
@@ -432,8 +435,8 @@ pub enum TeeError {
 /// Callback for the end of a body that is copied.
 type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 
-/// Copies a body while it is read. The bytes are copied, because each chunk would keep the whole buffer in memory into
-/// which it was read.
+/// Copies a body while it is read. The bytes are copied, because a reference to a chunk would keep the chunk's whole
+/// read buffer in memory.
 pub struct BodyTee {
     content: Vec<u8>,
     /// Maximum length of the copy in bytes. The gateway reserves memory for this length.
@@ -444,8 +447,8 @@ pub struct BodyTee {
 }
 
 impl BodyTee {
-    /// Create the receiver of a copy of at most `max` bytes, for which `reservation` has reserved memory. `on_end` is
-    /// called once, with the copy or with the reason why there is none.
+    /// Create the receiver of a copy of at most `max` bytes. `reservation` has reserved memory for these bytes.
+    /// `on_end` is called once, with the copy or with the reason why the body was not copied.
     pub fn new(
         max: usize,
         reservation: BufferReservation,
@@ -548,7 +551,7 @@ impl HttpBody for RequestBody {
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
         // Abandon the request if the body was not polled to its end. The end of a chunked body is known only after a
-        // poll.
+        // poll has returned it.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }
@@ -565,13 +568,13 @@ const MAX_DRAINED_BODY: u64 = 64 << 10;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Return whether a part of the request may still be unread when the response is sent. If the part stays unread, the
-/// connection must be closed. For HTTP/2, hyper resets the stream instead (RFC 9113 §8.1).
+/// gateway must close the connection. For HTTP/2, hyper resets the stream instead (RFC 9113 §8.1).
 pub fn has_unread_body(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream() && !request.body().is_buffered()
 }
 
-/// Discard the body of a request that will not be forwarded: read a short body to its end in the background, and
-/// abandon any other body.
+/// Discard the body of a request that will not be forwarded. Read a body of at most `MAX_DRAINED_BODY` bytes to its end
+/// in the background, and abandon any other body.
 pub fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) {
     if !has_unread_body(&request) {
         return;

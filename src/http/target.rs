@@ -12,8 +12,8 @@ use http::{HeaderMap, Uri, Version};
 /// `Host` header. The result is empty if an HTTP/1.0 request has no host.
 ///
 /// # Errors
-/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the
-/// `detail` of the problem document.
+/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error text becomes
+/// the `detail` of the problem document.
 pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err("the scheme of the request target is neither http nor https");
@@ -286,7 +286,7 @@ mod path_tests {
         ] {
             let once = canonical_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: the canonical form is stable");
+            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: a second call must change nothing");
         }
     }
 
@@ -300,8 +300,8 @@ mod path_tests {
         ] {
             let once = forwarded_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: the forwarded form is stable");
-            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: same canonical form");
+            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: a second call must change nothing");
+            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: canonical form changed");
         }
     }
 

@@ -73,20 +73,22 @@ fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
 
 // === Tunnel: bytes are copied between two upgraded connections until both directions have ended ===
 
-/// A tunnel on which both sides have agreed. The tunnel starts when the upgrade of both connections is complete.
+/// A tunnel on which client and upstream have agreed. The tunnel starts when the upgrade of both connections is
+/// complete.
 #[derive(Debug)]
 pub struct Tunnel {
     /// Resolves to the byte stream of the client connection after the upgrade.
     pub downstream: OnUpgrade,
     /// Resolves to the byte stream of the upstream connection after the upgrade.
     pub upstream: OnUpgrade,
-    /// Maximum time without data in either direction.
+    /// Maximum time for which neither direction carries data.
     pub idle_timeout: Duration,
 }
 
 impl Tunnel {
-    /// Copy bytes in both directions, and count the bytes sent to the client. The end of one direction is forwarded,
-    /// and the other direction stays open. Return whether both directions ended without an error or a timeout.
+    /// Copy bytes in both directions, and count the bytes sent to the client. If one side closes its direction, close
+    /// this direction on the other connection, and keep the opposite direction open. Return whether both directions
+    /// ended without an error or a timeout.
     pub async fn run(self, bytes_sent: &mut u64) -> bool {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
         let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };

@@ -1,5 +1,5 @@
-//! Access rules: the networks whose clients are allowed or denied. Networks are in the configuration or in separate
-//! files.
+//! Access rules: the networks whose clients are allowed or denied. The networks are listed in the configuration file or
+//! in network files.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Range;

@@ -505,8 +505,9 @@ impl<'a> Credentials<'a> {
         Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
     }
 
-    /// Return whether another provider of the route that reads the same header has verified the credential, or has not
-    /// been called. `index` is the provider for which the credential has another format.
+    /// Return whether the credential may be valid for another provider of the route that reads the same header. This is
+    /// the case if the other provider has verified the credential or has not been called. `index` is the provider that
+    /// returned [`Verification::Foreign`].
     fn may_be_for_another(&self, index: usize, route: &RouteAuth) -> bool {
         let shares_header = |other: usize| {
             self.providers[other].headers().any(|header| self.providers[index].headers().any(|own| own == header))
@@ -546,7 +547,8 @@ impl<'a> Credentials<'a> {
             let Verification::Foreign(error) = self.verify(*index, request) else { continue };
             let error = error.clone();
             match error {
-                // The authentication server did not admit the request. Treat the request as if it had no credential.
+                // The authentication server denied the request. With `identify`, such a request counts as a request
+                // without a credential.
                 AuthError::Denied(_) => {}
                 _ if self.is_verified_elsewhere(*index) => {}
                 AuthError::UnknownApiKey(_) => unknown_keys.push(*index),
@@ -615,10 +617,10 @@ impl AuthProvider {
         }
     }
 
-    /// Return whether to remove a header unless its credential is verified and forwarded. This is the case if it
-    /// contains a credential that the provider would read. `place` is the index of the header. For headers that an
-    /// authentication server reads, such as cookies, only `forward_credential` determines this, because the upstream
-    /// may use them as well.
+    /// Return whether this header contains a credential that the provider would read. The caller removes the header
+    /// unless the credential is verified and forwarded. `place` is the index of the header in
+    /// [`headers`](Self::headers). For headers that an authentication server reads, such as cookies, only
+    /// `forward_credential` determines the result, because the upstream may use these headers as well.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),

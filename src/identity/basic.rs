@@ -114,7 +114,8 @@ impl BasicProvider {
     }
 }
 
-/// The queue of password verifications is full. The client should retry later.
+/// The queue of password verifications is full, or the request has waited in the queue for 5 s. The client should retry
+/// later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("too many passwords are being verified at the moment")]
 pub struct VerificationBusy;
@@ -249,8 +250,8 @@ impl BasicVerifier {
 impl UserTable {
     fn new(htpasswd: Htpasswd) -> Self {
         let mut key = [0; 32];
-        // Ignore the error: without random bytes, TLS cannot start either. The key would be zero, and the fingerprints
-        // would be as easy to attack as the hashes in the file.
+        // Ignore the error: without random bytes, TLS cannot start either. If the key were zero, an attacker who reads
+        // the memory could guess passwords from the fingerprints.
         let _ = rand::fill(&mut key);
         UserTable {
             htpasswd,
@@ -625,13 +626,13 @@ mod tests {
                 "{}",
                 String::from_utf8_lossy(wrong)
             );
-            assert_eq!(verifier.lookup(&encode(wrong)).unwrap_err(), BasicError::Rejected, "remembered");
+            assert_eq!(verifier.lookup(&encode(wrong)).unwrap_err(), BasicError::Rejected, "the rejection is cached");
         }
         verifier.replace_users(Htpasswd::parse(b"bob:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/").unwrap());
         let removed = unverified(&verifier, b"alice:myPassword");
         assert_eq!(verifier.verify(removed).await, Ok(Err(BasicError::Rejected)), "the new file has no alice");
         verifier.replace_users(Htpasswd::parse(b"").unwrap());
-        assert_eq!(verifier.lookup(&right).unwrap_err(), BasicError::Rejected, "no users at all");
+        assert_eq!(verifier.lookup(&right).unwrap_err(), BasicError::Rejected, "an empty file has no users");
     }
 
     #[tokio::test(start_paused = true)]
@@ -647,7 +648,7 @@ mod tests {
         assert_eq!(results.len(), MAX_QUEUED + 1);
         assert!(
             results.iter().all(|result| *result == Err(VerificationBusy)),
-            "the last at once, the others after 5 s"
+            "the last request is rejected at once, the others after 5 s"
         );
         assert_eq!(verifier.queued.load(Ordering::Relaxed), 0);
         drop(busy);

@@ -40,8 +40,8 @@ pub struct ClientCertificate {
 pub struct CertificateHeaders {
     /// `Client-Cert`: the certificate (§2.2).
     pub certificate: HeaderValue,
-    /// `Client-Cert-Chain`: the other certificates of the chain (§2.3). `None` if there are none, or if the header
-    /// would be too long.
+    /// `Client-Cert-Chain`: the other certificates of the chain (§2.3). `None` if there are no other certificates, or
+    /// if the header would be longer than 16 KiB.
     pub chain: Option<HeaderValue>,
 }
 
@@ -88,9 +88,9 @@ const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.5", "serialNumber"),
 ];
 
-/// Return the subject of a verified certificate in DER encoding. Return `None` if the subject is empty, because several
-/// clients may have an empty subject. `now_s` is the current time in seconds since the Unix epoch. The expiry is
-/// checked again, because the resumption of a TLS session does not check it.
+/// Return the subject of a verified certificate. `certificate` is the DER encoding of the certificate. Return `None` if
+/// the subject is empty, because several clients may have an empty subject. `now_s` is the current time in seconds
+/// since the Unix epoch. The expiry is checked again, because the resumption of a TLS session does not check it.
 ///
 /// # Errors
 /// The certificate has expired or is malformed.
@@ -224,7 +224,10 @@ mod tests {
         // The certificate has a custom extension. It must not cause a parsing error.
         params.custom_extensions = vec![CustomExtension::from_oid_content(&[1, 2, 3], vec![5, 0])];
         let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
-        assert!(subject(certificate.der(), 1_577_836_800).is_ok(), "to the last second");
+        assert!(
+            subject(certificate.der(), 1_577_836_800).is_ok(),
+            "the certificate is valid until the last second of its lifetime"
+        );
         assert!(matches!(subject(certificate.der(), 1_577_836_801), Err(ClientCertError::Expired)));
         assert!(matches!(subject(b"garbage", 0), Err(ClientCertError::Malformed)));
     }

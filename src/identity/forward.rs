@@ -37,7 +37,7 @@ pub struct ForwardSettings {
     pub upstream: usize,
     /// Path and query of `url`.
     pub target: PathAndQuery,
-    /// Host and port of `url`, which are the value of `Host`.
+    /// Host and port of `url`. They are the value of the `Host` header that the gateway sends to the server.
     pub authority: HeaderValue,
     /// Request headers of the client that the server receives.
     pub request_headers: Vec<HeaderName>,
@@ -113,9 +113,9 @@ const LIST_HEADERS: [HeaderName; 16] = [
 ];
 
 impl ForwardProvider {
-    /// Return a header that the server receives and that must not occur more than once, but does. The server and the
-    /// upstream could use different values. For a repeated `Authorization`, nginx rejects the request, and Envoy joins
-    /// the values with commas.
+    /// Return the first header that the authentication server receives and that occurs more than once, except for
+    /// `LIST_HEADERS`. The caller rejects the request, because the server and the upstream could use different values.
+    /// For a repeated `Authorization`, nginx rejects the request, and Envoy joins the values with commas.
     pub fn repeated_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
         let is_repeated = |name: &&HeaderName| headers.get_all(*name).iter().nth(1).is_some();
         self.settings.request_headers.iter().filter(|name| !LIST_HEADERS.contains(name)).find(is_repeated)
@@ -168,7 +168,8 @@ pub enum SharedResult {
     Admitted(Arc<Admission>),
     /// The server did not respond.
     Unavailable(AuthError),
-    /// The response applies to one request only: it is a denial, or an admission that must not be cached.
+    /// The response applies to one request only. This is the case for each denial, and for an admission if
+    /// `Cache-Control` forbids caching.
     Private,
 }
 
@@ -289,7 +290,7 @@ fn header_size(headers: &HeaderMap) -> usize {
 fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
     let mut ttl = ttl;
     for line in response.get_all(CACHE_CONTROL) {
-        // A value that is not text cannot be interpreted, so do not cache the admission.
+        // A value that is not ASCII text cannot be parsed, so do not cache the admission.
         for directive in line.to_str().ok()?.split(',').map(str::trim) {
             let (name, value) = directive.split_once('=').unwrap_or((directive, ""));
             if ["no-store", "no-cache"].iter().any(|word| name.eq_ignore_ascii_case(word)) {
@@ -339,7 +340,11 @@ mod tests {
         let keys: std::collections::HashSet<_> = told.iter().map(|lines| cache.key(&headers(lines))).collect();
         assert_eq!(keys.len(), told.len());
         assert_eq!(cache.key(&headers(told[5])), cache.key(&headers(told[5])));
-        assert_ne!(cache.key(&headers(told[5])), ForwardCache::new(10).key(&headers(told[5])), "keyed");
+        assert_ne!(
+            cache.key(&headers(told[5])),
+            ForwardCache::new(10).key(&headers(told[5])),
+            "each cache has its own secret key"
+        );
     }
 
     #[test]
@@ -365,15 +370,15 @@ mod tests {
     async fn admission_is_shared_and_expires() {
         let cache = ForwardCache::new(10);
         let key = cache.key(&headers(&[("cookie", "a")]));
-        let CacheRole::Ask(exchange) = cache.role(key) else { panic!("the first asks") };
+        let CacheRole::Ask(exchange) = cache.role(key) else { panic!("the first request calls the server") };
         let CacheRole::Wait(mut waiting) = cache.role(key) else { panic!("the second waits") };
         exchange.finish(&admitted("alice"), &HeaderMap::new(), Duration::from_secs(10));
         assert!(waiting.changed().await.is_ok());
         assert!(matches!(&*waiting.borrow(), Some(SharedResult::Admitted(_))));
-        let CacheRole::Hit(hit) = cache.role(key) else { panic!("the third finds it") };
+        let CacheRole::Hit(hit) = cache.role(key) else { panic!("the third request uses the cached admission") };
         assert_eq!(hit.identity(&HeaderName::from_static("x-user")), Some(&b"alice"[..]));
         tokio::time::advance(Duration::from_secs(10)).await;
-        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "expired");
+        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "the admission has expired");
     }
 
     #[tokio::test]
@@ -395,7 +400,7 @@ mod tests {
         let CacheRole::Wait(mut waiting) = cache.role(key) else { panic!("the second waits") };
         drop(cancelled);
         assert!(waiting.changed().await.is_err(), "the request was cancelled");
-        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "another one asks");
+        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "another request calls the server");
     }
 
     #[test]

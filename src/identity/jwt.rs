@@ -53,7 +53,8 @@ pub struct JwtVerifier {
 pub struct RequiredClaim {
     /// Name of the claim.
     pub name: Arc<str>,
-    /// Alternatives. For each alternative, the claim must have or contain all of the values.
+    /// Alternatives, at least one of which the claim must meet. To meet an alternative, the claim must have or contain
+    /// all of its values.
     pub alternatives: Vec<Vec<String>>,
 }
 
@@ -70,7 +71,8 @@ pub enum TokenError {
     /// The keys of the issuer have not been fetched yet.
     #[error("the keys of the token issuer are not available yet")]
     NoKeys,
-    /// No key matches the `kid` of the token. For a token without a `kid`: not exactly one key matches its algorithm.
+    /// No key matches the `kid` of the token. For a token without a `kid`: no key, or more than one key, matches its
+    /// algorithm.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
     /// The algorithm of the token differs from the algorithm of the key.
@@ -132,7 +134,7 @@ pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
     header.is_some_and(|header| header.contains_key("alg"))
 }
 
-/// The error of jsonwebtoken for tokens that it cannot parse or decode.
+/// jsonwebtoken returns an error for tokens that it cannot parse or decode.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -284,8 +286,8 @@ impl Claims {
         alternatives.iter().any(|values| values.iter().all(|value| self.contains(name, value)))
     }
 
-    /// Return whether a claim has or contains a value. A list must contain it. A string must be equal to it, or contain
-    /// it as one of its space-separated words (as in `scope`, RFC 8693 §4.2).
+    /// Return whether a claim has or contains a value. A list must contain the value. A string must be equal to the
+    /// value, or contain the value as a space-separated word (as in `scope`, RFC 8693 §4.2).
     fn contains(&self, name: &str, value: &str) -> bool {
         match self.0.get(name) {
             Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
@@ -357,8 +359,8 @@ impl Default for KeySet {
 #[derive(Debug)]
 pub(super) struct Key {
     id: Option<Box<str>>,
-    /// The type of the key determines the algorithm, never the token. Otherwise, an attacker could use the public key
-    /// as an HMAC secret.
+    /// Algorithm for the type of the key. The `alg` header of a token does not select the algorithm. Otherwise, an
+    /// attacker could sign a token with the public key as an HMAC secret.
     pub(super) algorithm: Algorithm,
     pub(super) decoding_key: DecodingKey,
 }
@@ -574,7 +576,7 @@ impl RemoteKeys {
         self.wanted.notified().await;
     }
 
-    /// Start a fetch attempt, or a task that makes several attempts. Return its guard.
+    /// Start a fetch attempt. Return its guard.
     pub fn begin(&self) -> RefreshAttempt<'_> {
         self.lock().is_pending = true;
         RefreshAttempt(self)
@@ -591,7 +593,8 @@ impl RemoteKeys {
         self.counts[0].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Carry over the attempt counts from the same provider. If the URL is the same, also carry over its keys.
+    /// Carry over the attempt counts from the same provider of the previous configuration. If the URL is the same, also
+    /// carry over its keys.
     pub fn carry_over(&self, previous: &RemoteKeys, is_same_url: bool) {
         if is_same_url {
             self.keys.store(previous.keys.load_full());
@@ -672,11 +675,14 @@ mod tests {
         let remembered = || verifier.keys.load_full().unwrap().verified.len();
         assert_eq!((verify(900.0), remembered()), (Ok("alice".to_owned()), 1));
         let first = verifier.verify(token.as_bytes(), 900.0).unwrap();
-        assert!(Arc::ptr_eq(&first, &verifier.verify(token.as_bytes(), 901.0).unwrap()), "verified once");
+        assert!(
+            Arc::ptr_eq(&first, &verifier.verify(token.as_bytes(), 901.0).unwrap()),
+            "the signature is verified only once"
+        );
         assert_eq!((verify(1030.0), remembered()), (Err(TokenError::Expired), 0));
-        assert_eq!(verify(1029.0), Ok("alice".to_owned()), "the clock of the host was set back");
+        assert_eq!(verify(1029.0), Ok("alice".to_owned()), "the token is valid again after the clock was set back");
         verifier.keys.store(Some(Arc::new(issuer().1)));
-        assert_eq!(verify(900.0), Err(TokenError::Signature), "other keys did not verify it");
+        assert_eq!(verify(900.0), Err(TokenError::Signature), "the new keys verify the token again");
         verifier.keys.store(Some(Arc::default()));
         assert_eq!(verify(900.0), Err(TokenError::UnknownKey));
     }
@@ -701,7 +707,8 @@ mod tests {
             drop(attempt);
         };
         let both = async { tokio::join!(verifier.verify_with_new_keys(&request), fetches) };
-        let (verification, ()) = timeout(2 * REFRESH_TIMEOUT, both).await.expect("another refresh");
+        let (verification, ()) =
+            timeout(2 * REFRESH_TIMEOUT, both).await.expect("a second refresh fetches the new key");
         assert!(matches!(verification, Verification::Valid(_)), "{verification:?}");
     }
 
@@ -793,11 +800,11 @@ mod tests {
         assert_eq!(elapsed_since(started_at), Duration::from_secs(2), "both waited for the same attempt");
         assert!(!remote.may_refresh());
         remote.refresh().await;
-        assert_eq!(elapsed_since(started_at), Duration::from_secs(2), "the third does not wait");
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(2), "the third request does not wait");
         tokio::time::advance(Duration::from_secs(8)).await;
-        assert!(remote.may_refresh(), "10 s after the first asked");
+        assert!(remote.may_refresh(), "a token may trigger a refresh 10 s after the previous one");
         remote.refresh().await;
-        assert_eq!(elapsed_since(started_at), Duration::from_secs(15), "no task fetches: 5 s");
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(15), "without a fetch task, the wait ends after 5 s");
     }
 
     #[tokio::test(start_paused = true)]
@@ -811,6 +818,6 @@ mod tests {
         };
         tokio::join!(end, remote.refresh());
         assert_eq!(elapsed_since(started_at), Duration::from_secs(1));
-        assert!(remote.may_refresh(), "no token has asked");
+        assert!(remote.may_refresh(), "no token has triggered a refresh");
     }
 }

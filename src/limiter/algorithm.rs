@@ -1,7 +1,7 @@
 //! Rate limiting algorithms: pure functions that compute an outcome and the next state from a state, a time and a cost.
 //!
-//! Each file has a counterpart with the same name in `lua/`. Both implementations return the same results, field by
-//! field.
+//! Each file has a counterpart with the same name in `lua/`. The Rust and the Lua implementation return the same values
+//! in all fields of the result.
 
 pub mod concurrency;
 pub mod fixed_window;
@@ -62,11 +62,11 @@ impl Rule {
         }
     }
 
-    /// Return the time in µs after a charge in which a token bucket repays the debt that existed before the last `cost`
-    /// tokens of the charge. The debt of a bucket is the number of tokens that it lacks. The charge was made
-    /// `elapsed_us` before this outcome. Refill within the returned time repays the earlier debt, so only later refill
-    /// reduces a refund of these tokens. The result is rounded down, to the client's disadvantage. It is 0 for all
-    /// other algorithms.
+    /// For a charge that was made `elapsed_us` µs before `outcome`, return when a token bucket has repaid its earlier
+    /// debt, in µs after the charge. The debt of a bucket is the number of tokens that it lacks. The earlier debt is
+    /// the debt without the last `cost` tokens of the charge. Refill repays the earlier debt first, so only refill
+    /// after the returned time reduces a refund of these `cost` tokens. The result is rounded down, to the client's
+    /// disadvantage. For all other algorithms, the result is 0.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
             // A reset time of 0 means that the whole debt has been repaid since the charge.
@@ -93,7 +93,8 @@ impl Rule {
         }
     }
 
-    /// Return the kind of algorithm, which the arguments of the scripts contain as a letter (`lua/generic.lua`).
+    /// Return the kind of algorithm. The arguments of the Lua scripts contain the letter of this kind (see
+    /// `lua/generic.lua`).
     pub fn kind(&self) -> AlgorithmKind {
         match self {
             Rule::TokenBucket(_) => AlgorithmKind::TokenBucket,
@@ -109,7 +110,8 @@ impl Rule {
         }
     }
 
-    /// Return the parameters a to d in the arguments of the scripts (`lua/generic.lua`), for a call at about `now_us`.
+    /// Return the parameters `a` to `d` in the arguments of the Lua scripts (see `lua/generic.lua`). Calendar windows
+    /// are those around `now_us`, in µs since the Unix epoch.
     pub fn script_arguments(&self, now_us: u64) -> [u64; 4] {
         match self {
             Rule::TokenBucket(rule) => [rule.burst, rule.refill, rule.parts, 0],
@@ -163,8 +165,8 @@ impl Rule {
         }
     }
 
-    /// Return the shape of the state, which identifies the algorithm and the window, but not the count. States of
-    /// different shapes must not share a key.
+    /// Return the shape of the state. The shape identifies the algorithm and the window, but not the count of the
+    /// quota. States of different shapes must not share a key.
     pub fn shape(&self) -> String {
         let letter = self.kind().letter().to_lowercase();
         match self {
@@ -180,9 +182,9 @@ impl Rule {
         }
     }
 
-    /// Return the rule of the local share: one of `gateway_count` gateways applies it while the common store is down.
-    /// The share can admit a charge of `cost`, even if this is more than the gateway's part of the quota. Return `None`
-    /// if the share needs integers of more than 64 bits.
+    /// Return the rule of a gateway's local share, which the gateway applies while the store is down. `gateway_count`
+    /// gateways share the quota. The local share can admit a charge of `cost`, even if `cost` is more than the
+    /// gateway's part of the quota. Return `None` if the share needs integers of more than 64 bits.
     pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
         let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
         Some(match self {
@@ -198,7 +200,7 @@ impl Rule {
     }
 }
 
-/// The kinds of algorithms that the arguments of the scripts distinguish (`lua/generic.lua`).
+/// The kinds of algorithms that the arguments of the Lua scripts distinguish (see `lua/generic.lua`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AlgorithmKind {
     /// `token_bucket.lua`
@@ -220,7 +222,7 @@ pub enum AlgorithmKind {
 }
 
 impl AlgorithmKind {
-    /// Return the letter of the kind in the arguments of the scripts.
+    /// Return the letter of the kind in the arguments of the Lua scripts.
     pub fn letter(self) -> &'static str {
         match self {
             AlgorithmKind::TokenBucket => "B",
@@ -268,11 +270,11 @@ pub enum State {
         /// Tokens charged in the previous window.
         previous: u64,
     },
-    /// Sliding buckets: tokens in the bucket with this number and in the buckets before it, newest first.
+    /// Sliding buckets: the tokens in the newest bucket and in each bucket before it.
     Buckets {
         /// Number of the newest bucket, counted from the Unix epoch.
         index: u64,
-        /// Tokens in each bucket.
+        /// Tokens in each bucket, newest bucket first.
         counts: Box<[u64]>,
     },
     /// Sliding log: the times (µs) of the admitted tokens, oldest first.
@@ -321,12 +323,12 @@ pub struct Outcome {
     pub remaining: u64,
     /// µs until the limit is fully reset.
     pub reset_us: u64,
-    /// Time in µs until the same charge fits. The time is an upper bound if the limit is saturated, and 0 if the charge
-    /// fits now or never.
+    /// Time in µs until the same charge fits. If the limit is saturated, the time is an upper bound. If the charge fits
+    /// now or can never fit, the time is 0.
     pub retry_us: u64,
 }
 
-/// A change of the state. It is made after all limits of the request have been checked.
+/// A change of the state. The change is made after all limits of the request have been checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// The state does not change.
@@ -345,7 +347,7 @@ pub enum Change {
 /// An edit of a sliding log. The log itself is not copied, because it may be long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEdit {
-    /// Time of the edit, µs. With `repair_clock_skew`, entries that are later get this time.
+    /// Time of the edit, µs. With `repair_clock_skew`, entries with a later time get this time.
     pub now: u64,
     /// Whether entries are in the future because the clock was set back.
     pub repair_clock_skew: bool,
@@ -370,7 +372,8 @@ pub struct PermitEdit {
     pub action: PermitAction,
 }
 
-/// Maximum value in a state. Charges beyond the limit are not counted above this value, so that every sum stays exact.
+/// Maximum value in a state. Charges that exceed the limit raise a value to at most this maximum, so that every sum
+/// stays exact.
 pub const MAX_STATE: u64 = 1 << 52;
 
 /// The result of a step, before anything is written.
@@ -382,7 +385,7 @@ pub struct Step {
     pub free: u64,
     /// µs until the limit is fully reset, without the charge.
     pub free_reset_us: u64,
-    /// The change of the state if the charge fits. If the charge does not fit, a repair of the state: its time is in
-    /// the future, or the rate of the token bucket was lowered.
+    /// The change of the state if the charge fits. If the charge does not fit, the change repairs a state whose time is
+    /// in the future, or a token bucket whose rate was lowered.
     pub change: Change,
 }

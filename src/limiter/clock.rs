@@ -16,12 +16,13 @@ pub enum Clock {
     /// Decisions use the `TIME` of Redis or, in the memory store, the system clock.
     #[default]
     Store,
-    /// For tests: decisions use the `TIME` of Redis, but the clock of this process is wrong by this number of µs.
+    /// For tests: decisions use the `TIME` of Redis, but the clock of this process is ahead by this number of µs, or
+    /// behind if the number is negative.
     Skewed(i64),
     /// An instant that tests set, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
-    /// For tests: decisions use the `TIME` of Redis. At this instant, the clock of this process showed this number of
-    /// µs since the Unix epoch. It advances with [`monotonic`].
+    /// For tests: decisions use the `TIME` of Redis. At the given instant, the clock of this process showed the given
+    /// number of µs since the Unix epoch. Since then, it advances with [`monotonic`].
     Running(Instant, u64),
 }
 
@@ -74,8 +75,8 @@ pub fn subtract_drift(wait: Duration) -> Duration {
     wait - wait / MAX_DRIFT_DIVISOR
 }
 
-/// Return the time of a clock that never goes back, for deadlines and durations. It is tokio's clock, which also drives
-/// timers and which tests can pause.
+/// Return the time of a clock that never goes back, for deadlines and durations. The function reads tokio's clock,
+/// which also drives tokio's timers. Tests can pause this clock.
 pub fn monotonic() -> Instant {
     tokio::time::Instant::now().into_std()
 }

@@ -97,14 +97,14 @@ impl<'a> LimitCheck<'a, '_> {
         matches!(self.variant.rule, Rule::Concurrency(_))
     }
 
-    /// Return whether checks of the same state can be coalesced with this one. The check must have a cost of 1 that is
-    /// charged at once, and its limit must be neither a shadow limit nor a concurrency limit.
+    /// Return whether this check can be coalesced with other checks of the same state. The check must have a cost of 1
+    /// that is charged before the response. Its limit must be neither a shadow limit nor a concurrency limit.
     pub fn is_batchable(&self) -> bool {
         self.cost == 1 && self.deferred != Deferred::Charge && !self.limit.shadow && !self.is_concurrency()
     }
 
-    /// Return whether a denial can be cached. Denials cannot be cached for shadow limits, which never deny, and for
-    /// limits with refunds, which may admit a request before the retry time.
+    /// Return whether a denial by this check can be cached. If charges of the limit can be refunded, a refund may admit
+    /// a request before the retry time, so denials cannot be cached. Shadow limits never deny.
     pub fn is_cacheable(&self) -> bool {
         !self.deferred.is_refundable() && !self.limit.shadow
     }
@@ -156,8 +156,8 @@ impl<'a> LimitCheck<'a, '_> {
     }
 }
 
-/// Queue quota events for the limits that have reached a threshold after this verdict. Reserved tokens count only when
-/// they are settled.
+/// Queue quota events for the limits that have reached a threshold after this verdict. A reservation counts towards a
+/// threshold only after it is settled.
 pub fn offer_events<'b, 'a: 'b, 'p: 'b>(
     events: &EventQueue,
     verdict: &Verdict,
@@ -196,7 +196,7 @@ impl<'a> Decision<'a> {
         Decision::from_earlier_charge(verdict, decided_by, checks, 0)
     }
 
-    /// Create a decision for a charge that was made `elapsed_us` before the verdict.
+    /// Create a decision for a charge that was made `elapsed_us` µs before the verdict.
     pub fn from_earlier_charge<'b, 'p: 'b>(
         verdict: Verdict,
         decided_by: DecidedBy,
@@ -240,7 +240,7 @@ impl<'a> Decision<'a> {
     }
 
     /// Combine two decisions about different limits of one request. The combined decision admits the request only if
-    /// both do.
+    /// both decisions admit it.
     #[must_use]
     pub fn merge(mut self, other: Decision<'a>) -> Decision<'a> {
         if other.decided_by == DecidedBy::Local {
@@ -315,7 +315,7 @@ impl<'a> Decision<'a> {
     }
 
     /// Return the time in µs until the same request would be admitted. Return `None` if the request can never be
-    /// admitted. A concurrency limit counts as 0 µs, because a permit may be released at any time.
+    /// admitted. For a concurrency limit, the time is 0 µs, because a permit may be released at any time.
     pub fn retry_us(&self) -> Option<u64> {
         let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
             Status::Ok | Status::Saturated => Some(0),
@@ -326,8 +326,8 @@ impl<'a> Decision<'a> {
     }
 
     /// Return how long a denied request that arrived at `arrived_at` must wait before the next check. Return `None` if
-    /// the request is admitted or can never be admitted, or if a limit that denies it has no queue policy or a
-    /// `max_wait` that is too short.
+    /// the request is admitted or can never be admitted. Also return `None` if a limit that denies it has no queue
+    /// policy, or if the retry time is after the end of its `max_wait`.
     pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
         let may_wait = |result: &LimitResult<'_>| {

@@ -1,9 +1,9 @@
-//! The denial cache repeats the denials of Redis until they expire, without another call.
+//! The denial cache repeats a denial by Redis until the cached denial expires, without another call to Redis.
 //!
-//! With the cache, a client far above its limit costs Redis only one call per second. After a denial with a retry time,
-//! the same cost can be admitted earlier only after a refund, a reset or a change of the quota. Denials of limits with
-//! refunds are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded
-//! if one server denies.
+//! With the cache, a client far above its limit costs Redis only one call per second. After a denial, the same cost can
+//! be admitted before the retry time only if tokens are refunded, the state is reset or the quota changes. Denials of
+//! limits with refunds are not cached. Denials by several servers of a cluster are not cached either, because the
+//! charges of the other servers are refunded if one server denies.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{monotonic, subtract_drift};
 
 /// Maximum age of an entry. A client that keeps sending requests therefore costs the store one call per second. During
-/// this time, a cached denial may be wrong, because an administrator resets the identity, or because another gateway
-/// refunds prefetched tokens or the tokens of a request that timed out.
+/// this time, a cached denial may be wrong: an administrator may reset the identity, or another gateway may refund
+/// prefetched tokens or the tokens of a check that timed out.
 pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
 
 /// A cache with a bounded number of denials, shared by all workers of a process.
@@ -25,8 +25,8 @@ pub struct DenialCache(Cache<u128, CachedDenial>);
 struct CachedDenial {
     variant_id: u64,
     cost: u64,
-    /// The denial is certainly valid until this time. The retry time is counted from before the call, so that the
-    /// cached denial ends no later than the denial in Redis.
+    /// Time until which the denial is used. The retry time counts from the start of the call, so that the cached denial
+    /// ends no later than the denial in Redis.
     expires_at: Instant,
     /// Time at which the verdict arrived. Retry and reset times for clients count from this time, so that clients do
     /// not retry too early.
@@ -50,7 +50,8 @@ impl DenialCache {
         DenialCache(Cache::new(capacity))
     }
 
-    /// Return the denial of a charge of `cost` to the state `key` in this variant, if it is certainly still valid.
+    /// Return the cached denial of a charge of `cost` to the state `key` in this variant, if the denial has not
+    /// expired.
     pub fn get(&self, key: u128, variant_id: u64, cost: u64) -> Option<DenialHit> {
         let denial = self.0.get(&key).filter(|denial| denial.variant_id == variant_id && denial.cost == cost)?;
         let now = monotonic();

@@ -24,7 +24,7 @@ const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Reject checks that a working store did not perform in time, regardless of `on_store_error`. Otherwise a client could
-/// exceed a limit by sending more requests. Shadow limits never reject.
+/// exceed a limit by overloading the store. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
     error: StoreError,

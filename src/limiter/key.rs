@@ -36,13 +36,14 @@ impl fmt::Display for Identity {
 
 /// A keyed hash function for identities. The same secret gives the same hashes on every gateway.
 ///
-/// SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012) is a keyed hash function for short inputs. It
-/// needs a tenth of the instructions of an HMAC. Its key is the first half of the SHA-256 hash of the secret.
+/// SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012) is a keyed hash function for short inputs.
+/// SipHash needs a tenth of the instructions of an HMAC. The key of SipHash is the first half of the SHA-256 hash of
+/// the secret.
 #[derive(Debug, Clone)]
 pub struct IdentityHasher(SipHasher24);
 
-/// The secret that is used if `store.secret` is not set. Hashes are then the same in every installation, so an attacker
-/// can find short identities by hashing guesses.
+/// The secret that is used if `store.secret` is not set. Hashes are then the same in every installation. An attacker
+/// who reads a hash can find a short identity by hashing guesses.
 const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
 
 impl IdentityHasher {
@@ -182,7 +183,7 @@ mod tests {
             [&["ab", "c"], &["a", "bc"], &["abc"], &["a}b{c"], &["a:b", "c"], &["a", "b:c"], &["\0", ""], &["", "\0"]];
         for parts in cases {
             let key = key_of(parts);
-            assert_eq!(key.len(), key_of(&["x"]).len(), "constant length for {parts:?}");
+            assert_eq!(key.len(), key_of(&["x"]).len(), "all keys have the same length: {parts:?}");
             assert!(seen.insert(key), "{parts:?} shares a key");
         }
     }

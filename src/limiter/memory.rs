@@ -67,7 +67,7 @@ impl MemoryStore {
         [&self.evicted, &self.rejected].map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Decide all charges at one instant, without waiting for I/O.
+    /// Decide all charges atomically, without waiting for I/O.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         // Lock each shard of the request once, and hold all locks, so that the request is atomic. The fixed order of
         // the locks prevents deadlocks.
@@ -79,8 +79,7 @@ impl MemoryStore {
         for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
             locked.guards.push(lock(&self.shards[index]));
         }
-        // Read the clock while the locks are held, so that decisions about one state are made in the order of their
-        // times.
+        // Read the clock while the locks are held, so that later decisions about a state never have an earlier time.
         let now = self.clock.now_us();
         let verdict = decide_locked(self, &mut locked, now, operation, charges);
         drop(locked);
@@ -90,7 +89,7 @@ impl MemoryStore {
         verdict
     }
 
-    /// Add the cost to the usage totals of a limit that admitted the request without being charged.
+    /// Add the cost of an admitted request to the usage total of a limit whose state was not charged.
     pub fn add_uncharged_usage(&self, charge: &Charge<'_>) {
         let (granted, status) = (1, Status::Ok);
         let amount = charge.usage_amount(Operation::Check, granted, status);
@@ -157,7 +156,7 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Decide under the locks, by the same rules as `lua/generic.lua`.
+/// Decide while the shards are locked, by the same rules as `lua/generic.lua`.
 fn decide_locked(
     store: &MemoryStore,
     shards: &mut LockedShards<'_>,
@@ -252,8 +251,8 @@ fn step_all(
 
 // === Shards: the states of each limit are separate, so that one limit cannot evict the states of another limit ===
 
-/// Number of entries that the sweep examines for each insertion. This is greater than one, so that expired states are
-/// removed faster than new states are added.
+/// Number of entries that the sweep examines for each insertion. The number is greater than one, so that expired states
+/// are removed faster than new states are added.
 const SWEPT_PER_INSERT: usize = 2;
 
 /// Number of entries that are compared to find an entry to evict. As for volatile-ttl in Redis, a sample of five finds
@@ -359,8 +358,8 @@ impl Shard {
         let limits = self.limits.len() + usize::from(limit_index.is_none());
         let guaranteed = (capacity / limits).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
-            // This limit has less than its guaranteed part, because another limit has more than its own. Evict a state
-            // of the limit with the most states.
+            // This limit has fewer states than its guaranteed part, so another limit has more than its own part. Evict
+            // a state of the limit with the most states.
             let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
             let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
             return Room::Available(u64::from(evicted));
@@ -411,9 +410,9 @@ impl Shard {
         self.entry_count -= before - states.entries.len();
     }
 
-    /// Evict the state with the smallest used share from a sample of a limit's states. Among equal states, evict the
-    /// one that expires first. Evict only states whose used share is below `max_used_share`, unless it is `u8::MAX`.
-    /// Return whether a state was evicted.
+    /// Evict the state with the smallest used share from a sample of a limit's states. Among states with the same used
+    /// share, evict the one that expires first. If `max_used_share` is less than `u8::MAX`, evict only a state whose
+    /// used share is below `max_used_share`. Return whether a state was evicted.
     fn evict(&mut self, index: usize, now: u64, max_used_share: u8) -> bool {
         let LimitStates { entries, cursor, .. } = &mut self.limits[index];
         let len = entries.len();

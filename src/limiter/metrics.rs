@@ -24,7 +24,7 @@ pub enum AnsweredBy {
 pub struct LimiterMetrics {
     /// Checks, by [`AnsweredBy`].
     pub checks: Counter<4>,
-    /// Duration of the calls with a reply from the store.
+    /// Duration of the calls to which the store replied.
     pub round_trips: Histogram,
     /// Script calls, each with one batch of checks.
     pub calls: Counter<1>,

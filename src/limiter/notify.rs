@@ -37,7 +37,7 @@ pub struct Notify {
     pub at: Box<[u8]>,
 }
 
-/// The period in which a threshold has one event.
+/// The period in which an identity causes at most one event for each threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventPeriod {
     /// A fixed window, until this instant by the clock of the store, in µs since the Unix epoch.
@@ -105,7 +105,7 @@ impl LimitUsage {
         let is_denied = match status {
             Status::Ok => false,
             Status::Exceeded => true,
-            // Ignore a denial because the cost exceeds the capacity: it gives no information about the usage.
+            // A cost that exceeds the capacity is always denied, so this denial gives no information about the usage.
             Status::CostTooLarge | Status::Saturated => return None,
         };
         let capacity = rule.capacity();
@@ -255,7 +255,7 @@ pub enum DeliveryResult {
 }
 
 impl DeliveryResult {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum, in the order of [`DeliveryStats::results`].
     pub const ALL: [DeliveryResult; 4] =
         [DeliveryResult::Delivered, DeliveryResult::Claimed, DeliveryResult::Failed, DeliveryResult::Dropped];
 

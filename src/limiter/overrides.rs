@@ -204,7 +204,7 @@ impl Overrides {
         removed
     }
 
-    /// Read the records that all gateways share once per second, until the future is dropped.
+    /// Once per second, read the override records that all gateways share. Continue until the future is dropped.
     pub async fn poll(&self, store: &RedisStore, key: &str) {
         static POLL_LOG_THROTTLE: LogThrottle = LogThrottle::new();
         loop {
@@ -223,7 +223,7 @@ impl Overrides {
         }
     }
 
-    /// Read the records that all gateways share, and write back records that Redis has lost.
+    /// Read the override records that all gateways share, and write back records that Redis has lost.
     ///
     /// # Errors
     /// See [`StoreError`]. Records that cannot be written back stay active in this process. This is not an error.
@@ -292,16 +292,17 @@ impl Overrides {
         })
     }
 
-    /// Return the known records that are missing from a snapshot, or are older in it, so that they can be written back.
-    /// The returned records expire no later than the known records, even if the clock of the store was set back.
+    /// Return the records to write back: known records that the snapshot does not contain, or contains only with an
+    /// older revision. The returned records expire no later than the known records, even if the clock of the store was
+    /// set back.
     fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
         let now = monotonic();
         let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
         let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
         let earliest =
             |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
-        // Consider only records with a revision: a record without a revision is removed by deleting its field, so a
-        // missing field is not lost.
+        // Consider only records with a revision: a record without a revision is removed by deleting its field, so Redis
+        // has not lost a missing field.
         let known = self.lock_entries();
         let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
         let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {
@@ -312,7 +313,7 @@ impl Overrides {
         lost.collect()
     }
 
-    /// Apply the records of a snapshot, except records of which this process knows a newer revision. Remaining times
+    /// Apply the records of a snapshot, except records of which this process knows a newer revision. Times until expiry
     /// are counted from `asked_at`, the time at which the snapshot was requested. `is_complete` is true if the snapshot
     /// contains all fields of the hash.
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
@@ -386,7 +387,7 @@ impl Overrides {
         if changed || !new.is_empty() {
             self.table.store(Arc::new(OverrideTable(new)));
         }
-        // Clear the cache only after the table was replaced, because later denials come from the new quotas.
+        // Clear the denial cache after replacing the table: checks that start after the replacement use the new quotas.
         if (changed || has_reset)
             && let Some(denials) = &self.denials
         {
@@ -395,7 +396,8 @@ impl Overrides {
     }
 }
 
-/// Keep only the newest [`MAX_OVERRIDES`] records of removed and expired overrides. The script does the same in Redis.
+/// Keep only the newest [`MAX_OVERRIDES`] records of removed and expired overrides. `lua/overrides.lua` does the same
+/// in Redis.
 fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant) {
     let removals = entries.values().filter(|known| known.expires_at <= now);
     let mut revisions: Vec<_> = removals.map(|known| known.entry.revision).collect();
@@ -430,7 +432,7 @@ fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
     Some((subject, limit, Identity::from_hex(identity)?))
 }
 
-/// Return the key of an identity's override in the table. The key does not depend on the window of the quota.
+/// Return the key of an identity's override in the table. The key does not depend on the override's quota.
 fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
     Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

@@ -8,35 +8,35 @@ use tokio::time::timeout_at;
 use crate::limiter::clock::{elapsed_since, monotonic};
 
 /// Maximum number of checks that wait in one queue of a worker. A Redis server cannot perform this many checks within
-/// the default timeout. Further checks are rejected at once.
+/// the default timeout of 50 ms. Further checks are rejected at once.
 pub const MAX_WAITING_CHECKS: usize = 16_384;
 
 /// Maximum time that is added to the timeout of a check or call if the worker was busy with other tasks. The bound
 /// ensures that the gateway detects a server that hangs.
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
-/// Further checks wait for the reply to a call in flight for at most the store timeout divided by this number: 3 ms of
-/// 50 ms. Clients would notice a longer delay.
+/// While a call is in flight, further checks wait for its reply for at most the store timeout divided by this number.
+/// With the default timeout of 50 ms, they wait for at most 3 ms. Clients would notice a longer delay.
 const LATENCY_TARGET_DIVISOR: u32 = 16;
 
 /// tokio's timers have a resolution of 1 ms. If a timer fires more than this duration after its deadline, other tasks
 /// of the worker have delayed it.
 const TIMER_LATENESS: Duration = Duration::from_millis(2);
 
-/// Return the time for which further checks wait for the reply to a call in flight. After this time, the next call is
-/// sent in parallel.
+/// Return the maximum time for which further checks wait for the reply to a call in flight. After this time, the next
+/// call is sent although the first has no reply.
 pub fn latency_target(store_timeout: Duration) -> Duration {
     store_timeout / LATENCY_TARGET_DIVISOR
 }
 
-/// Return how long a task that was ready at `ready_at` has waited for the worker. The store does not cause this delay,
-/// so the delay does not count towards the timeout.
+/// Return how long a task that was ready at `ready_at` has waited for the worker, but at most [`MAX_WORKER_DELAY`]. The
+/// store does not cause this delay, so the delay does not count towards the timeout.
 pub fn worker_delay(ready_at: Instant) -> Duration {
     elapsed_since(ready_at).min(MAX_WORKER_DELAY)
 }
 
 /// Wait for `future` until `deadline`. Return `None` if it is not ready by then. If other tasks of the worker delayed
-/// the timer, extend the wait by this delay: a reply that arrived during the delay has not been read yet.
+/// the timer, extend the wait by this delay. A reply may have arrived during the delay without having been read.
 pub async fn wait_until<T>(deadline: Instant, mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     let last_end = deadline + MAX_WORKER_DELAY;
     let mut end = deadline;

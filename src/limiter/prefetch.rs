@@ -1,10 +1,10 @@
-//! Prefetching charges tokens before the requests that will use them arrive. It applies to groups of states with many
-//! requests. A group consists of the states of all limits that a request checks.
+//! Prefetching charges tokens before the requests that will use them arrive. A group consists of the states of all
+//! limits that a request checks. Only groups with many requests prefetch tokens.
 //!
-//! The process has at most one prefetch for each group, regardless of the number of workers. Groups may share states,
-//! for example a global limit and one limit per client. For each state, the process holds at most `prefetch` tokens of
-//! its limit, summed over all groups. The bounds in `docs/reference/limits.md` depend on this maximum. The functions
-//! get the current time as a parameter.
+//! The process has at most one prefetch for each group, regardless of the number of workers. Groups may share states:
+//! for example, the groups of all clients contain the state of a global limit. For each state, the process holds at
+//! most `prefetch` tokens of its limit, summed over all groups. The bounds in `docs/reference/limits.md` depend on this
+//! maximum. The functions get the current time as a parameter.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -15,7 +15,7 @@ use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::subtract_drift;
 use crate::limiter::verdict::Verdict;
 
-/// Time after which unused tokens are refunded. Until then, other gateways cannot use these tokens.
+/// Time after which unused tokens are refunded. Before the refund, other gateways cannot use these tokens.
 pub const PREFETCH_TTL: Duration = Duration::from_secs(1);
 
 /// Maximum number of groups with prefetched tokens. Each group may use about 500 bytes and a timer. Further groups are
@@ -50,7 +50,7 @@ struct PrefetchedTokens {
     verdict: Verdict,
 }
 
-/// A reservation to prefetch for a group. While the reservation exists, the group cannot be reserved again.
+/// A reservation to prefetch for a group. While the reservation exists, the group cannot get another reservation.
 #[derive(Debug)]
 pub struct PrefetchReservation {
     pool: Arc<PrefetchPool>,
@@ -354,7 +354,11 @@ mod tests {
         advances.take(GROUP, start).unwrap();
         assert!(advances.is_exhausted(GROUP, start));
         assert!(!fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2), "the expiry is already scheduled");
-        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Err(PREFETCH_TTL / 2), "the second one expires later");
+        assert_eq!(
+            advances.expire(GROUP, start + PREFETCH_TTL),
+            Err(PREFETCH_TTL / 2),
+            "the second prefetch expires later"
+        );
         let outcomes = verdict(20, SECOND).outcomes;
         assert_eq!(advances.cancel(GROUP), UnusedTokens { tokens: 2, charged_at: 1000, outcomes });
         assert!(!advances.is_exhausted(GROUP, start) && reserve(GROUP).is_some());
@@ -375,7 +379,7 @@ mod tests {
         assert_eq!(second.tokens(), 20, "the global limit allows 20 more tokens");
         assert!(reserve(3).is_none(), "the global limit allows no more tokens");
         keep(first, 25);
-        assert_eq!(reserve(3).unwrap().tokens(), 5, "the 5 tokens that were not granted");
+        assert_eq!(reserve(3).unwrap().tokens(), 5, "the 5 tokens of the first reservation that were not granted");
         drop(second);
         assert_eq!(reserve(3).unwrap().tokens(), 25, "plus the 20 tokens of the dropped reservation");
         for _ in 0..10 {

@@ -38,16 +38,16 @@ pub enum QuotaError {
     /// This text does not have the form `COUNT/UNIT`.
     #[error("`{0}` is not a quota")]
     Syntax(String),
-    /// The count is this text, which is not a positive integer.
+    /// The count, which has this text, is not a positive integer.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
-    /// The unit is this text, which is neither a unit of time nor a duration.
+    /// The unit, which has this text, is neither a unit of time nor a duration.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
     /// The parameter with this name is 0.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
-    /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
+    /// The algorithm would need integers of 2^53 or more. Redis' Lua cannot represent all of them exactly.
     #[error("a quota of {count} cannot be counted exactly with this algorithm: intermediate products would reach 2^53")]
     Inexact {
         /// Tokens per window.
@@ -105,8 +105,8 @@ impl Quota {
     }
 }
 
-/// Names of time units in other programs, each with the unit of a quota and the letter of a duration. `None`: durations
-/// do not support this unit.
+/// Names of time units in other programs, with the unit that a quota uses for them and the unit that a duration such as
+/// `15m` uses. The last element is `None` if durations do not support the unit.
 const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["s", "sec", "secs", "second", "seconds"], "s", Some("s")),
     (&["m", "min", "mins", "minute", "minutes"], "min", Some("m")),
@@ -414,7 +414,7 @@ mod calendar_tests {
                 "2026-11-21T12:00:00Z",
                 ["2026-11-21T00:00:00Z", "2026-11-22T00:00:00Z", "2026-11-23T00:00:00Z"],
             ),
-            // The next two days have 23 and 25 hours.
+            // In Berlin, the day of the next case has 23 hours, and the day of the case after it has 25 hours.
             (
                 CalendarUnit::Day,
                 "Europe/Berlin",

@@ -1,4 +1,4 @@
-//! The Redis store: one script call performs all checks of a request.
+//! The Redis store: one call of a Lua script performs all checks of a request.
 
 mod batch;
 pub mod batcher;
@@ -36,7 +36,7 @@ use crate::limiter::verdict::StoreError;
 /// Settings of the clients of a Redis server.
 #[derive(Debug, Clone)]
 pub struct RedisSettings {
-    /// First part of every key.
+    /// Prefix of every Redis key.
     pub prefix: String,
     /// Number of connections of one worker to one server.
     pub connections: u32,
@@ -79,8 +79,8 @@ pub enum RedisDeployment {
 }
 
 impl RedisDeployment {
-    /// Return all masters, each with a random unused identity whose states it would keep. The masters of a cluster are
-    /// discovered from its seed nodes.
+    /// Return all masters, each with a random unused identity. The master would keep the states of this identity. The
+    /// masters of a cluster are discovered from its seed nodes.
     ///
     /// # Errors
     /// No seed node can be queried.

@@ -1,5 +1,5 @@
-//! Settlement of admitted requests: concurrency permits until the requests end, and deferred charges and refunds when
-//! the response is known.
+//! Settlement of admitted requests: hold concurrency permits until the requests end, and make deferred charges and
+//! refunds when the response is known.
 
 use std::cmp::Ordering as CmpOrdering;
 use std::mem;
@@ -36,11 +36,11 @@ const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 /// Maximum number of usage posts that are in flight to Redis at the same time.
 const MAX_CONCURRENT_POSTS: usize = 64;
 
-/// Interval for retrying usage posts. The interval is short, because there is little time for posts at the end of the
-/// process.
+/// Interval for retrying usage posts. The interval is short, because there is little time to send posts while the
+/// process shuts down.
 const POST_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Number of attempts to post usage at the end of the process.
+/// Maximum number of attempts to post usage totals while the process shuts down.
 const MAX_LAST_POSTS: u32 = 4;
 
 /// Interval for retrying calls that were not sent because too many checks were queued.
@@ -49,10 +49,10 @@ const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time after which a charge or refund that cannot be sent because of overload or an outage is dropped.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// At the end of the process, time after which a charge or refund that cannot be sent is dropped.
+/// The value of [`DELIVERY_TIMEOUT`] while the process shuts down.
 const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The operation on a limit that is deferred until the response is known.
+/// The operation that a limit defers until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deferred {
     /// The response causes no charge and no refund.
@@ -61,8 +61,8 @@ pub enum Deferred {
     Charge,
     /// Refund the cost if the response requires it.
     Refund,
-    /// Correct the cost, which is a reservation, when the actual cost is known. The reservation stays charged if the
-    /// actual cost never becomes known.
+    /// The charged cost is a reservation. Correct it when the actual cost is known. If the actual cost never becomes
+    /// known, the reservation stays charged.
     Settle,
 }
 
@@ -82,7 +82,8 @@ pub enum SettleAction {
     Charge(u64),
     /// Refund the charge.
     Refund,
-    /// Correct the charge to this cost: refund the rest, or charge the excess even if it exceeds the remaining tokens.
+    /// Correct the reservation to this actual cost: refund the unused tokens, or charge the missing tokens even if they
+    /// exceed the remaining tokens.
     Settle(u64),
 }
 
@@ -121,10 +122,10 @@ pub struct StoreHandle {
 }
 
 /// The queue of store calls that remain to be made when requests end. One task takes the calls from the queue and
-/// spawns a task for each call, so that a slow or failed call does not delay the others.
+/// spawns a task for each call, so that a slow or failed call does not delay the other calls.
 ///
-/// The queue is unbounded. This is safe, because each entry replaces the permits or charges of a request that has
-/// ended.
+/// The queue is unbounded. An unbounded queue is safe here, because each entry replaces the permits or charges of a
+/// request that has ended.
 #[derive(Debug)]
 pub struct SettlementQueue {
     store_handle: Arc<StoreHandle>,
@@ -236,8 +237,9 @@ impl StoreHandle {
         }
     }
 
-    /// Call the store for charges that no request waits for. Retry for up to 30 s (1 s at the end of the process) as
-    /// long as the store has certainly not executed the call: in an outage, or while too many checks are queued.
+    /// Call the store for charges that no request waits for. Retry only if the store has certainly not executed the
+    /// call, for example because the circuit breaker is open or because too many checks are queued. Stop after 30 s, or
+    /// after 1 s while the process shuts down.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -263,10 +265,10 @@ impl StoreHandle {
     }
 
     /// Release concurrency permits. Retry until the store has released the permits or they have expired. If a request
-    /// was cancelled, its call may be executed after the release, on another connection or in a store that hung. Unless
-    /// the release `is_certain`, repeat it once.
+    /// was cancelled, the store may execute the call that registers its permits after the release, for example on
+    /// another connection. Unless `is_certain` is true, make the release a second time.
     async fn release(&self, permits: &[OwnedCharge], mut is_certain: bool, max_ttl: Duration) {
-        // Stop one TTL after the last outage, because the permits have then expired in the store.
+        // Stop `max_ttl` after the last outage, because the permits have then expired in the store.
         let mut last_outage_at = monotonic();
         while elapsed_since(last_outage_at) < max_ttl {
             match self.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, permits).await {
@@ -284,7 +286,8 @@ impl StoreHandle {
     }
 
     /// Send the usage totals of local shares and of models to Redis, if there are any and no other task sends them.
-    /// Retry until Redis has confirmed all posts. At the end of the process, make at most [`MAX_LAST_POSTS`] attempts.
+    /// Retry until Redis has confirmed all posts. While the process shuts down, make at most [`MAX_LAST_POSTS`]
+    /// attempts.
     pub fn post_usage(self: &Arc<Self>) {
         let Store::Redis { fallback, .. } = &self.store else { return };
         if !fallback.usage.claim_posting() {
@@ -293,8 +296,8 @@ impl StoreHandle {
         let store_handle = self.clone();
         let spawned = self.spawn(async move {
             if store_handle.post_all_usage().await {
-                // Start again for usage that was added at the end: its request started no task, because this task held
-                // the claim.
+                // Check again for usage that a request added while this task was ending. The request started no task,
+                // because this task held the claim.
                 store_handle.post_usage();
             }
         });
@@ -303,7 +306,7 @@ impl StoreHandle {
         }
     }
 
-    /// Send all usage totals to Redis. Return `false` if the last attempts at the end of the process failed.
+    /// Send all usage totals to Redis. Return `false` if the last attempts during shutdown failed.
     async fn post_all_usage(&self) -> bool {
         let Store::Redis { store, fallback, .. } = &self.store else { return true };
         let usage = &fallback.usage;
@@ -378,7 +381,7 @@ impl OwnedCharge {
 
     /// Return the refund of all tokens of this charge except `kept` tokens.
     fn partial_refund(self, kept: u64, decided_by: DecidedBy) -> OwnedCharge {
-        // Add the kept tokens to the earlier debt, because the refill repays them before the refunded tokens.
+        // Add the kept tokens to the earlier debt, because refill repays the kept tokens before the refunded tokens.
         let debt_before_us = self.debt_before_us.saturating_add(self.rule(decided_by).refill_time_us(kept));
         OwnedCharge { cost_or_permit_id: self.cost_or_permit_id - kept, debt_before_us, ..self }
     }
@@ -393,12 +396,12 @@ impl OwnedCharge {
     }
 }
 
-/// The concurrency permits of a request. Dropping the value releases the permits, even while it is unknown whether they
-/// were granted.
+/// The concurrency permits of a request. Dropping the value releases the permits, even if the reply that grants or
+/// denies them has not arrived.
 ///
 /// The store counts permits for all gateways. A renewal registers a permit again if the store has lost it, or if the
-/// local share granted it during an outage. This process counts the permits as well: in an outage, its local share must
-/// count all requests in flight on this gateway.
+/// local share granted it during an outage. This process counts the permits as well: in an outage, the local share of
+/// this gateway must count all of its requests in flight.
 #[derive(Debug)]
 pub struct ConcurrencyPermits {
     settlements: Arc<SettlementQueue>,
@@ -415,7 +418,7 @@ pub struct ConcurrencyPermits {
 /// What the store may know about the permits of a request.
 #[derive(Debug, Default)]
 struct PermitStoreState {
-    /// Whether the store may count the permits.
+    /// Whether the permits may be registered in the store.
     may_be_counted: AtomicBool,
     /// Whether a call that registers the permits may still be executed. If so, the release of the permits must be
     /// repeated later.
@@ -688,8 +691,8 @@ impl DeferredCharges {
 impl Drop for DeferredCharges {
     fn drop(&mut self) {
         // The value is dropped without a response if the client disconnects early, or if a later step rejects the
-        // request. Deferred costs are charged nevertheless: the upstream may have done the work, and attempts must not
-        // be free. Reservations stay charged for the same reason.
+        // request. Deferred costs are charged nevertheless: the upstream may have done the work, and aborted requests
+        // must not be free. Reservations stay charged for the same reason.
         let (mut by_store, mut locally) = (Vec::new(), Vec::new());
         for owed in mem::take(&mut self.charges).into_iter().filter(|owed| owed.deferred == Deferred::Charge) {
             match owed.decided_by {
@@ -815,8 +818,8 @@ mod tests {
     }
 
     proptest! {
-        /// After a reservation is settled, a token bucket is the same as if the actual cost had been charged at once,
-        /// except for rounding to the client's disadvantage.
+        /// After a reservation is settled, a token bucket has the same number of tokens as if the actual cost had been
+        /// charged at once. Rounding may leave one token less.
         #[test]
         fn settled_reservation_equals_the_actual_charge(
             count in 1..10_000u64,

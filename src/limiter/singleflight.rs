@@ -2,10 +2,10 @@
 //! that a request checks.
 //!
 //! While a check of a group is in flight, further checks of the same group wait, and the next call takes tokens for all
-//! of them. The next call is sent when the call in flight has a reply, or after a sixteenth of the timeout. An identity
-//! with many requests therefore costs Redis one call per round trip or, if Redis is slow, at most sixteen calls per
-//! timeout, regardless of its request rate. If the limits allow it, such a call also prefetches tokens, so that the
-//! next checks need no call.
+//! of them. The next call is sent when the call in flight has a reply, or after a sixteenth of the store timeout. An
+//! identity with many requests therefore costs Redis one call per round trip or, if Redis is slow, at most sixteen
+//! calls per store timeout, regardless of its request rate. If all limits of the group enable prefetching, the call
+//! also prefetches tokens, so that the next checks need no call.
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -100,7 +100,7 @@ impl Singleflight {
 
     /// Check and charge one token for each of `charges`, alone or coalesced with other checks of the same `group`. The
     /// verdict is the same as for a separate call, except that the reset time is that of the shared call. `asked_at` is
-    /// the current time. `owned_charges` creates the charges that outlive this call.
+    /// the current time. `owned_charges` creates copies of the charges that outlive this function call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -176,8 +176,8 @@ impl Singleflight {
     }
 
     /// Take the checks that wait for the next call of a group. If there are none, the group becomes idle. Reject checks
-    /// that have used 7/8 of their timeout: the timeout of a call starts with its oldest check, so they would leave too
-    /// little time for the call.
+    /// that have used 7/8 of their timeout. The timeout of a call starts with its oldest check, so such a check would
+    /// leave too little time for the call.
     fn take_waiters(&self, group_id: u128, now: Instant) -> Vec<Waiter> {
         let mut flights = self.lock();
         let Entry::Occupied(mut flight) = flights.entry(group_id) else { return Vec::new() };
@@ -336,7 +336,7 @@ impl Singleflight {
     /// Take one prefetched token of each state of the group. Return the verdict and the time at which the store charged
     /// the token, in µs since the Unix epoch.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
-        // Return early for limits without prefetching, to avoid the lock and the clock.
+        // Return early if the group does not prefetch, to avoid locking the pool and reading the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
     }
 

@@ -35,8 +35,8 @@ pub struct LimitSpec {
     /// Whether response headers and bodies describe the limit. Denials of a limit that is not announced still have
     /// `Retry-After`.
     pub announce: bool,
-    /// Quota unit in response headers, which names what the quota counts. It consists of lowercase letters, digits and
-    /// `-`.
+    /// Quota unit in response headers: the name of what the quota counts, such as `requests`. The name consists of
+    /// lowercase letters, digits and `-`.
     pub unit: Box<str>,
     /// Wait queue for requests that the limit would deny. If the policy is `None`, such requests are rejected at once.
     pub queue_policy: Option<QueuePolicy>,
@@ -231,7 +231,8 @@ impl LimitVariant {
             Rule::FixedWindow(FixedWindow {
                 start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
             }) => 2 * count,
-            // One less than for aligned windows. With `FirstRequest`, an earlier request must open the first window.
+            // One less than for aligned windows. With `FirstRequest`, an earlier request must have opened the first
+            // window and has used at least one of its tokens.
             Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
                 2 * count - 1
             }

@@ -87,7 +87,7 @@ impl RedisStore {
         }
     }
 
-    /// Decide all of `charges` at one instant, before `deadline`.
+    /// Decide all of `charges` together, before `deadline`.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -194,8 +194,8 @@ impl RedisStore {
         self.admin_command(key_slot(key.as_bytes()), &commands::unlock_hash_command(key, token)).await.map(drop)
     }
 
-    /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still the token of the
-    /// last lock. If another lock has a newer token, nothing is written.
+    /// Write a field of a fenced hash. An empty value removes the field. Return whether the token is still the token of
+    /// the last lock. If another lock has a newer token, nothing is written.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -228,8 +228,8 @@ impl RedisStore {
         Ok(reply == Value::Int(1))
     }
 
-    /// Read usage totals, in no particular order. Without identities, all keys of the store are scanned. While slots of
-    /// a cluster migrate, totals may be missing.
+    /// Read usage totals, in no particular order. If the query has no identities, scan all keys of the store. While
+    /// slots of a cluster migrate, totals may be missing.
     ///
     /// # Errors
     /// The store failed, or there are too many totals.
@@ -303,7 +303,7 @@ impl RedisStore {
         }
     }
 
-    /// Send an administrator's command about keys in one slot; see [`ServerStore::admin_command`].
+    /// Send an administrative command for keys in one cluster slot. See [`ServerStore::admin_command`].
     async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
             RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
@@ -332,7 +332,7 @@ fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     keys
 }
 
-/// Number of hashes that are read at the same time.
+/// Maximum number of hashes that are read at the same time.
 const MAX_CONCURRENT_READS: usize = 64;
 
 /// The reason why usage totals cannot be read.
@@ -349,7 +349,7 @@ pub enum UsageError {
 /// The component that made a decision: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
-    /// The store decided, on behalf of all gateways.
+    /// The store decided, based on the requests to all gateways.
     Store,
     /// The gateway decided with its local share, because the store was unavailable.
     Local,

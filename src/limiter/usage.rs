@@ -1,9 +1,9 @@
 //! Usage totals: the charged cost by limit, identity and calendar day.
 //!
-//! In Redis, the script that charges a state also writes the total: a hash for each limit, identity and month, with a
-//! field for each day. For limits that count the tokens of LLM APIs, a second hash has a field for each day and model.
-//! [`UsageTable`] contains the totals of the memory store. With Redis, it contains the charges of local shares in an
-//! outage and the totals by model, until they are sent to Redis.
+//! In Redis, the Lua script that charges a state also writes the total. Each limit, identity and month has a hash of
+//! totals, with a field for each day. For limits that count the tokens of LLM APIs, a second hash has a field for each
+//! day and model. [`UsageTable`] contains the totals of the memory store. With Redis, it contains the charges of local
+//! shares in an outage and the totals by model, until they are sent to Redis.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -24,18 +24,18 @@ use crate::limiter::clock::LogThrottle;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, QuotaError, start_of_day_us};
 
-/// Minimum number of days for which the total of a day is kept. The scripts contain this time in milliseconds. All days
-/// of a month expire together, so a day is kept for up to 30 additional days.
+/// Minimum number of days for which the total of a day is kept. The Lua scripts contain this time in milliseconds. All
+/// days of a month expire together, so a day is kept for up to 30 additional days.
 pub const RETENTION_DAYS: i32 = 400;
 
 /// Maximum number of models that have their own totals, for each limit, identity and month. The number is limited
-/// because clients choose the names.
+/// because clients choose the model names.
 pub const MAX_MODELS: usize = 64;
 
 /// Number of shards of a table, a power of two.
 const SHARDS: usize = 64;
 
-/// Interval for logging that cost is lost.
+/// Minimum interval between log records about cost that is missing from the usage totals.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The calendar days in a time zone. Usage totals sum up the cost of a limit for each of these days.
@@ -53,7 +53,7 @@ pub struct UsageDay {
     pub date: Date,
     /// The first instant of the day, µs since the Unix epoch.
     pub start_us: u64,
-    /// The first instant of the next day.
+    /// The first instant of the next day, µs since the Unix epoch.
     pub end_us: u64,
 }
 
@@ -187,7 +187,7 @@ pub struct UsageKey {
 /// keys differ from the keys of states.
 const KEY_PART: &str = ":usage:";
 
-/// The part after the month, in keys of totals by model.
+/// The part of a key after the month, if the key belongs to totals by model.
 const MODELS_PART: &str = ":models";
 
 /// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put the key into the cluster slot of the
@@ -214,7 +214,7 @@ impl UsageKey {
         key
     }
 
-    /// Parse a Redis key with this prefix. Return `None` if it is not the key of a total.
+    /// Parse a Redis key with this prefix. Return `None` if the key does not belong to a hash of totals.
     pub fn parse(prefix: &str, key: &[u8]) -> Option<Self> {
         let key = std::str::from_utf8(key).ok()?;
         let (identity, rest) = key.strip_prefix(prefix)?.strip_prefix(":{")?.split_once("}:")?;
@@ -276,10 +276,10 @@ impl UsageQuery {
 /// The totals of one identity, by day and model. Entries without a model are the totals of the day.
 type IdentityTotals = BTreeMap<(Date, Option<Box<str>>), i64>;
 
-/// The totals of one limit.
+/// The totals of one limit, by the hash of the identity.
 type LimitTotals = BTreeMap<u128, IdentityTotals>;
 
-/// Totals in this process, bounded in number.
+/// The usage totals that this process keeps in memory. The number of totals is bounded.
 #[derive(Debug)]
 pub struct UsageTable {
     shards: Vec<Mutex<UsageShard>>,
@@ -289,7 +289,7 @@ pub struct UsageTable {
     rows: AtomicUsize,
     /// Cost that is in no total, because the table was full or the cost could not be sent to Redis.
     lost: AtomicU64,
-    /// A random id that identifies this process in posts to Redis.
+    /// A random id that identifies this process in each [`UsagePost`].
     poster: u64,
     posts: Mutex<Posts>,
     /// Whether a task sends the totals to Redis.
@@ -323,8 +323,8 @@ pub struct UsagePost {
     pub amounts: Vec<UsageAmount>,
     /// Identifies the process.
     pub poster: u64,
-    /// Sequence number, which is greater than those of all earlier posts of this process. 0 for a post that is executed
-    /// at most once and therefore needs no number.
+    /// Sequence number, which is greater than those of all earlier posts of this process. A post that is never sent
+    /// again after Redis may have executed it needs no number: 0.
     pub sequence: u64,
 }
 
@@ -353,7 +353,7 @@ impl UsageTable {
         }
     }
 
-    /// Add an amount, which is negative for a refund.
+    /// Add an amount to the total of a day. The amount is negative for a refund.
     pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
         self.add_total(limit, identity, (date, None), amount);
     }
@@ -522,8 +522,8 @@ impl UsageTable {
                     let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
                     let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
                     let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
-                    // The posts of days and of models alternate, because each day's total precedes its totals by model
-                    // in the map.
+                    // In the map, each day's total precedes the day's totals by model. So if a post for this key
+                    // exists, it is one of the last two.
                     match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
                         Some(post) => post.amounts.push(amount),
                         None => {
@@ -582,12 +582,12 @@ mod tests {
             ("UTC", "2026-11-24T00:00:00Z", "2026-11-24", 24),
             ("Europe/Berlin", "2026-11-23T22:59:59.999999Z", "2026-11-23", 24),
             ("Europe/Berlin", "2026-11-23T23:00:00Z", "2026-11-24", 24),
-            // Daylight saving time begins or ends on some of the next days.
+            // In Berlin, daylight saving time begins on 29 March 2026 and ends on 25 October 2026.
             ("Europe/Berlin", "2026-03-29T21:59:59.999999Z", "2026-03-29", 23),
             ("Europe/Berlin", "2026-03-29T22:00:00Z", "2026-03-30", 24),
             ("Europe/Berlin", "2026-10-24T22:00:00Z", "2026-10-25", 25),
             ("Europe/Berlin", "2026-10-25T22:59:59.999999Z", "2026-10-25", 25),
-            // On this day, the clock skips midnight.
+            // In Cairo, the clock skips midnight at the start of 24 April 2026.
             ("Africa/Cairo", "2026-04-23T21:59:59Z", "2026-04-23", 24),
             ("Africa/Cairo", "2026-04-23T22:00:00Z", "2026-04-24", 23),
             ("Asia/Kathmandu", "2026-11-23T18:15:00Z", "2026-11-24", 24),
@@ -662,7 +662,7 @@ mod tests {
         let add = |identity, day: &str, amount| table.add("l", Identity(identity), date(day), amount);
         add(1, "2025-10-19", 5);
         add(1, "2026-11-22", 7);
-        assert_eq!(read(&table).len(), 2, "400 days before 23 November 2026 is 19 October 2025");
+        assert_eq!(read(&table).len(), 2, "on 22 November 2026, the total of 19 October 2025 is 399 days old");
         add(1, "2026-11-22", -2);
         // Identities 1, 65, 129 share a shard.
         add(65, "2026-11-22", 3);

@@ -30,7 +30,8 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Return the operation's letter for the scripts, and the time of the refunded charge (0 for other operations).
+    /// Return the operation's letter in the arguments of the Lua scripts. For a refund, also return the time of the
+    /// refunded charge in µs since the Unix epoch. For other operations, the time is 0.
     pub fn script_arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
@@ -76,8 +77,8 @@ impl Charge<'_> {
         }
     }
 
-    /// Return the amount that the operation adds to the usage total, which is the amount that it charges to the state.
-    /// It is negative for a refund. `granted` and `status` come from the verdict.
+    /// Return the amount that the operation adds to the usage total. This is the amount that the operation charges to
+    /// the state. The amount is negative for a refund. `granted` and `status` come from the verdict.
     pub fn usage_amount(&self, operation: Operation, granted: u64, status: Status) -> i64 {
         let amount = |cost: u64| cost.min(MAX_STATE) as i64;
         match operation {
@@ -115,7 +116,7 @@ impl ChargeMode {
         matches!(self, ChargeMode::Deferred | ChargeMode::ShadowDeferred)
     }
 
-    /// Return the flag in the arguments of the scripts.
+    /// Return the mode's flag in the arguments of the Lua scripts.
     pub fn flag(self) -> &'static str {
         match self {
             ChargeMode::Enforced => "-",
@@ -144,7 +145,7 @@ pub struct Verdict {
     /// as charged.
     pub charged_later: u64,
     /// Bit mask, by charge index, of the limits for which the memory store has no room for another identity. If the
-    /// mask is not 0, nothing was charged. Redis never sets it.
+    /// mask is not 0, nothing was charged. With Redis, the mask is always 0.
     pub full_limits: u64,
 }
 
@@ -213,11 +214,11 @@ pub enum StoreError {
     /// call.
     #[error("another cluster node owns the state: {0}")]
     Redirected(ErrorReply),
-    /// The server rejects writes, because it is out of memory, has a disk error or has too few replicas. Nothing was
-    /// executed. Calls that do not write succeed.
+    /// The server rejects writes, because it is out of memory, has a disk error or has too few replicas. The call was
+    /// not executed. Calls that do not write still succeed.
     #[error("the store rejects writes: {0}")]
     WritesRejected(ErrorReply),
-    /// The script failed because of the stored state. Calls about other states do not fail.
+    /// The Lua script failed because of the stored state. Calls for other states do not fail.
     #[error("a state in the store is corrupt: {0}")]
     CorruptState(ErrorReply),
     /// The memory store is full: a limit has no room for another identity. Nothing was charged.

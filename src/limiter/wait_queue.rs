@@ -15,7 +15,7 @@ struct WaitQueue {
     waiters: usize,
 }
 
-/// A ticket of a wait queue. Dropping the ticket leaves the queue.
+/// The ticket of a request in a wait queue. When the ticket is dropped, the request leaves the queue.
 #[derive(Debug)]
 pub struct WaitTicket<'a> {
     queues: &'a WaitQueues,

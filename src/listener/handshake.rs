@@ -25,8 +25,8 @@ use crate::upstream::connector::ProxiedConnection;
 /// Minimum interval between log messages of one kind. Without this interval, clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Maximum number of bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello
-/// does not fit into one packet, and the SNI extension can be anywhere in the ClientHello.
+/// Maximum number of bytes of the ClientHello that are read for the log. The SNI extension can be anywhere in the
+/// ClientHello. With post-quantum key shares, the ClientHello does not fit into one packet.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
 /// One log throttle for each [`HandshakeFailure`].
@@ -129,7 +129,8 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
     }
 }
 
-/// Take a TLS vector from the start of `bytes`. Its length prefix has `length_bytes` bytes (RFC 8446 §3.4).
+/// Take a TLS vector from the start of `bytes`. The length prefix of the vector has `length_bytes` bytes (RFC 8446
+/// §3.4).
 fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]> {
     let (length, rest) = bytes.split_at_checked(length_bytes)?;
     let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
@@ -156,7 +157,7 @@ pub(super) enum Protocol {
 }
 
 impl Protocol {
-    /// Return the version negotiated by ALPN. Without ALPN it is HTTP/1.1 (RFC 9113 §3.2).
+    /// Return the HTTP version that ALPN has negotiated. Without ALPN, the version is HTTP/1.1 (RFC 9113 §3.2).
     pub(super) fn from_alpn(alpn: Option<&[u8]>) -> Self {
         if alpn == Some(ALPN_H2) { Protocol::Http2 } else { Protocol::Http1 }
     }
@@ -191,7 +192,7 @@ const MAX_V2_LENGTH: usize = 4096;
 /// Source of a proxied connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ProxySource {
-    /// A client. The addresses are those of its connection to the proxy.
+    /// A client. The variant contains the addresses of the client's connection to the proxy.
     Proxied(ProxiedConnection),
     /// The proxy itself, for example with a health check (`LOCAL`).
     Local,
@@ -222,9 +223,9 @@ pub enum ProxyError {
     Version2(#[from] v2::ParseError),
 }
 
-/// Read the PROXY header, but no byte after it.
+/// Read the PROXY header. Leave all bytes after the header in the socket.
 pub(super) async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
-    // First read as many bytes as the version 2 signature has (12). Headers of both versions are longer.
+    // First read 12 bytes, the length of the version 2 signature. Headers of both versions are longer than 12 bytes.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
@@ -293,8 +294,8 @@ pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
             }
             v1::Addresses::Unknown => return Ok(ProxySource::Unknown),
         };
-        // `ppp` also accepts ports with a `+`. §2.1 permits digits only, and no other part of the line can contain
-        // a sign.
+        // `ppp` also accepts ports with a `+`. §2.1 permits digits only, and no other part of the line can contain a
+        // `+`.
         return if line.contains('+') { Err(ProxyError::Malformed) } else { Ok(ProxySource::Proxied(client)) };
     }
     let header = v2::Header::try_from(header)?;

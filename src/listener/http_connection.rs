@@ -34,11 +34,11 @@ use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
 
 /// The default of hyper's `max_headers`. With the default, hyper parses headers on the stack. With an explicit maximum,
-/// it allocates memory for each request.
+/// hyper allocates memory for each request.
 const HYPER_MAX_HEADERS: usize = 100;
 
-/// Flow-control window of an HTTP/2 stream in bytes: the maximum part of a request body that a stream buffers while the
-/// upstream does not read it.
+/// Flow-control window of an HTTP/2 stream in bytes: the maximum number of request body bytes that a stream buffers
+/// while the upstream does not read them.
 const HTTP2_WINDOW: u32 = 256 << 10;
 
 /// Maximum number of bytes of a response that a stream buffers while the client does not read them. A single chunk may
@@ -46,7 +46,8 @@ const HTTP2_WINDOW: u32 = 256 << 10;
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
 /// Maximum number of bytes of responses and buffered requests that all streams of a connection together may hold. Above
-/// this number, a stream reads its next chunk only when all its data has been written.
+/// this number, a stream reads the next chunk from the upstream only when all its buffered data has been written to the
+/// client.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
@@ -68,12 +69,13 @@ pub(super) enum CloseReason {
 
 /// Event on a connection.
 enum ConnectionEvent {
-    /// The connection ended with this result. `None` if the client does not read the response.
+    /// The connection ended with this result. `None` if the watchdog stopped the connection because the client does not
+    /// read the response.
     Closed(Option<hyper::Result<()>>),
     /// The gateway will not read a request to its end, so no other request can follow on the connection.
     RequestUnread,
-    /// A part of the headers of a request has arrived, but not of the first request of the connection. The variant
-    /// contains the headers counter.
+    /// A part of the headers of a request has arrived, but not all of them. The event does not occur for the first
+    /// request of the connection. The variant contains the headers counter.
     HeadersStarted(u64),
     /// Draining has started.
     Draining,
@@ -100,11 +102,11 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// Budget of the request bodies that the gateway has to read. It is larger than `budget`, because each of these
-    /// bodies is held in memory as a whole.
+    /// Budget of inspected request bodies, which the gateway reads before it forwards the request. This budget is
+    /// larger than `budget`, because the gateway holds each inspected body in memory as a whole.
     inspected: Arc<BufferBudget>,
-    /// The flow of the stream that is spawned next. hyper calls the service and then passes the future of the service
-    /// to the executor, both in the task of the connection.
+    /// The flow of the stream that hyper passes to the executor next. hyper calls the service and then passes the
+    /// future of the service to the executor, both in the task of the connection.
     next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
 }
 
@@ -145,8 +147,9 @@ impl HttpConnection {
         }
     }
 
-    /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. A
-    /// request that the client has already sent is then served, and its response announces the close.
+    /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. The
+    /// gateway then still serves a request that the client has already sent, and the response announces that the
+    /// connection will be closed.
     async fn drive<C>(
         &self,
         connection: C,
@@ -162,12 +165,12 @@ impl HttpConnection {
         let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
         let mut drain_started = pin!(self.drain.cancelled());
         let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
-        // Each connection has one timer. It is not reset for each request: when it fires, the gateway computes the
-        // remaining time.
+        // Each connection has one timer. The timer is not reset for each request. Instead, the gateway computes the
+        // remaining time when the timer fires.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // Value of the headers counter for which the timer is set.
+        // Value of the headers counter when the timer was last set for incomplete headers.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -251,8 +254,8 @@ impl HttpConnection {
 }
 
 impl StreamExecutor {
-    /// Create the executor of a connection. `budget` is the memory budget of all connections, of which the streams may
-    /// use a part.
+    /// Create the executor of a connection. `budget` is the memory budget of all connections. The streams of this
+    /// connection may use a part of this budget.
     fn new(settings: &ServerSettings, budget: Arc<BufferBudget>) -> Self {
         let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
         let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
@@ -260,7 +263,7 @@ impl StreamExecutor {
         StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget, inspected, next_flow: Arc::default() }
     }
 
-    /// Create the flow of the stream that is spawned next.
+    /// Create the flow of the stream that hyper passes to the executor next.
     fn start_stream(&self) -> Arc<StreamFlow> {
         let flow = self.new_flow();
         *self.lock_next_flow() = Some(flow.clone());
@@ -319,7 +322,7 @@ fn serve_request(
 /// Return an HTTP/1 builder that limits the memory per connection.
 fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    // Copy headers and body into one buffer, because for small responses this costs less than a vectored write.
+    // Copy headers and body into one buffer, because a copy of a small response costs less than a vectored write.
     builder.writev(false);
     // Set both limits, because hyper fills buffers to their capacity, which can exceed `max_buf_size`.
     builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
@@ -346,10 +349,10 @@ fn http2_builder(settings: &ServerSettings, executor: StreamExecutor) -> http2::
 // that it has not read. To prevent the reset, the gateway sends FIN, and then reads and discards data until the client
 // closes the connection as well.
 
-/// Maximum total time to read and discard data of a client that keeps sending, like nginx's `lingering_time`.
+/// Maximum total time to read and discard the data of a client that keeps sending, as with nginx's `lingering_time`.
 const LINGERING_TIME: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for the next data, like nginx's `lingering_timeout`.
+/// Maximum time to wait for more data from the client, as with nginx's `lingering_timeout`.
 const LINGERING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Size of the buffer for discarded data in bytes.
@@ -364,8 +367,8 @@ pub(super) async fn lingering_close(mut stream: TcpStream) {
     let _ = timeout(LINGERING_TIME, discard).await;
 }
 
-/// Close the connection with a reset (RST). The client then does not mistake a truncated response for a complete one,
-/// and the kernel keeps no data for a client that does not read.
+/// Close the connection with a reset (RST), so that the client does not mistake a truncated response for a complete
+/// response. With a reset, the kernel also discards data that the client has not read.
 pub(super) fn reset_on_close(stream: &TcpStream) {
     // Ignore the error, because the call fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
@@ -395,7 +398,8 @@ impl SelectiveWaker {
         SelectiveWaker { waker: state.clone().into(), state, task: None }
     }
 
-    /// If one of the futures has woken the task since the last call, return the context with which to poll them all.
+    /// If one of the futures has woken the task since the last call, return the context for polling all these futures.
+    /// Otherwise return `None`.
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());

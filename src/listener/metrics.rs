@@ -16,7 +16,7 @@ pub enum HandshakeFailure {
     NotTls,
     /// The server name (SNI) is not a DNS name, for example because it has a port (RFC 6066 §3).
     InvalidServerName,
-    /// Client and gateway have no common TLS version, cipher suite, group or application protocol.
+    /// Client and gateway have no common TLS version, cipher suite, key exchange group or application protocol.
     NothingInCommon,
     /// The client sent no certificate, and the listener requires one.
     ClientCertificateMissing,
@@ -33,7 +33,7 @@ pub enum HandshakeFailure {
 }
 
 impl HandshakeFailure {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum. The counters are stored in the order of this list.
     pub const ALL: [HandshakeFailure; 10] = [
         HandshakeFailure::PlainHttp,
         HandshakeFailure::NotTls,
@@ -113,17 +113,17 @@ impl ListenerMetrics {
         self.handshake_failures.increment(failure as usize);
     }
 
-    /// Record bytes from a client.
+    /// Record the number of bytes that were received from a client.
     pub(super) fn record_received(&self, bytes: usize) {
         self.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Record bytes to a client.
+    /// Record the number of bytes that were sent to a client.
     pub(super) fn record_sent(&self, bytes: usize) {
         self.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Return the number of bytes from clients and the number of bytes to clients.
+    /// Return the number of bytes received from clients and the number of bytes sent to clients.
     pub fn bytes(&self) -> [u64; 2] {
         [&self.received_bytes, &self.sent_bytes].map(|bytes| bytes.load(Ordering::Relaxed))
     }

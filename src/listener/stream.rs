@@ -32,7 +32,7 @@ pub(super) struct ReclaimableStream {
     /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that were put back. They are returned before the bytes of the socket.
+    /// Bytes that were put back. Reads return these bytes before the bytes of the socket.
     prefix: Bytes,
     /// Number of bytes read since the last yield.
     bytes_read: usize,
@@ -85,8 +85,9 @@ impl AsyncRead for ReclaimableStream {
             let count = self.prefix.len().min(buffer.remaining());
             buffer.put_slice(&self.prefix.split_to(count));
             let read_before = buffer.filled().len();
-            // Continue to read in the same call, because hyper allocates a larger buffer if headers arrive in pieces.
-            // Ignore the result, because the next read reports an error or the end again.
+            // Continue with a read from the socket in the same call, because hyper allocates a larger buffer if headers
+            // arrive in pieces. Ignore the result, because the next read reports an error or the end of the stream
+            // again.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.metrics.record_received(buffer.filled().len() - read_before);
             self.bytes_read += buffer.filled().len() - before;
@@ -141,15 +142,16 @@ impl AsyncWrite for ReclaimableStream {
 
 // === Frame limits: how many control frames and short DATA frames a client may send on an HTTP/2 connection ===
 
-/// Number of control frames that a client may send at once on a new connection. Requests and sent bytes increase this
-/// credit up to `MAX_CREDIT`, because a client acknowledges each part of a response with WINDOW_UPDATE.
+/// Number of control frames that a client may send at once on a new connection. Requests, and bytes that are sent to
+/// the client, increase this credit up to `MAX_CREDIT`, because a client acknowledges each part of a response with
+/// WINDOW_UPDATE.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
-/// Control frames that a client may send per second after its credit is used up.
+/// Number of control frames that a client may send per second after its credit is used up.
 const FRAMES_PER_SECOND: u32 = 200;
 
-/// Control frames that a client may send for each request, such as PRIORITY, WINDOW_UPDATE and RST_STREAM.
+/// Number of control frames, such as PRIORITY, WINDOW_UPDATE and RST_STREAM, for which each request earns credit.
 const FRAMES_PER_REQUEST: u32 = 4;
 
 /// Number of bytes sent to the client that earn the credit for one control frame. The same number of DATA bytes from
@@ -184,7 +186,7 @@ pub(super) struct MonitoredStream<S> {
     frames: Option<FrameMonitor>,
     /// The unwritten part of the problem document that replaces a [`ParserError`].
     error_response: Option<Bytes>,
-    /// Whether errors have the header `Proxy-Status`.
+    /// Whether error responses have the header `Proxy-Status`.
     proxy_status: bool,
 }
 
@@ -193,7 +195,7 @@ pub(super) struct MonitoredStream<S> {
 struct FrameMonitor {
     input: FrameParser,
     output: FrameParser,
-    /// Whether a header block is incomplete.
+    /// Whether the client has sent only a part of a header block.
     in_header_block: bool,
     credit: u32,
     refilled_at: Instant,
@@ -210,7 +212,7 @@ struct FrameParser {
     header: [u8; 9],
     /// Number of bytes in `header`.
     header_bytes: usize,
-    /// Bytes until the next frame header.
+    /// Number of bytes until the next frame header.
     remaining_payload: usize,
 }
 
@@ -242,7 +244,7 @@ impl<S> MonitoredStream<S> {
 }
 
 impl FrameMonitor {
-    /// Count received frames. Return whether the frames exceed the limit.
+    /// Count received frames. Return whether the control frames and short DATA frames exceed the limit.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
         let (mut control, mut requests, mut in_header_block, mut received) =
             (0, 0, self.in_header_block, self.received);
@@ -371,7 +373,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = ready!(Pin::new(&mut self.stream).poll_flush(cx));
-        // hyper flushes the stream only when it has no bytes left to write.
+        // hyper flushes the stream only when hyper has no bytes left to write.
         self.activity.record_flushed();
         Poll::Ready(flushed)
     }
@@ -400,12 +402,12 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
 // === Errors of the HTTP/1 parser: hyper responds to requests that it cannot parse ===
 
-/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is
-/// the last one of its connection. The gateway sends a problem document instead.
+/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and hyper
+/// closes the connection after it. The gateway sends a problem document instead.
 ///
 /// The gateway recognizes the response of hyper by its bytes, but only if all responses to earlier requests are
-/// written. It therefore never replaces content that has the same bytes. If a malformed request arrives before the end
-/// of an earlier response (pipelining), its client gets the response of hyper.
+/// written. The gateway therefore never replaces the content of a response that contains the same bytes. If a malformed
+/// request arrives before the end of an earlier response (pipelining), the client receives the response of hyper.
 #[derive(Debug)]
 struct ParserError<'a> {
     status: StatusCode,
@@ -414,8 +416,8 @@ struct ParserError<'a> {
     date: &'a str,
 }
 
-/// The first bytes of these responses, up to the value of `date`. Each has the status and the detail of the problem
-/// document that replaces the response.
+/// The first bytes of hyper's error responses, up to the value of `date`. Each entry also contains the status and the
+/// detail of the problem document that replaces the response.
 const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
@@ -438,7 +440,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
 impl<'a> ParserError<'a> {
-    /// Parse the bytes of an error response of hyper. Return `None` if they are not such a response.
+    /// Parse the bytes of an error response of hyper. Return `None` if the bytes are not an error response of hyper.
     fn parse(bytes: &'a [u8]) -> Option<Self> {
         let head = bytes.strip_suffix(b"\r\n\r\n")?;
         let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
@@ -457,7 +459,7 @@ impl<'a> ParserError<'a> {
 }
 
 impl<S: AsyncWrite + Unpin> MonitoredStream<S> {
-    /// Write `response` instead of the error response of hyper, which has `replaced` bytes.
+    /// Write `response` instead of hyper's error response, which has a length of `replaced` bytes.
     fn poll_write_parser_error(
         &mut self,
         cx: &mut Context<'_>,
@@ -491,7 +493,7 @@ mod parser_error_tests {
         let (stream, mut client) = tokio::io::duplex(4096);
         let mut stream = MonitoredStream::new(stream, Protocol::Http1, activity.clone(), true);
         let flow = StreamFlow::for_connection(Arc::new(BufferBudget::new(1 << 20)));
-        // The response has ended, and bytes of the next request arrive before it is written.
+        // The response has ended, and bytes of the next request arrive before the response is written.
         drop(activity.start_request(flow.clone()));
         client.write_all(b"GE").await.unwrap();
         stream.read_exact(&mut [0; 2]).await.unwrap();
@@ -499,7 +501,7 @@ mod parser_error_tests {
         let mut received = vec![0; text.len()];
         client.read_exact(&mut received).await.unwrap();
         assert_eq!(received, text);
-        // A flush while a request is in flight does not mean that its response is written.
+        // A flush while a request is in flight does not mean that the response to the request is written.
         let in_flight = activity.start_request(flow);
         stream.flush().await.unwrap();
         drop(in_flight);

@@ -40,13 +40,13 @@ use crate::upstream::retry::AttemptLog;
 pub struct AuthRejection<'a> {
     /// The reason why authentication failed.
     pub error: AuthError,
-    /// Challenges of the response if its status is 401.
+    /// Values of `WWW-Authenticate` if the status of the response is 401.
     pub challenges: &'a [Challenge],
 }
 
 /// Verify the credentials of a request. If the route has no providers, this function does nothing. If a provider has to
-/// wait, for example for a server, the function returns [`AuthError::Pending`]. [`finish`] then continues the
-/// authentication.
+/// wait, for example for an authentication server, the function returns [`AuthError::Pending`]. [`finish`] then
+/// continues the authentication.
 ///
 /// The credentials contain the results of all checks, even if the request is rejected.
 pub fn authenticate<'a>(
@@ -60,9 +60,8 @@ pub fn authenticate<'a>(
     (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
 }
 
-/// Continue an authentication for which the provider `pending` has to wait, as long as the admissions of the
-/// authentication servers are cached. If no provider is left that has to wait, a single store call can check all
-/// limits.
+/// Continue an authentication for which the provider `pending` has to wait, but use only cached admissions of
+/// authentication servers. If the cache completes the authentication, a single store call can check all limits.
 ///
 /// # Errors
 /// The request is not authenticated, or a provider still has to wait ([`AuthError::Pending`]).
@@ -91,8 +90,8 @@ pub(super) fn resume_from_cache<'a>(
     result.map_err(|error| reject(route, &auth.challenges, error))
 }
 
-/// Continue an authentication for which the provider `pending` has to wait: for another server, or for the hash of a
-/// password.
+/// Continue an authentication for which the provider `pending` has to wait: for another server, or until the hash of a
+/// password is computed.
 ///
 /// # Errors
 /// The request is not authenticated. The credentials contain the results of all checks.
@@ -160,17 +159,20 @@ fn reject<'a>(route: &Route, challenges: &'a [Challenge], error: AuthError) -> R
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
 
-/// Headers of the denial that are sent to the client.
+/// Headers of an authentication server's denial that the gateway sends to the client.
 static DENIAL_HEADERS: [HeaderName; 6] =
     [LOCATION, SET_COOKIE, WWW_AUTHENTICATE, CONTENT_TYPE, CONTENT_LANGUAGE, RETRY_AFTER];
 
-/// Maximum size in bytes of the body of a denial, such as a login page. A longer body is not sent to the client.
+/// Maximum size in bytes of the body of an authentication server's denial, such as a login page. A longer body is not
+/// sent to the client.
 const MAX_DENIAL_BODY: usize = 256 << 10;
 
-/// Maximum size in bytes of an admission's body that is read so that the connection can be reused.
+/// Maximum size in bytes of the body of an admission. The gateway reads the body only so that the connection can be
+/// reused.
 const MAX_ADMISSION_BODY: usize = 64 << 10;
 
-/// Let the authentication server of a provider decide about a request. `index` is the index of the provider.
+/// Call the authentication server of a provider, which admits or denies the request. `index` is the index of the
+/// provider.
 pub(super) async fn verify_with_server(
     context: &mut RequestContext<'_>,
     index: usize,
@@ -192,7 +194,7 @@ pub(super) async fn verify_with_server(
     context.snapshot.metrics.record_forward_auth(index, counted);
     match result {
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
-        // Return `Foreign`, so that another alternative of `require` may still admit the request.
+        // Return `Foreign`, so that another alternative in the route's `require` setting may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
         // Do not fail open after an invalid response, because the client may be able to cause one.
         Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
@@ -266,8 +268,9 @@ fn told_headers(
     headers
 }
 
-/// Call the authentication server. If its admission is cached, or if another request with the same cache key is calling
-/// the server, use that result instead. The second value is true if the request was admitted without a call of its own.
+/// Return the result of the authentication server. Use the cached admission if there is one. If another request with
+/// the same cache key is calling the server, wait for the result of that call. Otherwise, call the server. The second
+/// value is true if the request was admitted without a call for this request.
 async fn ask_once(
     context: &RequestContext<'_>,
     index: usize,
@@ -281,7 +284,8 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // The other request was cancelled. Try again: one of the waiting requests then calls the server.
+        // If the call failed because its request was cancelled, try again: one of the waiting requests then calls the
+        // server.
         if waiting.changed().await.is_err() {
             continue;
         }
@@ -289,8 +293,9 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // The result must not be shared: it is a denial or an admission that must not be cached, and it may start a
-            // session for one client. Call the server for this request.
+            // The result of the other request must not be shared. It is a denial, or it is an admission that the cache
+            // must not store, for example because the response starts a session for one client. Call the server for
+            // this request.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }
@@ -349,7 +354,7 @@ async fn exchange(
         return Exchange { result: Ok(Arc::new(admission)), response: parts.headers };
     }
     let mut headers = selected(&parts.headers, &DENIAL_HEADERS);
-    // The denial is valid even if its body cannot be read.
+    // The denial applies even if its body cannot be read.
     let body = match timeout_at(deadline, read(body, MAX_DENIAL_BODY)).await {
         Ok(Some(body)) => body,
         Ok(None) | Err(_) => {

@@ -1,5 +1,5 @@
-//! Reads the body of a request once, and collects in one pass all values on which a route, an identity or a cost
-//! depends.
+//! Reads the body of a request once. One pass collects all values on which the choice of the route, an identity or a
+//! cost depends.
 
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Request};
@@ -130,8 +130,8 @@ impl BodyContent {
         }
     }
 
-    /// Check that the limits of a route can use the body: its JSON-RPC messages must be valid, and the MCP headers that
-    /// repeat values of the body must match it.
+    /// Check that the limits of a route can use the body: its JSON-RPC messages must be valid, and MCP headers that
+    /// repeat values of the body must have the same values.
     ///
     /// # Errors
     /// The body cannot be read, is not a valid JSON-RPC message, or contradicts the MCP headers.
@@ -176,7 +176,7 @@ pub(super) async fn read_for_route<'a>(
     content.require(max_body).map_err(Rejection::Inspect)
 }
 
-/// Read the body of a request for the limits of its route, unless the body was read before.
+/// Read the body of a request for the limits of its route, unless [`read_for_route`] has already read it.
 ///
 /// # Errors
 /// The body cannot be read, or does not meet a requirement of a limit of the route.
@@ -207,7 +207,7 @@ pub(super) async fn inspect<'a>(
 }
 
 /// Return why a body with these headers cannot be read: it has a content coding, or its media type cannot be JSON in
-/// UTF-8. An application may then read other values from the same bytes than the gateway.
+/// UTF-8. The values that an application reads from such a body may differ from those that the gateway reads.
 pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
     let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
     if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {
@@ -232,10 +232,10 @@ fn may_be_json(media_type: &str) -> bool {
     !is_form && parts.all(is_utf8)
 }
 
-/// Return the share of the client network in the memory for inspected bodies: `max_buffered / INSPECTED_SHARE`, but at
-/// least one body of `max_read` bytes. Return `None` if the client is exempt: `max_connections_per_ip` is 0 or does not
-/// apply to the client, or the client is a trusted proxy that forwards the requests of many clients without their
-/// addresses.
+/// Return the part of the memory for inspected bodies that the client network may use: `max_buffered / INSPECTED_SHARE`
+/// bytes, but at least `max_read` bytes, which is the maximum length of one body. Return `None` if the client is
+/// exempt: `max_connections_per_ip` is 0 or does not apply to the client, or the client is a trusted proxy that
+/// forwards the requests of many clients without their addresses.
 fn network_share(context: &RequestContext<'_>, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
     let config = &context.snapshot.config;
     let (settings, peer) = (&config.server, context.peer);

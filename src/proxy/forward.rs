@@ -34,8 +34,8 @@ use crate::telemetry::trace::TraceContext;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
-/// Send a request to an upstream and return its response. `target` is the path and query to request, if they differ
-/// from the received path and query.
+/// Send a request to an upstream and return its response. `target` is the path and query of the upstream request, or
+/// `None` if they are equal to the received path and query.
 ///
 /// # Errors
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
@@ -85,7 +85,7 @@ pub(super) async fn forward(
         prepare_upstream_headers(config, route, &mut request, info)
     };
     if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
-        // Request an uncompressed response, because the gateway cannot read the token usage in a compressed one.
+        // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -134,7 +134,7 @@ pub(super) async fn forward(
 }
 
 /// Return the timeouts and bounds of an exchange, and whether to buffer the request body before it is sent. With
-/// buffering, a slow client occupies no connection and no permit of an upstream.
+/// buffering, a slow client does not occupy an upstream connection and a request permit while it sends the body.
 fn body_limits(
     config: &CompiledConfig,
     route: &Route,
@@ -200,7 +200,7 @@ pub struct UpstreamRequestInfo<'a> {
     pub request_id: HeaderValue,
     /// Trace context that the upstream uses as the parent of its spans. `None` if the request is not traced.
     pub trace: Option<TraceContext>,
-    /// `Host` that is sent to the upstream if the request has none.
+    /// Value of `Host` for the upstream if the request has no host.
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
@@ -210,7 +210,7 @@ pub struct UpstreamRequestInfo<'a> {
     pub client_cert: Option<ForwardedCertificate<'a>>,
 }
 
-/// The certificate of a client that is sent to an upstream. `None` if the client has no certificate.
+/// The client certificate for the headers of an upstream request. `None` if the client has no certificate.
 #[derive(Debug, Clone, Copy)]
 pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
 
@@ -233,7 +233,8 @@ const CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
 const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
 
 /// Convert the received headers into the headers that are sent to the upstream. Return the protocols to which the
-/// client offers to upgrade. The caller adds them to the request if it can upgrade the connection.
+/// client offers to upgrade. The caller adds these protocols to the upstream request if the client connection can be
+/// upgraded.
 pub fn prepare_upstream_headers<B>(
     config: &CompiledConfig,
     route: &Route,
@@ -244,8 +245,8 @@ pub fn prepare_upstream_headers<B>(
     // Forward only the host that was used for routing. An authority is always a valid header value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
-    // Do not offer an upgrade for HTTP/1.0, which does not support upgrades, or for a request with a body, which would
-    // have to be read first (RFC 9110 §7.8).
+    // Do not offer an upgrade for HTTP/1.0, which does not support upgrades. Do not offer one for a request with a
+    // body, because the body must be read before the protocol changes (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &config.protected_headers);
@@ -254,8 +255,8 @@ pub fn prepare_upstream_headers<B>(
     headers.remove(EXPECT);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
-        // This header marks a mirrored copy. Remove it from requests of untrusted peers, because the upstream would
-        // mistake such a request for a copy.
+        // `MIRROR_HEADER` marks a mirrored copy. Remove this header from requests of untrusted peers, because the
+        // upstream would mistake a request with this header for a copy.
         headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
     }
     if let Some(host) = authority {
@@ -321,7 +322,7 @@ impl<B> RequestVariables<'_, B> {
         })
     }
 
-    /// Return the name of the consumer that the request's API key belongs to.
+    /// Return the name of the consumer to which the API key of the request belongs.
     fn consumer(&self) -> Option<&str> {
         match self.credentials.caller() {
             Caller::Consumer(consumer) => Some(&consumer.name),

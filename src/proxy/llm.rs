@@ -1,4 +1,5 @@
-//! Token budgets of LLM APIs: reserves tokens for a request, and settles the reservation at the end of its response.
+//! Token limits for LLM APIs: the gateway reserves tokens for a request, and settles the reservation at the end of the
+//! response.
 
 use std::ops::ControlFlow;
 
@@ -66,11 +67,11 @@ pub struct LlmRequest {
     content: Content,
     /// The model that determines the weights of the tokens.
     pub(super) model: Option<Box<str>>,
-    /// The format of error responses.
+    /// The LLM API, which determines the format of error responses.
     pub provider: Provider,
     path: Box<str>,
-    /// Whether the gateway itself has requested the usage event of the stream. The gateway then removes this event from
-    /// the response.
+    /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
+    /// removes this event from the response.
     hides_usage: bool,
     /// The index of each limit that counts tokens, with the identity that the limit charges.
     clients: Vec<(usize, (Identity, IdentityDisplay))>,
@@ -85,16 +86,16 @@ enum Content {
     Read(RequestInfo),
 }
 
-/// Return the LLM API to which a request is addressed. `path` is the canonical path that the upstream gets.
+/// Return the LLM API to which a request is addressed. `path` is the canonical path of the upstream request.
 pub fn provider(path: &str, headers: &HeaderMap) -> Provider {
     Provider::from_request(path, headers.contains_key("anthropic-version"))
 }
 
-/// Determine the maximum token usage of a request from its body, which was already read. The upstream gets the same
-/// body, unless the gateway adds the option that requests the usage of a stream.
+/// Determine the maximum token usage of a request from its body, which was already read. The body for the upstream does
+/// not change, unless the gateway adds the option that requests the usage event of a stream.
 ///
 /// # Errors
-/// The body cannot be read, and a limit of the route requires it.
+/// The body cannot be read, and a limit of the route needs the token usage.
 pub(super) fn inspect<'a>(
     context: &mut RequestContext<'a>,
     inspection: LlmInspection,
@@ -111,11 +112,11 @@ pub(super) fn inspect<'a>(
     Ok(())
 }
 
-/// Return the maximum token usage of a request, from the values of its body. `path` is the canonical path that the
-/// upstream gets.
+/// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical
+/// path of the upstream request.
 ///
 /// # Errors
-/// The body cannot be read, and a limit of the route requires it.
+/// The body cannot be read, and a limit of the route needs the token usage.
 pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
@@ -146,7 +147,7 @@ pub fn request(
 }
 
 impl Content {
-    /// Take the token usage from a body of at most `max_body` bytes.
+    /// Take the maximum token usage from a body. A body longer than `max_body` bytes is an error.
     fn from_body(body: &mut BodyContent, max_body: usize) -> Result<Self, LlmError> {
         match body {
             BodyContent::Empty => Ok(Content::Empty),
@@ -222,9 +223,9 @@ impl LlmRequest {
         }
     }
 
-    /// Return the settlement of the reservations, which is made at the end of this response body. Return `None` if
-    /// there is no reservation to settle, or if the response is an error. After an error, a reservation is refunded if
-    /// `refund_on` contains the status, and otherwise stays charged.
+    /// Return the settlement of the reservations, which must be performed at the end of the response body. Return
+    /// `None` if there is no reservation to settle, or if the response is an error. After an error, a reservation is
+    /// refunded if `refund_on` contains the status, and otherwise stays charged.
     pub(super) fn settlement(
         mut self,
         decision: &mut Decision<'_>,
@@ -240,7 +241,8 @@ impl LlmRequest {
         let is_settled_by_body = |index: usize| !limits[index].refund_on.contains(status);
         let charges = decision.deferred_charges.as_mut()?.split_reservations(is_settled_by_body)?;
         let headers = response.headers();
-        // Do not measure a compressed response. An upstream that sends one has ignored the requested coding `identity`.
+        // Do not measure a compressed response. An upstream that sends a compressed response has ignored
+        // `Accept-Encoding: identity`.
         let is_plain = !headers.contains_key(CONTENT_ENCODING);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let mut meters = Vec::new();
@@ -298,11 +300,12 @@ impl LlmRequest {
     }
 }
 
-/// Settles reservations at the end of a response, even if the client or the upstream aborts it.
+/// Settles reservations at the end of a response, even if the client or the upstream aborts the response.
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
     model: Option<Box<str>>,
-    /// Meters of the response. All limits with the same settings share one meter.
+    /// Meters of the response. All limits with the same usage format and the same number of bytes per token share one
+    /// meter.
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
     rewriter: Option<StreamRewriter>,
@@ -310,23 +313,25 @@ pub(super) struct LlmSettlement {
 
 /// Changes a stream of server-sent events.
 struct StreamRewriter {
-    /// Whether the event with the usage is removed. The gateway then holds each event until it is complete.
+    /// Whether the gateway removes the event that reports the token usage. The gateway then buffers each event until it
+    /// is complete.
     hides_usage: bool,
     /// The format of the events that end the stream when its output exceeds a reservation.
     provider: Provider,
     path: Box<str>,
     choices: u64,
-    /// The part of the current event that has been received and not sent.
+    /// The part of the current event that the gateway has received but not sent.
     event: Vec<u8>,
 }
 
-/// Maximum length in bytes of an event that is held until it is complete. Usage events are smaller than 1 KiB.
+/// Maximum length in bytes of an event that the gateway buffers until it is complete. Usage events are smaller than 1
+/// KiB.
 const MAX_HELD_EVENT: usize = 64 << 10;
 
 struct Meter {
     format: UsageFormat,
     bytes_per_token: u64,
-    /// `None` if the response cannot be measured.
+    /// `None` if the token usage of the response cannot be measured.
     meter: Option<ResponseMeter>,
 }
 
@@ -339,7 +344,7 @@ struct SettledLimit {
     meter_index: usize,
     cuts: bool,
     tokens: Option<TokenMetrics>,
-    /// The identity that is charged.
+    /// The identity that is charged, with its display name.
     client: Option<(Identity, IdentityDisplay)>,
 }
 
@@ -352,7 +357,8 @@ struct SettledCost {
 }
 
 impl LlmSettlement {
-    /// Measure a part of the response, and change it if necessary. Return `Break` if the response ends with this part.
+    /// Measure a part of the response, and change this part if necessary. Return `Break` if the gateway ends the
+    /// response with this part.
     pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
         let LlmSettlement { meters, limits, rewriter, .. } = self;
         let Some(rewriter) = rewriter else {
@@ -396,8 +402,8 @@ impl LlmSettlement {
         ControlFlow::Continue(())
     }
 
-    /// Settle the reservations in the background, and record the costs. `limits` are the limits in the access log
-    /// record.
+    /// Settle the reservations in the background, and record the costs. `limits` are the entries of the access log
+    /// record, in which the costs are set.
     pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>) {
         let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters)).collect();
         for info in limits.into_iter().flatten() {
@@ -418,7 +424,7 @@ impl LlmSettlement {
 }
 
 impl SettledLimit {
-    /// Return whether the stream must be cut because its output certainly exceeds the reservation.
+    /// Return whether the gateway must end the stream because its output certainly exceeds the reservation.
     fn is_exhausted(&self, meters: &[Meter]) -> bool {
         let output = meters[self.meter_index].meter.as_ref().map_or(0, ResponseMeter::min_output);
         self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved

@@ -50,7 +50,7 @@ pub enum Rejection<'a> {
     MethodNotImplemented,
     /// The method contains lowercase letters.
     LowercaseMethod,
-    /// The request has a transfer coding other than `chunked`, which would be lost in forwarding.
+    /// The request has a transfer coding other than `chunked`. The gateway cannot forward other codings.
     UnsupportedTransferCoding,
     /// No route matches.
     NoRoute,
@@ -70,13 +70,13 @@ pub enum Rejection<'a> {
     InvalidCost(CostError),
     /// A limit is exceeded.
     RateLimited {
-        /// The decision, with the exceeded limits and the time to wait for each.
+        /// The decision, with the exceeded limits and the waiting time of each exceeded limit.
         decision: Decision<'a>,
         /// The limits of the route.
         rate_limits: &'a RouteLimits,
         /// Whether the request is a gRPC call.
         is_grpc: bool,
-        /// The format of the response, if a limit counts the tokens of an LLM API.
+        /// The LLM API whose error format the response has, if a limit counts the tokens of an LLM API.
         provider: Option<Provider>,
     },
     /// The body cannot be read, and the route or a limit depends on it.
@@ -91,7 +91,7 @@ pub enum Rejection<'a> {
     },
     /// The limits cannot be checked because the store failed.
     StoreUnavailable(StoreUnavailable),
-    /// The upstream sent no response.
+    /// The exchange with the upstream failed.
     Upstream(UpstreamError),
 }
 
@@ -132,7 +132,7 @@ impl Rejection<'_> {
         }
     }
 
-    /// Return whether the response contains the request id. It does if the client did not cause the failure.
+    /// Return whether the response contains the request id, which is the case if the client did not cause the failure.
     pub fn has_request_id(&self) -> bool {
         match self {
             Rejection::StoreUnavailable(_) => true,
@@ -143,8 +143,8 @@ impl Rejection<'_> {
 
     /// Return the response and its outcome, which is a single word for the access log. If the client did not cause the
     /// failure, the response contains `request_id`, so that operators can find the request in the logs of the gateway
-    /// and the upstream. If `proxy_status` is set, errors get the header `Proxy-Status`. `rpc_id` is the id of the
-    /// JSON-RPC message, if the client sent one.
+    /// and the upstream. If `proxy_status` is set, error responses have the header `Proxy-Status`. `rpc_id` is the id
+    /// of the JSON-RPC message, if the client sent one.
     pub fn into_response(
         self,
         request_id: Option<HeaderValue>,
@@ -197,7 +197,8 @@ impl Rejection<'_> {
             Rejection::UnsupportedTransferCoding => {
                 let detail = "the gateway supports no transfer coding except chunked";
                 let mut response = problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, detail);
-                // Close the connection, because the position of the next request on it is uncertain (RFC 9112 §6.1).
+                // Close the connection, because the gateway cannot determine where the next request on the connection
+                // starts (RFC 9112 §6.1).
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 (response, "unsupported-transfer-coding")
             }
@@ -324,8 +325,8 @@ fn auth_response(
             "unauthenticated"
         }
         StatusCode::FORBIDDEN => {
-            // Add a challenge for a token without the required claim (RFC 6750 §3.1), but not for an API key without
-            // the required right, because another credential would not help.
+            // Add a challenge for a token without the required claim (RFC 6750 §3.1). An API key that is not allowed on
+            // this route gets no challenge.
             if matches!(error, AuthError::Claim(_)) {
                 let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
                 response.headers_mut().insert(WWW_AUTHENTICATE, challenge);

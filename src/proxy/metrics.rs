@@ -1,5 +1,5 @@
-//! Request metrics of a worker: requests by route, decisions by limit, responses by upstream, and the top
-//! identities.
+//! Request metrics of a worker: requests by route, decisions by limit, responses by upstream, and the identities with
+//! the most denials or the highest costs.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,11 +28,11 @@ use crate::upstream::retry::AttemptLog;
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// Statuses that are counted separately, and the classes of all other errors, as metric labels. 499 means that the
-/// client aborted the request before the response.
+/// Error statuses that are counted, as metric labels. All 5xx statuses share one counter. 4xx statuses that are not in
+/// the list are not counted. 499 means that the client aborted the request before the response.
 pub const COUNTED_STATUSES: [&str; 10] = ["400", "401", "403", "404", "408", "413", "429", "431", "499", "5xx"];
 
-/// Return the index of a status in [`COUNTED_STATUSES`].
+/// Return the index of a status in [`COUNTED_STATUSES`], or `None` if the status is not counted.
 fn counted_status(status: StatusCode) -> Option<usize> {
     match status.as_u16() {
         ..400 => None,
@@ -66,12 +66,12 @@ pub enum LimitDecision {
     LocalAllowed,
     /// The local share of the limit denied the request.
     LocalDenied,
-    /// The limit was not checked because the store failed: `on_store_error` decided.
+    /// The limit was not checked because the store failed. `on_store_error` determined whether to admit the request.
     StoreError,
 }
 
 impl LimitDecision {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum. The counters are stored in the order of this list.
     pub const ALL: [LimitDecision; 6] = [
         LimitDecision::Allowed,
         LimitDecision::Denied,
@@ -135,7 +135,7 @@ pub enum AuthResult {
 }
 
 impl AuthResult {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum. The counters are stored in the order of this list.
     pub const ALL: [AuthResult; 4] = [AuthResult::Admitted, AuthResult::Denied, AuthResult::Error, AuthResult::Cached];
 
     /// Return the value of the metric label.
@@ -183,7 +183,7 @@ pub struct RequestMetrics {
     pub inspected_by_network: Arc<InspectedByNetwork>,
 }
 
-/// Index of reserved costs in the counters of tokens.
+/// Index of reserved costs in the counters of [`RequestMetrics::tokens`].
 const RESERVED_TOKENS: usize = 0;
 /// Index of settled costs that the response reported.
 pub(super) const SETTLED_REPORTED: usize = 1;
@@ -196,8 +196,8 @@ pub(super) const SETTLED_RESERVED: usize = 3;
 /// these counters.
 pub const SETTLED_BY: [&str; 3] = ["reported", "estimated", "reserved"];
 
-/// Return the name of the counters of a route and a limit, separated by a space. Neither a route name nor a limit name
-/// contains a space.
+/// Return the name of the token counters: the route name and the limit name, separated by a space. Neither a route name
+/// nor a limit name contains a space.
 fn token_counter_name(route: &str, limit: &str) -> String {
     format!("{route} {limit}")
 }
@@ -220,7 +220,7 @@ pub struct ResponseStats {
 }
 
 impl ResponseStats {
-    /// Record a response, or `None` if there was no response.
+    /// Record the status of a response, or `None` if there was no response.
     pub fn record(&self, status: Option<StatusCode>, elapsed: Duration) {
         self.count(status);
         self.latency.observe(elapsed);
@@ -232,14 +232,15 @@ impl ResponseStats {
     }
 }
 
-/// Metrics of one worker. They have the same indices as the routes, limits and upstreams of its current configuration.
+/// Metrics of one worker. The metrics have the same indices as the routes, limits and upstreams of the worker's current
+/// configuration.
 #[derive(Debug)]
 pub(super) struct WorkerMetrics {
     routes: Vec<RouteMetrics>,
     /// Responses to requests that match no route.
     unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
-    /// Counters by the index of the provider. `None` for providers of any kind except `forward`.
+    /// Counters of [`AuthResult`] by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
@@ -394,8 +395,8 @@ impl WorkerMetrics {
         route.map_or(&self.unmatched, |route| &self.routes[route].responses)
     }
 
-    /// Record a forwarded request, its result and its retries. Failures that the client causes do not count for the
-    /// upstream.
+    /// Record a forwarded request, its result and its retries. Failures that the client causes are not counted as
+    /// failures of the upstream.
     pub(super) fn record_upstream(
         &self,
         upstream: usize,
@@ -419,8 +420,8 @@ impl WorkerMetrics {
         }
     }
 
-    /// Record a decision on the limits of a route. `name` returns the display name of an identity. It is called only
-    /// for denied identities that the sketch does not contain.
+    /// Record a decision on the limits of a route. `name` returns the display name of an identity. This closure is
+    /// called only for denied identities that the sketch does not contain.
     pub(super) fn record_decision(
         &self,
         route: usize,
@@ -449,26 +450,26 @@ impl WorkerMetrics {
     }
 }
 
-// === Top identities: the identities with the most denials or the highest cost of a limit in the last minutes, in
+// === Top identities: the identities with the most denials or the highest cost of a limit in the last 5 minutes, in
 // bounded memory ===
 
 // Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 // Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
 // Streams", 2017). A sketch keeps at most 96 identities. The error of an identity's sum is bounded: the sum is never
-// too high, and too low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all
+// too high. It is too low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all
 // workers and minutes are merged when the list is read.
 
-/// Capacity of a sketch, of which three quarters are used.
+/// Capacity of a sketch. A sketch keeps at most three quarters of this number of identities.
 const SKETCH_CAPACITY: usize = 128;
 
-/// Number of minutes kept, including the current one.
+/// Number of minutes that are kept, including the current minute.
 const WINDOW_MINUTES: usize = 5;
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// Time that the list covers: the current minute and the minutes kept before it.
 pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 
-/// An identity. Equality and hash use only the field `identity`.
+/// An identity with its display name. Equality and hash use only the field `identity`.
 #[derive(Debug, Clone)]
 struct SketchKey {
     identity: Identity,
@@ -491,12 +492,12 @@ impl Hash for SketchKey {
 
 type Sketch = FrequentItemsSketch<SketchKey>;
 
-/// The denials or costs of one limit on one worker.
+/// The denials or costs of one limit on one worker, by identity.
 #[derive(Debug)]
 pub struct TopIdentities {
     started_at: Instant,
-    /// The sketches of the last minutes, each with the index of its minute. The worker locks them to record, and the
-    /// admin API locks them to read the list.
+    /// The sketches of the last minutes, each with the index of its minute. The worker locks the sketches to record a
+    /// request, and the admin API locks them to read the list.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
@@ -507,9 +508,9 @@ pub struct HeavyHitter {
     pub identity: Identity,
     /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// Lower bound of the identity's sum.
+    /// Lower bound of the identity's sum of denials or costs.
     pub lower_bound: u64,
-    /// Upper bound of the identity's sum.
+    /// Upper bound of the identity's sum of denials or costs.
     pub upper_bound: u64,
 }
 
@@ -537,8 +538,8 @@ impl TopIdentities {
         sketch.update_with_count(key, amount);
     }
 
-    /// Return the sum of all identities of a limit on all workers in the last minutes, and the `count` identities with
-    /// the largest sums.
+    /// Return the sum of all identities of a limit on all workers in the last 5 minutes, and the `count` identities
+    /// with the largest sums.
     pub fn top(workers: &[Arc<TopIdentities>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
         let Some(mut sum) = new_sketch() else { return (0, Vec::new()) };
         for worker in workers {
@@ -645,6 +646,6 @@ mod tests {
         assert_eq!((all, often[0].identity, &often[0].name), (1_100_000, Identity(7), &name("the one")));
         let (at_least, at_most) = (often[0].lower_bound, often[0].upper_bound);
         assert!(at_least <= 100_000 && at_most >= 100_000 && at_most - at_least <= 1_100_000 * 35 / 1280, "{often:?}");
-        assert!(names < 100, "the name of a known identity is not resolved again: {names}");
+        assert!(names < 100, "the name of an identity in the sketch must not be computed again: {names} calls");
     }
 }

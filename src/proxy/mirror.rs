@@ -1,9 +1,9 @@
 //! Mirroring: the gateway sends a copy of a forwarded request to a second upstream, and discards the response.
 //!
 //! The client never waits for the copy. The body is copied while the gateway forwards it to the upstream of the route.
-//! A separate task sends the copy when the body is complete. The number of copies is bounded per worker, and their
-//! bytes are bounded per process. When a bound is reached, further requests are not copied. The gateway counts them by
-//! [`DropReason`].
+//! A separate task sends the copy when the body is complete. The number of copies in flight is bounded per route and
+//! worker, and their bytes are bounded per process. When a bound is reached, further requests are not copied. The
+//! gateway counts the requests without a copy by [`DropReason`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,7 +44,7 @@ pub enum CopyResult {
 }
 
 impl CopyResult {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum. The counters are stored in the order of this list.
     pub const ALL: [CopyResult; 2] = [CopyResult::Responded, CopyResult::Failed];
 
     /// Return the value of the metric label.
@@ -74,7 +74,7 @@ pub enum DropReason {
 }
 
 impl DropReason {
-    /// All values of this enum. The counters of the values are stored in the same order.
+    /// All values of this enum. The counters are stored in the order of this list.
     pub const ALL: [DropReason; 6] = [
         DropReason::MaxInFlight,
         DropReason::MaxBody,
@@ -136,7 +136,7 @@ impl Drop for InFlight {
     }
 }
 
-/// The tasks that send the copies of a worker. They may outlive the requests and the configuration snapshot.
+/// The tasks that send the copies of a worker. A task may outlive its request and the configuration snapshot.
 #[derive(Debug, Clone, Default)]
 pub struct MirrorTasks(TaskTracker);
 
@@ -151,7 +151,8 @@ impl MirrorTasks {
     }
 }
 
-/// Budget for the bodies of all copies of the process. Each configuration sets the size of the budget.
+/// Budget for the bodies of all copies of the process. The size of the budget is a quarter of `server.max_buffered` in
+/// the current configuration.
 #[derive(Debug)]
 pub struct MirrorBudget(pub(super) Arc<BufferBudget>);
 
@@ -165,12 +166,12 @@ impl Default for MirrorBudget {
 pub(super) struct Selected<'a> {
     mirror: &'a Mirror,
     stats: Arc<MirrorStats>,
-    /// Connection of the client, if the upstream of the copies gets PROXY headers.
+    /// Connection of the client, if the gateway sends PROXY headers to the upstream of the copies.
     client: Option<ProxiedConnection>,
 }
 
-/// Decide whether a request of this route is copied, and return `None` if not. `request` is the request as it was
-/// received.
+/// Decide whether a request of this route is copied. Return `None` if the request is not copied. `request` is the
+/// request as it was received.
 pub(super) fn select<'a>(
     context: &RequestContext<'_>,
     route: &'a Route,
@@ -292,7 +293,7 @@ impl RequestCopy {
             Ok(response) => {
                 stats.sent.increment(CopyResult::Responded as usize);
                 let mut body = response.into_body();
-                // Read the response to its end, so that the connection can be reused, but not longer than the response
+                // Read the response to its end, so that the connection can be reused, but stop after the response
                 // timeout.
                 let discard = async { while let Some(Ok(_)) = body.frame().await {} };
                 let _ = timeout(upstream.response_timeout(), discard).await;

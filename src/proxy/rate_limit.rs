@@ -83,7 +83,8 @@ pub(super) async fn check_limits<'a>(
     }
     context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
-    // Return the denial first, so that a client over its limit does not learn whether its credential is valid.
+    // If a limit denies the request, return this denial instead of `rejection`, so that a client over its limit does
+    // not learn whether its credential is valid.
     match rejection.filter(|_| decision.admitted) {
         Some(rejection) => Err(rejection),
         None => Ok(decision),
@@ -252,8 +253,8 @@ fn settle_action(
     }
 }
 
-/// Append the RateLimit headers of a decision, and `Access-Control-Expose-Headers`, which lets scripts of other origins
-/// read them.
+/// Append the RateLimit headers of a decision. Also append `Access-Control-Expose-Headers`, so that scripts of other
+/// origins can read the RateLimit headers.
 pub fn append_ratelimit_headers(headers: &mut HeaderMap, limits: &RouteLimits, decision: &Decision<'_>) {
     if decision.results.is_empty() {
         return;
@@ -342,7 +343,7 @@ where
     build_checks_of(config, identities, limits, attributes, |_| true)
 }
 
-/// Build checks as [`build_checks`] does, but only for the limits whose identity `applies` selects.
+/// Build checks as [`build_checks`] does, but only for the limits whose identity spec `applies` selects.
 fn build_checks_of<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -368,9 +369,9 @@ where
     Ok(checks)
 }
 
-/// Build the checks of a request that is not authenticated, only for the limits that need no credential. Their cost is
-/// charged at once and never refunded, because guessing credentials would otherwise be free. Concurrency limits are
-/// skipped, because the request is rejected at once.
+/// Build the checks of a request that is not authenticated, only for the limits that need no credential. The cost of
+/// these checks is charged at once and never refunded, because attempts to guess a credential would otherwise cost
+/// nothing. Concurrency limits are skipped, because the request is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -387,8 +388,8 @@ where
         if !spec.limits_unauthenticated() {
             continue;
         }
-        // Ignore errors about a missing identity or cost, because the request is rejected for its credential in any
-        // case.
+        // Skip a limit whose identity or cost is missing, because the gateway rejects the request for its credential in
+        // any case.
         if let Ok(Some(identity)) = spec.identify(attributes, &config.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()

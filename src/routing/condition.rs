@@ -30,7 +30,7 @@ pub enum ConditionSource {
     Json(JsonPointer),
 }
 
-/// The body of a request, as far as conditions know it.
+/// The body of a request, or the reason why conditions cannot test it.
 #[derive(Debug, Clone, Copy)]
 pub enum RouteBody<'a> {
     /// The body has not been read yet.
@@ -57,8 +57,8 @@ pub enum Met {
 /// The requirement that the values must meet.
 ///
 /// If a header or parameter occurs more than once, only [`Present`](Self::Present) is met. Servers use the first value,
-/// the last value or all of them. With any other requirement, clients could send one value for routing and another one
-/// for the upstream.
+/// the last value or all values. If other requirements could be met, clients could send one value for routing and
+/// another value for the upstream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ValueTest {
     /// There is exactly one value, and it is equal to this text.
@@ -205,8 +205,8 @@ pub const MAX_LENGTH: usize = 1024;
 /// of this size and the length of the text. The limit bounds this time.
 const MAX_COMPILED_SIZE: usize = 128 << 10;
 
-/// Maximum memory in bytes for the lazily built automaton of an expression. Each thread that matches at the same time
-/// may use this memory.
+/// Maximum memory in bytes for the lazily built automaton of an expression. Each thread that matches the expression at
+/// the same time may use up to this memory.
 const MAX_CACHE_SIZE: usize = 256 << 10;
 
 /// Maximum nesting depth of groups and repetitions.

@@ -58,7 +58,7 @@ impl<T> Candidate<'_, T> {
     }
 }
 
-/// State of a walk through the route tree, at one node.
+/// The state at one node during a walk through the route tree.
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
@@ -325,7 +325,7 @@ mod unreachable_tests {
                 table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // The lookup must agree with the explanation.
+                // The lookup must agree with `unreachable_routes`.
                 let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

@@ -353,8 +353,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return whether the parameter is always a whole path segment in the template's path. Otherwise, a value that is
-    /// empty or has several segments would change the adjacent segments.
+    /// Return whether each occurrence of the parameter in the template's path is a whole path segment. Otherwise, a
+    /// value that is empty or has several segments would change the adjacent segments.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {

@@ -60,7 +60,7 @@ impl Authentication {
         ConsumerDirectory(self.consumers_files.iter().map(|file| file.consumers.load_full()).collect())
     }
 
-    /// Return warnings about API keys that expire soon. Each warning names the provider that uses the key.
+    /// Return warnings about API keys that expire within 14 days. Each warning names the provider that uses the key.
     pub fn key_warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let mut warnings = Vec::new();
         for file in &self.consumers_files {
@@ -87,10 +87,10 @@ impl Authentication {
     }
 }
 
-/// How long before a key expires `check` and the log warn about it.
+/// `sluicegate check` and the log warn about API keys that expire within this time.
 const EXPIRY_NOTICE: Duration = Duration::from_secs(14 * 86_400);
 
-/// If an enabled key expires soon, return its expiry (µs since the Unix epoch) and a warning.
+/// If an enabled key expires within [`EXPIRY_NOTICE`], return its expiry (µs since the Unix epoch) and a warning.
 fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
     let terms = key.terms.as_ref().filter(|terms| !terms.disabled)?;
     let expires_us = terms.expires_us?;
@@ -127,7 +127,7 @@ impl Kind {
     }
 }
 
-/// Compile all providers. Add their servers to `internal`.
+/// Compile all providers. Add the settings for connections to their servers to `internal`.
 pub(super) fn authentication(
     config: &Config,
     limits: &LimitsByName,
@@ -498,8 +498,8 @@ pub(super) fn route_auth(
     Some(RouteAuth { required, identify, providers, challenges, missing })
 }
 
-/// Report providers that read API keys from the same header. A key of the second provider would be unknown to the first
-/// and rejected.
+/// Report providers that read API keys from the same header. The first provider would reject the keys of the second
+/// provider as unknown.
 fn report_shared_places(
     route: &config::tables::Route,
     providers: &[usize],

@@ -1,5 +1,5 @@
-//! Cost of a request for a limit. It is a constant, a request header of a trusted proxy, a response header, the token
-//! count of a request to an LLM API, or the sum for the called MCP tools.
+//! Cost of a request for a limit. It is a constant, the value of a request header from a trusted proxy, the value of a
+//! response header, the number of LLM tokens, or the sum of the costs of the called MCP tools.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::snapshot::validator::Validator;
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// The same cost for each request.
+    /// A constant cost.
     Fixed(u64),
     /// The value of a request header. It counts only if a trusted proxy sent it.
     Request {
@@ -39,8 +39,8 @@ pub enum Cost {
         /// Cost if the header is missing or invalid.
         default: u64,
     },
-    /// The tokens of a request to an LLM API. They are reserved before the request is forwarded, and settled after the
-    /// response.
+    /// The LLM tokens of a request. The gateway reserves an estimate before it forwards the request, and corrects the
+    /// charge after the response.
     Llm(Arc<LlmCost>),
     /// The sum of the costs of the messages in an MCP request. The tool that a message calls determines its cost.
     Tools(Arc<ToolCosts>),
@@ -86,7 +86,7 @@ pub struct LlmCost {
     pub includes_usage: bool,
 }
 
-/// Maximum cost. Lua 5.1 computes exactly with integers up to this value.
+/// Maximum cost. Lua 5.1 stores numbers as doubles, which represent all integers up to this value exactly.
 const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
 
 /// Cost of a request to an LLM API that is rejected before its body is read.

@@ -21,7 +21,7 @@ pub struct ActiveConfig {
     pub clusters: Arc<[Arc<UpstreamCluster>]>,
     /// Activation time in µs since the Unix epoch.
     pub active_since_us: u64,
-    /// The changes of the last reload that changed a key.
+    /// The changes of the last reload that changed at least one configuration key.
     pub last_change: ConfigChange,
 }
 

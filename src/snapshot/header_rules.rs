@@ -120,7 +120,7 @@ fn mutated_header(
 /// these methods without a preflight ("CORS-safelisted method" in the Fetch standard).
 const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST");
 
-/// Value for all origins, methods or headers.
+/// Item in a list of `cors` that means all origins, methods or headers.
 const ALL: &str = "*";
 
 /// Compile the CORS policy of a route. Move `expose_header` from `limits` into the policy, so that the header is not

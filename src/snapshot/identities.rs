@@ -28,7 +28,7 @@ use crate::snapshot::routes::Route;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// Name of the client network in `by`.
+/// Source in `by` that selects the client network.
 const IP_LABEL: &str = "ip";
 
 /// Compile `[client_ip]`.
@@ -68,8 +68,8 @@ pub(super) fn identity_spec(
         }
     }
     let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    // Skip the limit by default: some requests of an MCP session call no tool, and responses that a client sends have
-    // no method.
+    // By default, a limit by tool or method does not apply to requests without a tool or method: some requests of an
+    // MCP session call no tool, and responses that a client sends have no method.
     let skips_other_messages =
         limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
@@ -259,7 +259,8 @@ pub(super) fn load(
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no keys and no explicit `keys = []`. Another program may then still be writing the file.
+    /// Whether the file has no keys, unless each consumer has an explicit `keys = []`. Another program may still be
+    /// writing such a file.
     pub(super) is_incomplete: bool,
 }
 
@@ -499,7 +500,7 @@ impl NetworkFiles {
         if reader.is_unresolved(text) {
             reader.push_issue(Issue::new(
                 text.span(),
-                "cannot find the file of networks, because an environment variable is not set",
+                "cannot find the network file, because an environment variable is not set",
             ));
             return None;
         }
@@ -547,9 +548,8 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 impl CompiledConfig {
     /// Replace the networks of a network file with those in `content`. `index` is the index of the file.
     ///
-    /// # Errors
-    /// The file has errors, or is empty because a program is writing it. After an error, the active networks do not
-    /// change.
+    /// # Errors The file has errors, or is empty. An empty file may be one that a program is still writing. After an
+    /// error, the active networks do not change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {

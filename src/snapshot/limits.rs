@@ -40,7 +40,8 @@ const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 /// Maximum length of a quota unit.
 const MAX_UNIT_LENGTH: usize = 32;
 
-/// Common misspellings of units, with the correct unit. SDKs expect the correct unit in header names.
+/// Common misspellings of units, each with the correct unit. Client SDKs expect the correct unit in header names, such
+/// as `x-ratelimit-limit-tokens`.
 const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
 /// Compile all limits.
@@ -269,7 +270,8 @@ fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Va
     RefundOn(statuses)
 }
 
-/// Return the quota unit. It becomes part of header names and of a structured-field string.
+/// Return the quota unit. It is restricted to lowercase letters, digits and `-`, because it becomes part of header
+/// names and of strings in structured fields (RFC 9651).
 fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<Box<str>> {
     let text = limit.unit.as_ref()?;
     let unit = text.get_ref().as_str();
@@ -596,9 +598,9 @@ fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
 /// Return a hint for an invalid quota.
 pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
-        QuotaError::Inexact { .. } => "use a smaller quota, a shorter window, or a rounder count",
+        QuotaError::Inexact { .. } => "use a smaller quota, a shorter window, or a round count (1000000, not 1000003)",
         QuotaError::LongLog { .. } => "use algorithm = \"token-bucket\", which needs only a few bytes for any quota",
-        QuotaError::TimeZone(_) => "use a name of the IANA database, such as \"Europe/Berlin\"",
+        QuotaError::TimeZone(_) => "use the name of a time zone in the IANA database, such as \"Europe/Berlin\"",
         QuotaError::Buckets { .. } => "use another number of `buckets`: 10 divides most windows",
         QuotaError::NoFixedWindow => "use algorithm = \"fixed-window\", or a quota per \"30d\"",
         QuotaError::Prefetch { .. } => "set a smaller `prefetch`: a tenth of the quota or of the burst is enough",

@@ -89,8 +89,8 @@ pub(super) fn listeners(
     compiled
 }
 
-/// Return whether the kernel would not let two sockets listen on these addresses. This is the case if they have the
-/// same port, and one address includes the other.
+/// Return whether two sockets cannot listen on these addresses at the same time. The kernel rejects the second socket
+/// if both have the same port and one address includes the other, as `0.0.0.0` includes `127.0.0.1`.
 pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
@@ -202,14 +202,14 @@ fn client_verifier(
 }
 
 impl ListenerTls {
-    /// Return whether both accept the same client certificates, and the trust roots of `other` have not been replaced
-    /// since it was loaded.
+    /// Return whether `self` and `other` verify client certificates with the same settings and CA certificates. Return
+    /// `false` if the CA certificates of `other` were replaced after `other` was loaded.
     pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
-    /// Use a new certificate, starting with the next connection.
+    /// Use a new certificate for new connections.
     ///
     /// # Errors
     /// The certificate is invalid, has expired or is not valid yet. After an error, the active certificate does not
@@ -221,7 +221,7 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Use new CA certificates to verify client certificates, starting with the next connection.
+    /// Use new CA certificates to verify client certificates of new connections.
     ///
     /// # Errors
     /// The file contains no valid CA certificates. After an error, the active CA certificates do not change.
@@ -284,7 +284,7 @@ impl CompiledConfig {
 
 // === `[acme]`, and the certificate names of the listeners that use it ===
 
-/// Both challenge types, in the default order.
+/// The supported challenge types, in the default order.
 const CHALLENGES: [(&str, ChallengeKind); 2] =
     [("http-01", ChallengeKind::Http01), ("tls-alpn-01", ChallengeKind::TlsAlpn01)];
 
@@ -295,7 +295,7 @@ pub struct Acme {
     pub settings: Arc<AcmeSettings>,
     /// The active certificates. A reload keeps them.
     pub certificates: Arc<ManagedCertificates>,
-    /// The names for which certificates are obtained, of all listeners, sorted.
+    /// The DNS names for which the gateway obtains certificates. Contains the names of all listeners, sorted.
     pub names: Vec<Box<str>>,
     /// Wildcard hosts of routes that ACME listeners without `names` would serve. No certificates are obtained for these
     /// hosts.
@@ -330,7 +330,7 @@ pub struct AcmeSettings {
     pub challenges: Vec<ChallengeKind>,
     /// External account to which the ACME account is bound (EAB).
     pub external_account: Option<ExternalAccount>,
-    /// Secret that encrypts the private keys in Redis.
+    /// Secret from which the gateway derives the key that encrypts the private keys in Redis.
     pub secret: StoreSecret,
 }
 
@@ -365,7 +365,7 @@ impl fmt::Debug for ExternalAccount {
     }
 }
 
-/// Settings and routes as far as listeners with `tls.acme` need them.
+/// The settings and the hosts of routes that listeners with `tls.acme` need.
 pub(super) struct AcmeListeners {
     /// The certificates. `None` without `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
@@ -373,7 +373,7 @@ pub(super) struct AcmeListeners {
     default_names: Vec<Box<str>>,
     /// Wildcard hosts of all routes.
     wildcards: Vec<Box<str>>,
-    /// Whether a listener uses the default names.
+    /// Whether at least one listener uses the default names.
     uses_defaults: bool,
 }
 

@@ -182,8 +182,8 @@ fn stream(
         reader.push_issue(issue.with_hint("set url = \"redis://…\" in [store], or use `webhook`"));
     }
     let key = text.get_ref().as_str();
-    // Reject braces in the key of a stream. The key is also the hash tag of the keys that claim events, so that they
-    // are in the cluster slot of the stream.
+    // Reject braces in the key of a stream. The key of the stream is also the hash tag of the keys that claim events,
+    // so that all of them are in the same Redis Cluster slot.
     let is_valid = (1..=MAX_STREAM_KEY).contains(&key.len())
         && key.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'{' | b'}'));
     if !is_valid && !reader.is_unresolved(text) {

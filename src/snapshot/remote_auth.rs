@@ -35,7 +35,8 @@ const UPSTREAM_PREFIX: &str = "auth.";
 /// Maximum time to connect to an authentication server. It is equal to the default for other upstreams.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum lifetime of a cached admission. A cached admission stays valid for this time after a session is revoked.
+/// Maximum lifetime of a cached admission. After a session is revoked, the gateway may use a cached admission for this
+/// time.
 const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
 
 /// Bounds of `refresh_interval`.

@@ -128,7 +128,7 @@ fn redirect(
         }
         *status.get_ref()
     });
-    // Fallback that is never used, because `route_action` has rejected all other statuses.
+    // The fallback replaces only statuses that were reported above, so it is never used in a valid configuration.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     let to = match (&redirect.to, &redirect.scheme) {
         (Some(to), None) => {
@@ -309,8 +309,8 @@ pub(super) fn websocket(
 // Weighted selection of upstreams.
 
 /// The fractional part of the golden ratio, times 2^64. Its multiples modulo 2^64 are evenly distributed (Weyl, 1916).
-/// This is true for any range of consecutive multiples, and if only every n-th multiple is used. Periodic requests of
-/// one client are therefore not always sent to the same upstream.
+/// This is also true for each range of consecutive multiples, and for every n-th multiple. If a client sends every n-th
+/// request, its requests are therefore not all sent to the same upstream.
 pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Distributes the requests of a route among upstreams by weight.
@@ -441,9 +441,9 @@ mod tests {
                 for (index, weight) in weights.iter().enumerate() {
                     let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // The distribution must be exact from the first request, not only on average.
+                    // After any number of requests, the count must differ by at most 4 from the share of the upstream.
                     assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
-                    assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
+                    assert!(*weight > 0 || counts[index] == 0, "{weights:?}: the upstream {index} has weight 0");
                 }
             }
         }
@@ -469,8 +469,8 @@ mod tests {
                 let due = f64::from(requests) * percent / 100.0;
                 assert!((f64::from(copies) - due).abs() <= 4.0, "{percent} %: {copies} of {requests}, due {due:.1}");
             }
-            assert!(percent > 0.0 || copies == 0, "no request of 0 %");
-            assert!(percent < 100.0 || copies == 10_000, "all requests of 100 %");
+            assert!(percent > 0.0 || copies == 0, "with 0 %, no request is copied");
+            assert!(percent < 100.0 || copies == 10_000, "with 100 %, all requests are copied");
         }
     }
 }

@@ -20,11 +20,11 @@ use crate::snapshot::validator::Validator;
 /// How to handle requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
-    /// The route does not match them.
+    /// The route does not match such requests.
     Strict,
-    /// The route matches them as well.
+    /// The route also matches such requests.
     Same,
-    /// They are redirected to the path of the route.
+    /// The gateway redirects such requests to the path of the route.
     Redirect,
 }
 
@@ -66,7 +66,7 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
             );
         } else if hosts.contains(&host) {
             let issue = Issue::new(text.span(), format!("the route has the host `{host}` twice"));
-            reader.push_issue(issue.with_hint("leave out one of them"));
+            reader.push_issue(issue.with_hint("remove one of them"));
         } else {
             hosts.push(host);
         }
@@ -102,7 +102,7 @@ fn listener_indices(
         match listeners.iter().position(|listener| name_of(listener) == Some(text.get_ref().as_str())) {
             Some(index) if indices.contains(&index) => {
                 let issue = Issue::new(text.span(), format!("the route has the listener `{}` twice", text.get_ref()));
-                reader.push_issue(issue.with_hint("leave out one of them"));
+                reader.push_issue(issue.with_hint("remove one of them"));
             }
             Some(index) => indices.push(index),
             None if listeners.iter().all(|listener| name_of(listener).is_none()) => {
@@ -216,7 +216,10 @@ fn trailing_slash(
     {
         let (message, hint) = match path.is_regex() {
             true => ("`trailing_slash` requires `path`", "end the expression with `/?` to match both forms"),
-            false => ("this path has no other form", "remove the condition, because all paths start with a slash"),
+            false => (
+                "`trailing_slash` has no effect on this path",
+                "remove `trailing_slash`, because every path starts with a slash",
+            ),
         };
         reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
     }

@@ -99,7 +99,8 @@ pub struct RouteLimit {
 /// Limits of a route, and settings for the RateLimit headers.
 #[derive(Debug, Default)]
 pub struct RouteLimits {
-    /// The different identities of the limits. Limits with the same identity share one entry.
+    /// The distinct identity settings (`by`, `on_missing`, …) of the limits. Limits with equal settings share one
+    /// entry.
     pub identities: Vec<IdentitySpec>,
     /// The limits of the route.
     pub limits: Vec<RouteLimit>,
@@ -109,7 +110,8 @@ pub struct RouteLimits {
     pub header_styles: Vec<HeaderStyle>,
     /// Value of `Access-Control-Expose-Headers`. It allows scripts of other origins to read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
-    /// What to read from request bodies before the check, to count tokens. `None` if no limit counts tokens.
+    /// How to read request bodies before the rate limit check, to count LLM tokens. `None` if no limit counts LLM
+    /// tokens.
     pub llm: Option<LlmInspection>,
     /// Whether an identity or a cost depends on values in the request body.
     pub reads_values: bool,
@@ -118,7 +120,7 @@ pub struct RouteLimits {
     pub policy_header: Option<HeaderValue>,
 }
 
-/// What the limits of a route read from a request body, apart from tokens.
+/// What the limits of a route read from a request body, apart from the data for counting LLM tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BodyUse {
     /// Whether the limits read JSON values or JSON-RPC messages.
@@ -143,7 +145,8 @@ pub struct LlmInspection {
 }
 
 impl LlmInspection {
-    /// Return the settings that satisfy all limits that count tokens. Return `None` if no limit counts tokens.
+    /// Combine the settings of all limits that count LLM tokens: use the smallest body size, and enable an option if
+    /// one limit enables it. Return `None` if no limit counts LLM tokens.
     fn for_limits(limits: &[RouteLimit]) -> Option<Self> {
         let inspections = limits.iter().filter_map(|route_limit| {
             let llm = route_limit.cost.llm()?;
@@ -170,7 +173,8 @@ impl RouteLimits {
         self.reads_values || self.llm.is_some()
     }
 
-    /// Return what the limits read from the body of a request with this method, apart from tokens.
+    /// Return what the limits read from the body of a request with this method, apart from the data for counting LLM
+    /// tokens.
     pub fn body_use(&self, method: &Method) -> BodyUse {
         let mut body_use = BodyUse::default();
         if !self.reads_values {
@@ -188,8 +192,8 @@ impl RouteLimits {
         body_use
     }
 
-    /// Return how to read the body of a request with this method, to count its tokens. Return `None` if no limit counts
-    /// them.
+    /// Return how to read the body of a request with this method, to count its LLM tokens. Return `None` if no limit
+    /// counts LLM tokens for this method.
     pub fn llm_inspection(&self, method: &Method) -> Option<LlmInspection> {
         let inspection = self.llm?;
         let counts_tokens = |route_limit: &RouteLimit| {
@@ -239,14 +243,14 @@ pub enum RedirectTarget {
         /// Path and query of the target.
         template: RewriteTemplate,
     },
-    /// The same host, path and query, but another scheme or port.
+    /// A URL with the host, path and query of the request, but another scheme or port.
     Scheme {
         /// `http` or `https`.
         scheme: &'static str,
         /// The port. `None` for the default port of the scheme.
         port: Option<u16>,
     },
-    /// The same path with the trailing slash added or removed.
+    /// The path of the request with the trailing slash added or removed.
     OtherSlash,
 }
 

@@ -52,7 +52,7 @@ const MAX_TAG: usize = 48;
 pub struct ServerSettings {
     /// Number of worker threads.
     pub workers: usize,
-    /// How workers share connections.
+    /// How connections are distributed to workers.
     pub worker_model: WorkerModel,
     /// Time after SIGTERM during which the gateway still accepts connections and serves requests.
     pub accept_grace: Duration,
@@ -111,7 +111,7 @@ impl ServerSettings {
     }
 }
 
-/// How workers share connections.
+/// How connections are distributed to workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkerModel {
     /// Each worker accepts and serves its own connections.
@@ -255,7 +255,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         Some(sample) => {
             let issue = Issue::new(sample.span(), format!("{} is out of range", sample.get_ref()));
             reader.push_issue(
-                issue.with_hint("write a share above 0 and up to 1, such as 0.01 for 1 % of the successes"),
+                issue.with_hint("write a fraction above 0 and up to 1, such as 0.01 for 1 % of successful requests"),
             );
             1.0
         }
@@ -305,7 +305,7 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
         reader.push_issue(Issue::new(span, message).with_hint(format!("such as \"{default}\"")));
     } else if path.metadata().is_ok_and(|found| !found.file_type().is_socket()) {
         let issue = Issue::new(span, format!("{} is not a socket", path.display()));
-        let hint = format!("give the socket of the daemon, such as \"{default}\"; set `to` to append to a file");
+        let hint = format!("set `socket` to the log daemon's socket, such as \"{default}\", or `to` to a file");
         reader.push_issue(issue.with_hint(hint));
     }
     path
@@ -493,7 +493,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
     if reader.is_unresolved(text) && !url.contains("://") {
-        // There was no error about the unset variable, so this is `check --offline`, which does not use the store.
+        // Skip the URL, because its environment variable is not set. `Validator::finish` reports an error for each
+        // command that uses the store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }

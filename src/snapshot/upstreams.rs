@@ -159,7 +159,8 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
-/// Compile `proxy_protocol`. HTTP/2 upstreams do not support it, because all clients share one connection.
+/// Compile `proxy_protocol`. It cannot be combined with HTTP/2, because one HTTP/2 connection carries the requests of
+/// several clients.
 fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reader: &mut Validator<'_>) -> bool {
     let Some(text) = &upstream.proxy_protocol else { return false };
     let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);
@@ -445,7 +446,7 @@ impl UpstreamTls {
         self.files.ca.iter().chain(self.files.gateway_certificate.iter().flatten()).cloned().collect()
     }
 
-    /// Use new file contents, starting with the next connection.
+    /// Use the contents of `files` for new connections. Existing connections do not change.
     ///
     /// # Errors
     /// A file is invalid, or the client certificate has expired or is not valid yet. After an error, the active TLS
@@ -469,8 +470,8 @@ impl UpstreamTls {
         Ok(())
     }
 
-    /// Return whether both have the same settings and file contents, and `other` has not been reloaded since it was
-    /// loaded.
+    /// Return whether `self` and `other` have the same name, settings and file contents. Return `false` if
+    /// [`UpstreamTls::reload`] was called on `other`.
     pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
         let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();

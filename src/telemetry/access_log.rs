@@ -23,20 +23,20 @@ use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
-/// Status in the record of a request whose client closed the connection before the response. nginx uses the same
-/// number.
+/// Status in the record of a request whose client closed the connection before the response. nginx logs the same
+/// status.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// Maximum time to write the last records at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The fractional part of the golden ratio, multiplied by 2^64. Modulo 2^64, the multiples of this number are evenly
-/// distributed, and so are every second, third or n-th of them (Weyl, 1916). Therefore, periodic traffic does not
-/// distort a sample.
+/// distributed (Weyl, 1916). Every second, third or n-th multiple is evenly distributed as well. Therefore, periodic
+/// traffic does not distort a sample.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The record of a request in the access log. A record never contains an API key, a token or a query string. Programs
-/// read the fields of a record, which `docs/reference/access-log.md` documents.
+/// The record of a request in the access log. A record never contains an API key, a token or a query string.
+/// `docs/reference/access-log.md` documents the fields, because programs parse them.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct AccessRecord<'a> {
     /// Time at which the request arrived, in µs since the Unix epoch. The log contains this time in seconds.
@@ -65,7 +65,7 @@ pub struct AccessRecord<'a> {
     /// The rate limit check, if the route has limits.
     #[serde(flatten)]
     pub decision: Option<&'a DecisionInfo>,
-    /// Model of an LLM request, if a limit counts the tokens of the request.
+    /// Model of an LLM request, if a limit counts LLM tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<&'a str>,
     /// The request to the upstream, if the request was forwarded.
@@ -76,7 +76,7 @@ pub struct AccessRecord<'a> {
     /// Id of the trace. The log contains this id as 32 hexadecimal digits.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
-    /// Share of the records of successful requests that are written (`log.sample`). `None` if this request was not
+    /// Share of successful requests whose records are written (`log.sample`). `None` if this request was not
     /// successful, or if the share is 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sample_rate: Option<f64>,
@@ -85,12 +85,13 @@ pub struct AccessRecord<'a> {
 /// Result of the rate limit check of a request.
 #[derive(Debug, Serialize)]
 pub struct DecisionInfo {
-    /// The overall decision of the check. It is the most relevant one of the decisions of the limits.
+    /// The overall decision of the check: the most relevant decision of a limit.
     pub decision: &'static str,
     /// The component that made the decision: `store`, `denial-cache` or `local`. `None` if the check failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'static str>,
-    /// The limit that denied the request. If the request was admitted, the limit that is nearest to a denial.
+    /// The limit that denied the request; if several did, the limit with the longest wait. If the request was admitted,
+    /// the limit with the smallest remaining share of its quota.
     #[serde(flatten)]
     pub effective_limit: Option<EffectiveLimit>,
     /// Duration of the check, including the time in the wait queue. The log contains this time in ms.
@@ -130,7 +131,7 @@ pub struct LimitInfo {
     /// Keyed hash of the identity. The log contains this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
-    /// Cost of the request. If the cost depends on the response, it is the cost after the response.
+    /// Cost of the request. If the cost depends on the response, this is the cost after the response.
     pub cost: u64,
     /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if another limit denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -189,7 +190,7 @@ pub enum LogDestination {
 pub struct AccessLog {
     writer: BatchWriter<u8>,
     encoding: Encoding,
-    /// Selects the records that are written. `None` if all records are written.
+    /// Selects the requests whose records are written. `None` if the records of all requests are written.
     sampler: Option<Arc<Sampler>>,
 }
 
@@ -198,32 +199,33 @@ pub struct AccessLog {
 enum Encoding {
     /// Each record is a line.
     Line(LogFormat),
-    /// Each record is a syslog message, with its length before it.
+    /// Each record is a syslog message, preceded by its length.
     Syslog(LogFormat, Arc<SyslogHeader>),
-    /// Each record is JSON, with its length before it. The writer thread converts the JSON to journal entries.
+    /// Each record is JSON, preceded by its length. The writer thread converts the JSON to journal entries.
     Journald,
 }
 
-/// Selects which records of successful requests are written.
+/// Selects the successful requests whose records are written.
 #[derive(Debug)]
 struct Sampler {
-    /// Share of the records that are written, greater than 0 and less than 1.
+    /// Share of the successful requests whose records are written, greater than 0 and less than 1.
     rate: f64,
     counter: AtomicU64,
 }
 
 impl Sampler {
-    /// Return whether the next record is written. The written records are evenly distributed.
+    /// Return whether the next record is written. The written records are evenly distributed among all records.
     fn picks_next(&self) -> bool {
-        // The product is exact, because the multiplication by a power of two changes only the exponent.
+        // The product is exact, because multiplying a floating-point number by a power of two changes only its
+        // exponent.
         let share = (self.rate * 2.0_f64.powi(64)) as u64;
         self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
     }
 }
 
 impl AccessLog {
-    /// Start the writer thread. `sample` is the share of the records of successful requests that are written: greater
-    /// than 0, and at most 1. `format` does not apply to journald.
+    /// Start the writer thread. `sample` is the share of successful requests whose records are written: greater than 0,
+    /// and at most 1. `format` does not apply to journald.
     ///
     /// # Errors
     /// The destination cannot be used, or the thread cannot be started.
@@ -247,11 +249,11 @@ impl AccessLog {
         Ok(AccessLog { writer, encoding, sampler })
     }
 
-    /// Queue a record. Do not queue it if the request was successful and the sample does not include it.
+    /// Queue a record, unless the request was successful and the sampler does not select it.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Each worker formats its records in its own buffer, so that it holds the shared lock of the queue only
-            // briefly.
+            // Each worker formats its records in a separate buffer, so that the worker holds the lock of the shared
+            // queue only briefly.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         let mut record = *record;
@@ -350,8 +352,8 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // The client chose this value. Replace spaces and line breaks in it, so that the record remains one line of
-            // fields that are separated by spaces.
+            // The client chose the model. Replace spaces and line breaks in it, because the record must remain one line
+            // with fields separated by spaces.
             write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
@@ -403,7 +405,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // serde does not call this function for `None`, because of `skip_serializing_if`.
+    // serde does not call this function for `None`, because the field has `skip_serializing_if`.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -423,7 +425,7 @@ pub struct TelemetrySinks {
     pub trace_exporter: Option<TraceExporter>,
 }
 
-/// The data of a request that are known when it arrives.
+/// The data of a request that are known when the request arrives.
 #[derive(Debug)]
 pub struct RequestStart<'a> {
     /// Time when the request arrived.
@@ -453,9 +455,9 @@ pub struct RequestRecord {
     pub status: u16,
     /// Outcome of the request, such as `ok` or `rate-limited`.
     pub outcome: &'static str,
-    /// Id of the trace, even if this gateway records no spans of it.
+    /// Id of the trace, even if this gateway records no spans of the trace.
     trace_id: Option<u128>,
-    /// IP address of the client. Until the route is known, it is the address of the peer.
+    /// IP address of the client. Until the route is known, this is the address of the peer.
     pub client: IpAddr,
     /// Name of the route.
     pub route: Option<Arc<str>>,
@@ -463,7 +465,7 @@ pub struct RequestRecord {
     pub path_template: Option<Box<str>>,
     /// Result of the rate limit check.
     pub decision: Option<DecisionInfo>,
-    /// Model of an LLM request, if a limit counts the tokens of the request.
+    /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<Box<str>>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
@@ -529,8 +531,8 @@ impl RequestRecord {
         self.write(0, false);
     }
 
-    /// Write the record to the access log, and export its spans. `bytes_sent` is the number of bytes of the response
-    /// body that were sent. `complete` is true if they are the whole body.
+    /// Write the record to the access log, and export the spans of the request. `bytes_sent` is the number of bytes of
+    /// the response body that were sent. `complete` is true if the whole body was sent.
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let duration = self.started_at.elapsed();
         let record = AccessRecord {
@@ -568,7 +570,7 @@ impl RequestRecord {
 /// Minimum interval between two warnings about lost records.
 const WRITER_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum capacity, in items, of an empty batch that is kept for reuse.
+/// Maximum capacity, in items, of a delivered batch whose allocation is kept for reuse.
 const RETAINED_CAPACITY: usize = 64 << 10;
 
 /// Settings of a [`BatchWriter`].
@@ -576,8 +578,8 @@ const RETAINED_CAPACITY: usize = 64 << 10;
 pub struct BatchConfig {
     /// Name of the writer in the log. The name of the thread is the same, with hyphens instead of spaces.
     pub name: &'static str,
-    /// Time from the first item of a batch to the delivery of the batch. Without batches, waking the thread would cost
-    /// more than writing the item.
+    /// Time from the first item of a batch to the delivery of the batch. The delay exists because waking the thread for
+    /// each item would cost more than writing the item.
     pub delay: Duration,
     /// Maximum number of queued items. Further records are dropped and counted.
     pub capacity: usize,
@@ -650,8 +652,8 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Queue the items that `add` appends, which belong to one record. If the queue is full, drop the record and count
-    /// it.
+    /// Queue the items of one record, which `add` appends. If the queue is full, drop the record and count it in
+    /// `dropped`.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -668,7 +670,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         add(&mut pending.items);
         drop(pending);
         if was_empty {
-            // Sending cannot fail, because the thread runs as long as a sender exists.
+            // Sending cannot fail, because the thread runs as long as a `Sender` exists.
             let _ = self.commands.send(Command::Deliver);
         }
     }
@@ -699,7 +701,7 @@ mod tests {
 
     use super::*;
 
-    /// This test ensures that the formats do not change, because programs parse them.
+    /// The formats must not change, because programs parse them.
     #[test]
     fn access_record_has_documented_json_and_text_formats() {
         let limit_info = |limit: &str, decision, remaining, settled: Option<u64>| LimitInfo {
@@ -815,7 +817,7 @@ mod tests {
             (AccessRecord { status: 400, ..ok }, false),
             (AccessRecord { complete: false, ..ok }, false),
             (AccessRecord { decision: Some(&shadow_denied), ..ok }, false),
-            // gRPC reports errors in a separate status, with the HTTP status 200.
+            // gRPC responses have the HTTP status 200 even if the request was denied.
             (AccessRecord { outcome: "rate-limited", ..ok }, false),
         ] {
             assert_eq!(record.is_success(), expected, "{record:?}");

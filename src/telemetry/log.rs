@@ -31,8 +31,8 @@ use crate::limiter::clock::{LogThrottle, monotonic};
 /// Maximum number of log lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;
 
-/// Maximum time that a thread waits until its line is written. After a timeout, threads do not wait for their lines,
-/// until the writer has written a line again.
+/// Maximum time that a thread waits until its line is written. After a timeout, threads do not wait for their lines
+/// until the writer has written another line.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Format of log lines.
@@ -56,13 +56,13 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // Ignore the error: if a subscriber is already installed, as in tests, keep it.
+    // Ignore the error, which means that a subscriber is already installed, as in tests.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
 
-/// A writer that queues log lines for a separate thread, which writes them. A stopped terminal or an unread pipe blocks
-/// only that thread. Clones share the queue.
+/// A writer that queues log lines for a separate thread, which writes them to standard error. A stopped terminal or an
+/// unread pipe therefore blocks only the separate thread. Clones share the queue.
 #[derive(Debug, Clone)]
 struct LogWriter {
     sender: SyncSender<QueuedLine>,
@@ -90,11 +90,11 @@ impl LogWriter {
         let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
-                // Ignore errors of standard error, because there is no other place to report them.
+                // Ignore errors of writing to standard error, because there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
-                // The send fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and
-                // the next written line clears the flag.
+                // Ignore the error of `send`, which means that the waiting thread has timed out. That thread has set
+                // `is_stalled`, and the next written line clears this flag.
                 let _ = written_sender.send(());
             }
         })?;
@@ -102,7 +102,8 @@ impl LogWriter {
     }
 }
 
-/// Return the next line. When the queue has become empty, first log how many lines were dropped while it was full.
+/// Return the next line. When the queue has become empty, first log how many lines were dropped while the queue was
+/// full.
 fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<QueuedLine> {
     match receiver.try_recv() {
         Ok(line) => return Some(line),
@@ -111,7 +112,7 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     }
     let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        // Set `is_stalled`, so that this thread does not wait for its own line of the `warn!` below.
+        // Set `is_stalled`, because `warn!` queues a line for this thread, and this thread must not wait for itself.
         state.is_stalled.store(true, Ordering::Relaxed);
         warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
@@ -119,7 +120,7 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
 }
 
 /// Each call of `write` gets one formatted event. `write` never returns an error, because the tracing subscriber would
-/// report it with `eprintln!`, which panics if standard error is closed.
+/// print the error with `eprintln!`, which panics if standard error is closed.
 impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
@@ -142,7 +143,7 @@ impl Write for LogWriter {
 /// Minimum interval between two warnings that a file cannot be reopened.
 const REOPEN_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A log file that is reopened at the same path after log rotation.
+/// A log file. After log rotation, the gateway opens a new file at the same path.
 #[derive(Debug)]
 pub struct LogFile {
     path: PathBuf,
@@ -163,8 +164,8 @@ impl LogFile {
         Ok(LogFile { path, file, file_id, throttle: LogThrottle::new() })
     }
 
-    /// Reopen the path if the file was moved or replaced. If the path cannot be reopened, keep writing to the open
-    /// file.
+    /// Open a new file at the path if the file was moved, removed or replaced. If the new file cannot be opened, keep
+    /// writing to the open file.
     fn reopen_if_rotated(&mut self) {
         if self.path.metadata().is_ok_and(|metadata| file_id(&metadata) == self.file_id) {
             return;
@@ -189,8 +190,8 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Write complete lines. All lines of a call go to one file, even if log rotation replaces the file during the
-    /// call.
+    /// Write complete lines. All lines of a call are written to the same file, even if log rotation replaces the file
+    /// during the call.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -209,7 +210,7 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// === Rate limit for the log lines of libraries. A library that logs each client action would fill the log ===
+// === Rate limit for the log lines of libraries, which could otherwise fill the log ===
 
 /// Maximum number of lines of each library within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
@@ -229,8 +230,8 @@ struct Period {
 }
 
 impl DependencyLogThrottle {
-    /// Return whether a line of a library is admitted. Also return the number of lines that were suppressed in the
-    /// previous period, if this line starts a new period, otherwise 0.
+    /// Return whether a line of a library is admitted. If this line starts a new period, also return the number of
+    /// lines that were suppressed in the previous period, otherwise 0.
     fn admit(&self, library: &'static str) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
@@ -262,8 +263,8 @@ impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
 // === Log sockets: each record is a datagram to a syslog daemon (RFC 5424 or RFC 3164) or to journald in its native
 // protocol (<https://systemd.io/JOURNAL_NATIVE_PROTOCOL/>) ===
 
-/// Facilities (RFC 5424 §6.2.1) with the names that syslog(3) uses. `kern` is not included, because only the kernel may
-/// use it.
+/// Syslog facilities (RFC 5424 §6.2.1) with their names in syslog(3). `kern` is not included, because only the kernel
+/// may use it.
 pub const FACILITIES: [(&str, u8); 19] = [
     ("user", 1),
     ("mail", 2),
@@ -286,7 +287,7 @@ pub const FACILITIES: [(&str, u8); 19] = [
     ("local7", 23),
 ];
 
-/// Severities (RFC 5424 §6.2.1), which journald calls priorities.
+/// Syslog severities (RFC 5424 §6.2.1), which journald calls priorities.
 const WARNING: u8 = 4;
 const INFORMATIONAL: u8 = 6;
 
@@ -351,7 +352,8 @@ impl SyslogHeader {
     pub(super) fn new(Syslog { protocol, facility, tag, .. }: &Syslog) -> Self {
         let pid = process::id();
         let suffix = match protocol {
-            // The structured data is `-` (none), because the message itself contains the fields of the record.
+            // The STRUCTURED-DATA of the header is `-` (none), because the message itself contains the fields of the
+            // record.
             SyslogProtocol::Rfc5424 => format!(" {} {tag} {pid} {MESSAGE_ID} - ", host_name()),
             SyslogProtocol::Rfc3164 => format!(" {tag}[{pid}]: "),
         };
@@ -399,7 +401,7 @@ fn write_journal_entry(record: &[u8], tag: &str, out: &mut Vec<u8>) -> serde_jso
     Ok(())
 }
 
-/// Return a value as text. A list of strings becomes a comma-separated text. Objects remain JSON.
+/// Return a JSON value as text. A list of strings becomes a comma-separated text. Objects remain JSON.
 fn journal_text(value: &Value) -> Cow<'_, str> {
     match value {
         Value::String(text) => text.into(),
@@ -426,7 +428,7 @@ fn write_field(out: &mut Vec<u8>, name: &str, value: &str) {
 fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
     let mut file = File::from(memfd_create("journal-entry", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?);
     file.write_all(entry)?;
-    // Seal the file: journald maps it into memory, and rejects a file that could change.
+    // Seal the file against changes. journald maps the file into memory, and rejects a file that is not sealed.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
     let descriptors = [file.as_fd()];
     retry_on_intr(|| {
@@ -450,7 +452,7 @@ pub(super) fn push_framed(batch: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>))
     batch[start..start + LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());
 }
 
-/// A connection to a log socket. After a restart of the daemon, the gateway connects again.
+/// A connection to the socket of a log daemon. After a restart of the daemon, the gateway connects again.
 #[derive(Debug)]
 pub(super) struct LogSocket {
     path: PathBuf,
@@ -503,7 +505,7 @@ impl LogSocket {
                 None => record,
                 Some(tag) => {
                     entry.clear();
-                    // Parsing does not fail, because the gateway has written the record as JSON.
+                    // This does not fail, because `record` is JSON that the gateway has serialized.
                     if write_journal_entry(record, tag, &mut entry).is_err() {
                         lost += 1;
                         continue;
@@ -511,7 +513,8 @@ impl LogSocket {
                     &entry
                 }
             };
-            // After the socket has rejected a record, count the remaining records of the batch as lost.
+            // After a record could not be sent, count the remaining records of the batch as lost, unless the record was
+            // only too large.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;
@@ -559,7 +562,7 @@ fn connect(path: &Path) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Return whether sending failed because the record was too large. Other records can then still be sent.
+/// Return whether sending failed because the record was too large. In this case, other records can still be sent.
 fn is_too_large(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::MSGSIZE.raw_os_error())
 }
@@ -579,7 +582,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer for tests. Each write waits for a permit from the test.
+    /// A writer for tests. Each write waits until the test permits it.
     struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
     impl Write for BlockedWriter {
@@ -599,8 +602,8 @@ mod tests {
         let (permits, permit_receiver) = channel();
         let (sink, written) = channel();
         let log = LogWriter::start(BlockedWriter(permit_receiver, sink)).unwrap();
-        // One line is being written. The other lines are queued or dropped. Only the first write waits until its line
-        // is written.
+        // One line is being written, and the other lines are queued or dropped. Only the first caller of `write_all`
+        // waits (until `WRITE_TIMEOUT`) for its line to be written.
         for number in 0..QUEUE_CAPACITY + 10 {
             log.clone().write_all(format!("{number}").as_bytes()).unwrap();
         }

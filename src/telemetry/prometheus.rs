@@ -1,4 +1,4 @@
-//! Writes metrics in the Prometheus text format or in OpenMetrics. The metrics are given as plain names and numbers.
+//! Writes metrics in the Prometheus text format or in OpenMetrics. Callers pass plain names and numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ pub type Labels<'a> = &'a [(&'static str, &'a str)];
 
 /// A source of metrics. Each scrape calls its functions.
 pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
-    /// Write all metrics except the process metrics. Their names get the prefix `sluicegate_`.
+    /// Write all metrics except the process metrics. The names of these metrics get the prefix `sluicegate_`.
     ///
     /// # Errors
     /// Formatting fails.
@@ -89,7 +89,7 @@ impl Exposition<'_> {
 }
 
 impl MetricWriter<'_> {
-    /// Write a sample. If `labels` is empty, it is the only sample of its metric.
+    /// Write a sample. A sample with empty `labels` is the only sample of its metric.
     fn encode<T>(
         &mut self,
         labels: Labels<'_>,
@@ -178,8 +178,8 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
 /// Convert OpenMetrics to the Prometheus text format 0.0.4, in which the name of a counter includes `_total`.
 fn to_prometheus_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
-    // Only the TYPE line, which follows the HELP line, shows whether a metric is a counter. Therefore, look ahead by
-    // one line.
+    // The HELP line of a counter must be renamed, but only the TYPE line after it shows whether a metric is a counter.
+    // Therefore, look ahead by one line.
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");

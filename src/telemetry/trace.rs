@@ -29,7 +29,7 @@ pub struct TraceParent {
     pub trace_id: u128,
     /// Id of the caller's span.
     pub span_id: u64,
-    /// Whether the caller samples the trace (the flag `sampled`).
+    /// Whether the caller records the trace (the flag `sampled`).
     pub is_sampled: bool,
 }
 
@@ -45,7 +45,7 @@ impl TraceParent {
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
-        // Later versions of the format may have additional data after a hyphen. Version ff is invalid (section
+        // In later versions of the format, additional data may follow after a hyphen. Version ff is invalid (section
         // 3.2.2.1).
         let version = parse_hex(&fixed[..2])?;
         if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
@@ -73,8 +73,8 @@ fn parse_hex(digits: &[u8]) -> Option<u128> {
     })
 }
 
-/// Ids of the spans that the gateway records: a span for the request, which has a child span for the rate limit check
-/// and another one for the upstream request.
+/// Ids of the spans that the gateway records for a request: a server span, and two child spans for the rate limit check
+/// and for the upstream request.
 #[derive(Debug, Clone, Copy)]
 pub struct TraceContext {
     /// Id of the trace.
@@ -96,7 +96,7 @@ impl TraceContext {
         if parent.is_some_and(|parent| !parent.is_sampled) {
             return None;
         }
-        // Ids are never 0, because each half of a version 4 UUID has bits that are always set.
+        // An id must not be 0. Neither half of a version 4 UUID is 0, because each half has bits that are always set.
         let (request_span_id, decision_span_id) = Uuid::new_v4().as_u64_pair();
         let (upstream_span_id, _) = Uuid::new_v4().as_u64_pair();
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
@@ -127,7 +127,7 @@ impl TraceContext {
 // The span attributes follow <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>.
 
 /// Settings of the exporter thread: the delay of a batch, and the maximum number of queued spans. A full queue takes
-/// some megabytes.
+/// several megabytes of memory.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
@@ -205,7 +205,7 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
-        // For a server span, a 4xx status is not an error (OpenTelemetry semantic conventions).
+        // For a server span, a 4xx status does not count as an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);

@@ -45,7 +45,7 @@ struct LintInput<'a> {
     config: &'a CompiledConfig,
 }
 
-/// Return all warnings, unsorted. `now` is the time since the Unix epoch. It is compared with the expiry times of
+/// Return all warnings, unsorted. `now` is the time since the Unix epoch, which is compared with the expiry times of
 /// certificates.
 pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<Issue> {
     let input = LintInput { parsed, config };
@@ -78,8 +78,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     config.address_conflicts().filter_map(issue).collect()
 }
 
-/// Warn of servers whose URL has the default port of the other scheme: an `https` URL with port 80, or an `http` URL
-/// with port 443.
+/// Warn of servers whose URL has the default port of another scheme: an `https` URL with port 80, or an `http` URL with
+/// port 443.
 fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let servers = input.parsed.upstream.values().flat_map(|upstream| upstream.get_ref().servers.iter());
     servers.filter_map(|server| {
@@ -90,12 +90,12 @@ fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
             ("https", 80) => "http",
             _ => return None,
         };
-        let message = format!("port {port} is the port of {other}, and the URL says {scheme}");
+        let message = format!("port {port} is the default port of {other}, but the URL says {scheme}");
         Some(Issue::new(server.span(), message).with_hint(format!("write {other}://, or correct the port")))
     })
 }
 
-/// Return notes. A note tells administrators about a property of a correct configuration.
+/// Return notes. A note points out a property of a correct configuration that administrators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     let mut notes = route_notes(&LintInput { parsed, config });
     if let (Some(socket), Some(access)) = (config.log.access_log.socket(), &parsed.log.access)
@@ -107,8 +107,8 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     }
     if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
         let issue =
-            Issue::new(from.span(), "a value that is not a tier of a limit selects the default quota of the limit");
-        notes.push(issue.with_hint("set `quota` of the limits to the quota of the lowest tier"));
+            Issue::new(from.span(), "clients with a tier that a limit does not have get the limit's default quota");
+        notes.push(issue.with_hint("set `quota` of each limit to the quota of its lowest tier"));
     }
     if let Some(acme) = config.acme.as_ref().filter(|acme| !acme.names.is_empty()) {
         let message =
@@ -118,12 +118,13 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     notes
 }
 
-/// Maximum time to resolve the names of certificates.
+/// Maximum time to resolve the DNS names of certificates.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Resolve the DNS names for which ACME requests certificates. The first list of the result has warnings about names
-/// without an address. The second list has notes that say whether the addresses of a name belong to this machine. They
-/// are only notes, because another address is correct behind a load balancer or NAT.
+/// Resolve the DNS names for which the gateway requests certificates by ACME. The first list of the result contains
+/// warnings about names without an address. The second list contains notes that say whether the addresses of a name
+/// belong to this machine. They are not warnings, because behind a load balancer or NAT a name should have another
+/// address.
 ///
 /// # Errors
 /// The tokio runtime for the lookups cannot be created.
@@ -164,9 +165,9 @@ pub fn resolve_names(
     Ok((warnings, notes))
 }
 
-/// Return whether an interface of this machine has this address. The kernel binds a socket only to such an address,
-/// unless `ip_nonlocal_bind` is set. If it is set, also test whether the kernel chooses the address as the source of
-/// packets to this address.
+/// Return whether an interface of this machine has this address. The kernel binds a socket only to an address of an
+/// interface, unless `ip_nonlocal_bind` is set. If `ip_nonlocal_bind` is set, also test whether the kernel chooses this
+/// address as the source of packets to itself.
 fn is_local_address(address: IpAddr) -> bool {
     if address.is_loopback() {
         return true;
@@ -186,7 +187,7 @@ fn is_local_address(address: IpAddr) -> bool {
     !can_bind_any || is_source().is_some_and(|source| source.ip() == address)
 }
 
-/// Return the position in the file of a DNS name, which is in `names` of a listener or in `hosts` of a route.
+/// Return the position of a DNS name in the file. The name is in `names` of a listener or in `hosts` of a route.
 fn name_span(parsed: &Config, name: &str) -> Option<Range<usize>> {
     let tls = parsed.listener.iter().filter_map(|listener| listener.get_ref().tls.as_ref());
     let names = tls.flat_map(|tls| tls.get_ref().names.iter().flatten());
@@ -206,7 +207,7 @@ impl<'a> LintInput<'a> {
         self.parsed.route.get(index)
     }
 
-    /// Return the position in the file of a value of the limit `name`. If the value is not set, return the position of
+    /// Return the position of a value of the limit `name` in the file. If the value is not set, return the position of
     /// the limit.
     fn span_of<T>(&self, name: &str, value: impl Fn(&config::tables::Limit) -> Option<&Spanned<T>>) -> Range<usize> {
         let Some(limit) = self.limit(name) else { return 0..0 };
@@ -234,9 +235,9 @@ impl<'a> LintInput<'a> {
     }
 }
 
-// Warnings about the identification of clients: trusted proxies, client addresses and the secret of the store.
+// Warnings about trusted proxies, client addresses and the store's `secret`, which is the key of the identity hashes.
 
-/// The shortest plausible prefix lengths (IPv4, IPv6) of a network of proxies. The widest private networks are
+/// The shortest plausible prefix lengths (IPv4, IPv6) of a network of proxies: those of the largest private networks,
 /// 10.0.0.0/8 and fc00::/7.
 const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 
@@ -247,7 +248,7 @@ fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Warn of trusted proxies whose networks include public clients.
+/// Warn of networks in `trusted_proxies` that are so large that they probably include clients.
 fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let proxies = input.parsed.client_ip.trusted_proxies.iter().flatten();
     proxies.zip(&input.config.client_ip.trusted_proxies).filter_map(|(proxy, network)| {
@@ -270,8 +271,8 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
 }
 
 /// Warn of a limit by `ip` if a proxy is probably in front of the gateway but `trusted_proxies` is not set. If every
-/// listener has a private address, clients reach the gateway only through a proxy. Without `trusted_proxies`, all
-/// requests then seem to come from the address of the proxy.
+/// listener has a private address, public clients reach the gateway only through a proxy. Without `trusted_proxies`,
+/// all requests then seem to come from the address of the proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
@@ -302,8 +303,8 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Warn of a Redis store without `secret`. An attacker who reads the keys in Redis could hash all possible client
-/// addresses and find the ones that occur.
+/// Warn of a Redis store without `secret`. An attacker who reads the keys in Redis could then hash all possible client
+/// addresses, and find out which of them have keys.
 fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
@@ -316,7 +317,7 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     ))
 }
 
-// Warnings about routes, such as conditions that no request meets, or retries for which no time is left.
+// Warnings about routes, such as conditions that no request meets, or a timeout that leaves no time for retries.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
@@ -340,7 +341,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
 /// Methods whose requests usually have no body.
 const METHODS_WITHOUT_BODY: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::DELETE];
 
-/// Return whether requests with these methods have no body. An empty list means all methods.
+/// Return whether requests with these methods usually have no body. An empty list means all methods.
 fn have_no_body(methods: &[Method]) -> bool {
     !methods.is_empty() && methods.iter().all(|method| METHODS_WITHOUT_BODY.contains(method))
 }
@@ -360,8 +361,8 @@ fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Warn if a single body of the size `inspect_body` may exceed `max_buffered`, the memory for all bodies that the
-/// gateway reads.
+/// Warn if a single body of the maximum size `inspect_body` exceeds `max_buffered`, the memory for all bodies that the
+/// gateway buffers.
 fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
     let server = &input.config.server;
     let written = input.parsed.server.inspect_body.as_ref()?;
@@ -378,7 +379,8 @@ fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of routes that never match requests with some of their methods, because another route takes precedence.
+/// Warn of routes that never match requests with some of their methods, because another route takes precedence for
+/// these requests.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     // Remove duplicates: `unreachable_routes` returns a route once for each of its hosts.
     let mut seen = HashSet::new();
@@ -402,7 +404,7 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
 }
 
 /// Warn of routes with conditions that no request meets: the methods CONNECT and TRACE, which the gateway rejects, and
-/// header values with leading or trailing whitespace, which the HTTP parser strips.
+/// required header values with leading or trailing whitespace, which the HTTP parser strips.
 fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let mut issues = Vec::new();
@@ -423,8 +425,8 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-/// Warn of required header values with `*`, because `*` is not a wildcard here. Some headers are exempt, because their
-/// values may contain a literal `*` (RFC 9110 §12.5, §13.1).
+/// Warn of required header values that contain `*`, because `*` is not a wildcard in header values. `Accept*`,
+/// `If-Match` and `If-None-Match` are exempt, because their values may contain a literal `*` (RFC 9110 §12.5, §13.1).
 fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let has_wildcards = |name: &str| {
@@ -446,8 +448,8 @@ fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String
     headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
-/// Warn of paths in the syntax of other programs, such as nginx. Such paths are valid, but Sluicegate matches their
-/// characters literally.
+/// Warn of paths in the pattern syntax of other programs, such as nginx. These paths are valid, but Sluicegate matches
+/// their characters literally.
 fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let path = input.route(route.index)?.get_ref().path.as_ref()?;
     let suggestion = pattern::suggestion(path.get_ref())?;
@@ -455,8 +457,8 @@ fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(path.span(), message).with_hint(foreign_path_hint(&suggestion)))
 }
 
-/// Warn if no time is left for a retry after a slow first attempt, because the upstream's `response_timeout` is at
-/// least the route's `timeout`.
+/// Warn if the upstream's `response_timeout` is at least the route's `timeout`, because a slow first attempt then
+/// leaves no time for a retry.
 fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (timeout, RouteAction::Forward(weighted_upstreams)) = (route.timeout?, &route.action) else { return None };
     let is_slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
@@ -474,7 +476,7 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     )))
 }
 
-/// Warn of upstreams with `client_cert_header` if no listener requests client certificates.
+/// Warn of `client_cert_header` of an upstream if no listener requests client certificates.
 fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let has_client_ca = |listener: &Listener| listener.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
     let is_unused = !input.config.listeners.iter().any(has_client_ca);
@@ -487,8 +489,8 @@ fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item 
     })
 }
 
-/// Warn of a mirror to an upstream that the route also forwards to, because this upstream receives each copied request
-/// twice.
+/// Warn of a mirror to an upstream to which the route also forwards, because this upstream receives each mirrored
+/// request twice.
 fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (mirror, RouteAction::Forward(weighted_upstreams)) = (route.mirror.as_ref()?, &route.action) else {
         return None;
@@ -515,8 +517,8 @@ fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> 
     Some(Issue::new(span, message).with_hint(format!("set max_body to \"{budget}B\" or less, or raise `max_buffered`")))
 }
 
-/// Warn of the variable `{consumer}` in a header rule of a route that identifies no consumers. The variable is then
-/// never set, so the gateway always removes the header.
+/// Warn of the variable `{consumer}` in a header rule of a route that identifies no consumers. The variable then never
+/// has a value, so the gateway always removes the header.
 fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let is_api_key = |index: &usize| matches!(input.config.auth.providers[*index].kind, ProviderKind::ApiKey(_));
     let identifies_consumers = route.auth.as_ref().is_some_and(|auth| auth.providers.iter().any(is_api_key));
@@ -546,8 +548,8 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     issues
 }
 
-/// Note routes whose limits use several identities on a Redis Cluster. A check of such a route takes one call per
-/// master instead of one atomic call.
+/// Report routes whose limits use several identities on a Redis Cluster. The limits of such a route may be checked by
+/// one call to each of several masters, instead of one atomic call.
 fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     let is_cluster = input
         .config
@@ -570,7 +572,7 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     notes.collect()
 }
 
-// Warnings about access rules and CORS, such as entries without effect, or routes that no client may use.
+// Warnings about access rules and CORS, such as entries without effect, or an `allow` list that rejects every client.
 
 fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
@@ -593,7 +595,7 @@ fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
 }
 
 /// Warn of four mistakes in access rules: networks with address bits after the prefix length, networks in `allow` that
-/// `deny` covers, networks in `deny` that `allow` does not contain, and an `allow` without networks.
+/// `deny` covers completely, networks in `deny` that do not overlap `allow`, and an `allow` without networks.
 fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRules) -> Vec<Issue> {
     let networks = |items: Option<&[Text]>| {
         let items = items.unwrap_or_default().iter();
@@ -624,7 +626,8 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     issues
 }
 
-/// Warn of methods in `cors` that are not in `methods` of the route, because no preflight for them reaches the route.
+/// Warn of methods in `cors` that are not in the route's `methods`, because no preflight for these methods reaches the
+/// route.
 fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<Issue> {
     let Some(served) = &parsed.methods else { return Vec::new() };
     let listed = parsed.cors.iter().flat_map(|cors| cors.get_ref().methods.iter().flatten());
@@ -669,8 +672,8 @@ fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Iss
     Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
-// Warnings about authentication: credentials in plaintext, routes that lack the authentication of a similar route, and
-// limits that reject requests that `require` admits.
+// Warnings about authentication: credentials in plaintext, routes without the authentication of a route with a similar
+// path, and limits that reject requests that `require` admits.
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();
@@ -697,8 +700,8 @@ fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue>
     })
 }
 
-/// Warn of listeners without TLS that other hosts can reach, if clients send keys or tokens. Report nothing if trusted
-/// proxies are configured, because they probably terminate TLS.
+/// Warn of listeners without TLS that other hosts can reach, if a route uses credentials such as API keys, tokens or
+/// passwords. Do not warn if trusted proxies are configured, because they probably terminate TLS.
 fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let sends_secret = |index: &usize| !matches!(input.config.auth.providers[*index].kind, ProviderKind::ClientCert);
     let routes = input.config.routes.iter().filter_map(|route| route.auth.as_ref());
@@ -718,8 +721,8 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
     })
 }
 
-/// Warn of routes without authentication whose path is below the path of a route that requires a credential for the
-/// same upstream.
+/// Warn of a route without authentication whose path is below the path of another route, if both forward to the same
+/// upstream and the other route requires a credential.
 fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue> {
     let RouteAction::Forward(upstreams) = &route.action else { return None };
     if route.auth.is_some() {
@@ -741,7 +744,8 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
     let required = input.route(guard.index)?.get_ref().require.as_ref()?.get_ref();
     let provider = required.iter().flat_map(|item| &item.get_ref().0).next()?;
     let message = format!(
-        "`{}` needs no credential, but its path is below {}, the path of `{}` with the same upstream, which needs one",
+        "`{}` needs no credential, but its path is below {}, and the route `{}` with that path and the same upstream \
+         needs one",
         route.name, guard.path, guard.name
     );
     let hint = format!(
@@ -756,15 +760,15 @@ fn hosts(parsed: &config::tables::Route) -> Vec<&str> {
     parsed.hosts.iter().flatten().map(|host| host.get_ref().as_str()).collect()
 }
 
-/// Return whether the pattern `path` is below the pattern `other`. This is the case if `other` consists of fixed
+/// Return whether the pattern `path` is below the pattern `other`. A path is below `other` if `other` consists of fixed
 /// segments and a final `{*rest}`, and `path` starts with these segments.
 fn is_below(path: &str, other: &str) -> bool {
     let Some((prefix, _)) = other.split_once("{*") else { return false };
     path != other && !prefix.contains('{') && path.starts_with(prefix)
 }
 
-/// Warn of a limit whose `by` needs one kind of credential, if `require` of the route also admits other kinds. The
-/// limit rejects requests with the other kinds.
+/// Warn of a limit whose `by` depends on one kind of credential, if `require` of the route also admits other kinds of
+/// credentials. The limit rejects requests with the other kinds.
 fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(auth) = route.auth.as_ref().filter(|auth| !auth.required.is_empty()) else { return Vec::new() };
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
@@ -802,11 +806,11 @@ fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-// Warnings about limits, such as limits without effect, limits below the cost of a single request, and limits on login
-// routes that admit requests while the store is unavailable.
+// Warnings about limits, such as limits that no route uses, limits below the cost of a single request, and limits on
+// login routes that admit requests while the store is unavailable.
 
-/// Words in the name or path of a route that suggest a login. A limit of such a route protects passwords against
-/// guessing.
+/// Words that suggest a login if they occur in the name of a limit, or in the name or path of a route. A limit on a
+/// login route protects passwords against guessing.
 const CREDENTIAL_WORDS: &[&str] = &[
     "login",
     "logon",
@@ -851,8 +855,8 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Warn of a `prefetch` without effect. It has no effect if the store is in memory, or if another limit of the route
-/// has no `prefetch`.
+/// Warn of a `prefetch` without effect. `prefetch` has no effect if the store is in memory, or if another limit of the
+/// route has no `prefetch`.
 fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     if limit.prefetch == 0 {
@@ -889,7 +893,7 @@ fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Iss
     Some(Issue::new(span, message).with_hint("set url = \"redis://…\" in [store]"))
 }
 
-/// Warn of limits with quota events and a short period. An identity may cause an event in each period.
+/// Warn of limits with quota events and a short period, because each identity may cause an event in each period.
 fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let limit = &compiled.limit;
     limit.notify.as_ref()?;
@@ -907,7 +911,7 @@ fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Is
     Some(Issue::new(span, message).with_hint("`notify` is meant for quotas by the hour, day or month"))
 }
 
-/// Limits with quota events whose period is shorter than this cause a warning. In µs: one minute.
+/// A limit with quota events causes a warning if its period is shorter than this time: one minute, in µs.
 const MIN_EVENT_PERIOD_US: u64 = 60_000_000;
 
 /// Warn of destinations of quota events that no limit names.
@@ -923,7 +927,7 @@ fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     })
 }
 
-/// Warn of a limit by a value of the body if the limit applies only to methods without a body.
+/// Warn of a limit by a value of the request body if the limit applies only to methods without a body.
 fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let spec = &compiled.identity_spec;
     if !spec.reads_body() || !have_no_body(&spec.methods) {
@@ -956,7 +960,7 @@ fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, ro
         });
         issuers.collect()
     };
-    // Without `route` in `by`, all routes share the counters of the limit.
+    // If `by` does not contain `route`, all routes share the counters of the limit.
     let mut groups =
         if descriptors.contains(&Descriptor::Route) { routes.chunks(1) } else { routes.chunks(usize::MAX) };
     groups.find(|routes| issuers(routes).len() > 1)?;
@@ -969,8 +973,8 @@ fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, ro
     Some(Issue::new(span, message).with_hint(format!("by = [\"jwt:iss\", \"jwt:{claim}\"]")))
 }
 
-/// Warn of quotas whose capacity is below the maximum cost of a request. If every request costs more than the capacity,
-/// the configuration is already invalid.
+/// Warn of quotas whose capacity is below the maximum cost of a request. Quotas whose capacity is below the minimum
+/// cost are not reported here, because the configuration is then invalid.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -1005,8 +1009,8 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     issues.collect()
 }
 
-/// Warn of a configured `burst` that is never reached, because every route of the limit has a stricter limit for the
-/// same requests.
+/// Warn of a configured `burst` that clients can never use, because every route of the limit has a stricter limit for
+/// the same requests.
 fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     let parsed_burst = input.limit(&limit.name)?.get_ref().burst.as_ref()?;

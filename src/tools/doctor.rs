@@ -1,4 +1,4 @@
-//! Diagnostics of the Redis servers of a configuration: whether the limits work with them, and which of their settings
+//! Diagnostics of a configuration's Redis servers: whether limits work with these servers, and which server settings
 //! are risky.
 mod server;
 
@@ -22,18 +22,18 @@ use crate::tools::doctor::server::database_key_count;
 /// A Redis server that stores counters.
 #[derive(Debug)]
 pub struct RedisServer {
-    /// Name of the server in the report, which is its address.
+    /// Name of the server in the report: its address.
     pub name: String,
     /// A Redis client with the address and credentials of the server.
     pub client: Client,
-    /// The address of the server, as the store uses it.
+    /// The address to which the gateway's store connects.
     pub endpoint: Target,
-    /// An identity that no client has. In a cluster, its keys belong to this server.
+    /// An identity that no client has. In a cluster, the keys of this identity belong to this server.
     pub probe_identity: Identity,
 }
 
 impl RedisServer {
-    /// Return a key that does not exist. In a cluster, its slot belongs to this server.
+    /// Return a key that does not exist. In a cluster, the slot of the key belongs to this server.
     fn probe_key(&self, prefix: &str) -> Vec<u8> {
         let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
@@ -42,7 +42,7 @@ impl RedisServer {
     }
 }
 
-/// Return all masters of this deployment. They store the counters of limits.
+/// Return all masters of this deployment, because only masters store counters.
 ///
 /// # Errors
 /// No seed node of the cluster returns its slots, or a server has no usable address.
@@ -75,7 +75,7 @@ pub struct Requirements {
     pub algorithms: AlgorithmSet,
     /// The rules of all limits.
     pub rules: Vec<Rule>,
-    /// Whether administrators can set overrides. This needs a token in `[admin]`.
+    /// Whether administrators can set overrides. Setting an override requires `admin.token`.
     pub can_set_overrides: bool,
     /// Whether limits send quota events.
     pub sends_events: bool,
@@ -88,7 +88,7 @@ pub struct Requirements {
 pub struct ServerReport {
     /// Name of the server.
     pub address: String,
-    /// Results in the order of the checks. After a connection failure, the remaining checks are skipped.
+    /// Results in the order of the checks. After a connection failure, the remaining checks are not run.
     pub checks: Vec<Check>,
 }
 
@@ -111,13 +111,13 @@ pub enum Status {
     /// The check passed. Advice is optional.
     #[serde(rename = "ok")]
     Ok,
-    /// The gateway works with this server, but is at risk.
+    /// The gateway works with this server, but a setting or state of the server is risky.
     #[serde(rename = "warning")]
     Warning,
     /// The gateway cannot check limits with this server, or checks them incorrectly.
     #[serde(rename = "failed")]
     Failed,
-    /// The check was not made, because the Redis user lacks a permission or the server lacks the command.
+    /// The check was not run, because the Redis user lacks a permission or the server lacks the command.
     #[serde(rename = "skipped")]
     Skipped,
 }
@@ -131,7 +131,7 @@ impl Check {
         Check { name, status: Status::Skipped, message: found.into(), advice: None }
     }
 
-    /// Return the result of a check for an error reply: skipped if the permission or the command is missing, otherwise
+    /// Convert an error reply to the result of a check: skipped if the permission or the command is missing, otherwise
     /// failed.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
@@ -174,8 +174,8 @@ impl ServerReport {
 /// An error that stops the remaining checks, because the connection is lost or the server has the wrong role.
 struct Abort;
 
-/// Run all checks on one server. Every call may take [`CALL_TIMEOUT`]. After the first timeout, the remaining checks
-/// are skipped.
+/// Run all checks on one server. Each call has the timeout [`CALL_TIMEOUT`]. After the first timeout, the remaining
+/// checks are not run.
 pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
     let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
     // Ignore the abort, because the report already contains its cause.
@@ -222,7 +222,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // The server has the wrong role. Skip the other checks, because their results would mean nothing.
+        // The server has the wrong role. Do not run the other checks, because the gateway cannot use this server.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -246,9 +246,9 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     report.record("decisions", server::check_decisions(server, requirements).await)
 }
 
-// A Redis connection for diagnosis. Every call has a timeout, and its errors say whether the connection is lost.
+// A Redis connection for diagnosis. Each call has a timeout. An error of a call tells whether the connection is lost.
 
-/// Maximum time to connect, and maximum time to wait for each reply. It is much longer than `store.timeout`, to
+/// Maximum time to connect, and maximum time to wait for each reply. This time is much longer than `store.timeout`, to
 /// distinguish a slow server from an unreachable server.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -262,7 +262,7 @@ pub(crate) struct DiagnosticConnection {
 pub(crate) enum CallError {
     /// The server replied with an error. Other calls may succeed.
     ErrorReply(RedisError),
-    /// The connection is lost, or a reply took longer than [`CALL_TIMEOUT`]. The field is the diagnosis for
+    /// The connection is lost, or a reply took longer than [`CALL_TIMEOUT`]. The field contains an explanation for
     /// administrators.
     ConnectionLost(String),
 }
@@ -316,12 +316,12 @@ impl InfoSection {
     }
 }
 
-// Check that each key of the limits has a TTL. The scan stops after a maximum number of calls or a maximum duration.
-// The message then says how much of the database the scan covered.
+// Check that each key of the limits has a TTL. The scan stops after `MAX_SCAN_CALLS` or `SCAN_TIMEOUT`. The message
+// says how much of the database the scan covered.
 
-/// `COUNT` of each SCAN call: the number of keys that Redis examines per call.
+/// `COUNT` of each SCAN call: the approximate number of keys that Redis examines per call.
 const SCAN_COUNT: u64 = 1000;
-/// Maximum number of SCAN calls. They cover about 100,000 keys.
+/// Maximum number of SCAN calls. Together, they examine about 100,000 keys.
 const MAX_SCAN_CALLS: u64 = 100;
 /// Maximum duration of the scan.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -344,8 +344,8 @@ pub(crate) async fn check_keys(
     prefix: &str,
 ) -> Result<Check, CallError> {
     let pattern = format!("{}:*", escape_glob(prefix));
-    // Call PTTL for one key first. If the user lacks the permission, this error names it, but an error of the pipeline
-    // below does not.
+    // Call PTTL for one key first. If the user lacks the permission for PTTL, the error of this call names the
+    // permission. The error of the pipeline below would not.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
     let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
@@ -413,7 +413,7 @@ async fn inspect_keys(
     for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
         match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
             Ok(bytes) => statistics.sizes_bytes.extend(bytes),
-            // Omit the sizes if the user may not call MEMORY USAGE.
+            // Report no sizes if the user may not call MEMORY USAGE.
             Err(CallError::ErrorReply(_)) => break,
             Err(error) => return Err(error),
         }

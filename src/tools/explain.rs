@@ -1,5 +1,5 @@
-//! Explains how the gateway would handle a request. It calls the functions that serve requests, but forwards nothing
-//! and charges no limit.
+//! Explains how the gateway would handle a request. This module calls the same functions as the gateway, but forwards
+//! nothing and charges no limit.
 
 pub mod limits;
 pub mod report;
@@ -52,7 +52,7 @@ pub struct Explainer<'a, C: ?Sized> {
     pub max_other_routes: usize,
 }
 
-/// The results of the steps so far.
+/// Results that the steps of an explanation pass to later steps.
 #[derive(Default)]
 struct Found<'c> {
     route: Option<&'c Route>,
@@ -328,8 +328,8 @@ fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: boo
 // === Authentication ===
 
 /// Verify the credentials of a request as a gateway does, including the comparison of passwords with their hashes. This
-/// function does not fetch the keys of issuers and does not call authentication servers. If one of them would be
-/// necessary, it returns the error [`AuthError::Pending`].
+/// function does not fetch key sets of issuers and does not call authentication servers. If verification would need one
+/// of them, this function returns the error [`AuthError::Pending`].
 fn verify_credentials<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
@@ -367,7 +367,7 @@ fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credential
     for index in &auth.providers {
         let provider = &config.auth.providers[*index];
         if !reports.iter().any(|report| *report.provider == *provider.name) {
-            let reason = "not checked, because an earlier step decided the request".to_owned();
+            let reason = "not checked, because an earlier check was decisive".to_owned();
             reports.push(auth_report(provider, "not_checked", reason));
         }
     }
@@ -412,7 +412,7 @@ fn pending_text(provider: &AuthProvider) -> String {
 fn proof_text(provider: &AuthProvider, proof: &Proof) -> String {
     match proof {
         Proof::ApiKey(Caller::Consumer(consumer), _) => format!("API key of the consumer {}", consumer.name),
-        Proof::ApiKey(Caller::Accepted(_), _) => "unknown API key, accepted (on_unknown)".to_owned(),
+        Proof::ApiKey(Caller::Accepted(_), _) => "unknown API key, accepted because of `on_unknown`".to_owned(),
         Proof::ApiKey(Caller::Anonymous | Caller::Missing, _) => "anonymous, without a known API key".to_owned(),
         Proof::Jwt(claims) => match claims.text("sub") {
             Some(subject) => format!("token of {subject}"),

@@ -1,5 +1,5 @@
-//! Replay of access logs against limits. The replay checks the limits of each logged request in virtual time, with the
-//! gateway's route table, identities, memory store and algorithms.
+//! Replay of access logs against limits. The replay checks the limits of each logged request in virtual time (the times
+//! in the log), with the gateway's route table, identities, memory store and algorithms.
 
 pub mod format;
 pub mod report;
@@ -37,12 +37,12 @@ pub enum ReplayError {
     /// No format matches the first lines of this log.
     #[error("{0}: the format of the log is unknown; select it with --format")]
     UnknownFormat(String),
-    /// This log is an access log of the gateway in text format, which programs cannot read.
+    /// This log is an access log of the gateway in text format, which lacks fields that the replay needs.
     #[error(
         "{0}: this is the text format of Sluicegate, which lacks fields that replay needs; set log.format = \"json\""
     )]
     TextFormat(String),
-    /// The options do not fit the configuration.
+    /// An option contradicts the configuration, such as a limit that does not exist.
     #[error(transparent)]
     Config(#[from] ReplayConfigError),
     /// The log lacks a field that `--identity` names.
@@ -58,7 +58,7 @@ pub enum ReplayError {
 /// Options of a replay.
 #[derive(Debug, Default)]
 pub struct ReplayOptions {
-    /// The format of the logs. If it is `None`, the format is detected from the first lines.
+    /// The format of the logs. If `None`, the format is detected from the first lines.
     pub format: Option<String>,
     /// Quotas that replace the configured quotas.
     pub proposals: Vec<QuotaProposal>,
@@ -82,22 +82,23 @@ pub struct Replay {
 pub struct ReplayResult {
     /// Statistics about the lines of the logs.
     pub statistics: LogStatistics,
-    /// Number of lines from trusted proxies that lack the header with the client address.
+    /// Number of requests that came from a trusted proxy, but whose log line lacks the header with the client address.
     pub missing_client_count: u64,
     /// Decisions of each limit.
     pub limit_stats: Vec<LimitStats>,
-    /// The identities with the most denials, for each limit: label, requests, denials.
+    /// The identities with the most denials, for each limit. Each element has the identity's label, number of requests
+    /// and number of denials.
     pub top_denied: Vec<Vec<(String, u32, u32)>>,
     /// The suggested quota of each limit. `None` if no suggestion was requested, or if the limit has no requests.
     pub suggestions: Vec<Option<Suggestion>>,
 }
 
-/// Callbacks during a replay.
+/// Receives callbacks during a replay.
 pub trait ReplayObserver {
     /// Called after every 4096 requests.
     fn on_progress(&mut self) {}
 
-    /// Called after the limits of a request have been checked, in the order of the checks.
+    /// Called after the limits of a request have been checked. The decisions are in the order of the checks.
     fn on_decision(&mut self, _event: &ReplayRequest, _said: &[ReplayDecision]) {}
 
     /// Called before the search for a suggested quota of this limit starts.
@@ -130,7 +131,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // If all logs are empty, the format does not matter.
+            // If all logs are empty, use any format.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
@@ -239,7 +240,7 @@ impl<R: Read> Read for CountingReader<R> {
 pub struct LogInput {
     name: String,
     reader: Box<dyn BufRead>,
-    /// The beginning of the log, which shows its format.
+    /// The beginning of the log, from which the format is detected.
     sample: Vec<u8>,
     line_number: u64,
     line: Vec<u8>,
@@ -285,7 +286,7 @@ impl LogInput {
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // Keep the error, because the lines before the error are still read.
+        // Keep the error and continue, so that the lines before the error are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
@@ -348,14 +349,14 @@ pub fn file_size(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
 }
 
-// Merge of the requests of several logs in the order of time.
+// Merge the requests of several logs in the order of time.
 //
-// Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
-// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The merge always returns the earliest request of
-// all heaps.
+// Servers write a line at the end of a request, and each worker of a server writes independently. Therefore, lines are
+// not sorted by the start of the request. Each log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The
+// merge always returns the earliest request of all heaps.
 
-/// Number of requests of each log that are sorted at a time. A request is out of order if its line is later than its
-/// position by more lines than this.
+/// Number of requests of each log that are read ahead and sorted. A request is out of order if its line comes more than
+/// this number of lines after its position in the order of time.
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// Statistics about the lines of the logs.
@@ -373,16 +374,16 @@ pub struct LogStatistics {
     pub first_error: Option<(String, u64, LineError)>,
     /// Logs that ended with a read error, each with its error.
     pub read_errors: Vec<(String, String)>,
-    /// Number of requests that were checked late, because they are out of order by more than [`REORDER_WINDOW_LINES`]
-    /// lines.
+    /// Number of requests that were checked later than in the order of time, because they are out of order by more than
+    /// [`REORDER_WINDOW_LINES`] lines.
     pub out_of_order: u64,
     /// Time of the first and the last request, µs since the Unix epoch.
     pub time_range: Option<(u64, u64)>,
     /// Whether any time in the logs has a fraction of a second.
     pub has_subsecond: bool,
-    /// Number of requests in a sampled log, in which the gateway logged only a share of the requests.
+    /// Number of lines with a sample rate: the gateway logged only a share of such requests (`log.sample`).
     pub sampled: u64,
-    /// Estimated number of requests that the `sampled` lines stand for: the sum of their inverse sample rates.
+    /// Estimated number of requests that the `sampled` lines represent: the sum of 1 / sample rate.
     pub sampled_total: f64,
 }
 
@@ -426,7 +427,7 @@ impl HeapEntry {
     }
 }
 
-/// Merges the requests of all logs to which limits apply, in the order of time.
+/// Merges the requests of all logs in the order of time. Requests to which no limit applies are only counted.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
     /// Statistics about the lines that were read so far.

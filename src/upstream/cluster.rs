@@ -26,8 +26,8 @@ pub struct UpstreamCluster {
     /// Settings of the upstream.
     pub settings: Arc<UpstreamSettings>,
     load_balancer: ArcSwap<LoadBalancer>,
-    /// Number of load balancers that were installed before the current one. Reading this number costs less than loading
-    /// the `ArcSwap`.
+    /// Number of load balancers that were installed before the current load balancer. Reading this number costs less
+    /// than loading the `ArcSwap`.
     version: AtomicU64,
     /// This lock is held while a load balancer is built and installed.
     rebuild_lock: Mutex<()>,
@@ -191,8 +191,8 @@ impl UpstreamCluster {
         })
     }
 
-    /// Return the hash of the header that selects the endpoint. Return `None` for other policies and if the header is
-    /// missing.
+    /// Return the hash of the header that selects the endpoint. Return `None` if the policy is not `Hash`, or if the
+    /// header is missing.
     pub(super) fn hash_key(&self, headers: &HeaderMap) -> Option<u64> {
         let LoadBalancingPolicy::Hash(name) = &self.settings.balance else { return None };
         headers.get(name).map(|value| hash(value.as_bytes()))
@@ -203,10 +203,11 @@ impl UpstreamCluster {
         self.retry_budget.as_ref().is_some_and(|retry_budget| retry_budget.withdraw(monotonic()))
     }
 
-    /// Record the status of a response: 502, 503 and 504 count as errors, all other statuses reset the count.
+    /// Record the status of a response: 502, 503 and 504 count as errors. All other statuses reset the number of
+    /// consecutive errors to 0.
     pub(super) fn report_response(&self, endpoint: &Endpoint, status: StatusCode) {
         match status {
-            // With these statuses, a server reports that it or its own upstream has failed.
+            // With these statuses, a server reports that the server itself or its own upstream has failed.
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 self.report_failure(endpoint, &status);
             }
@@ -236,7 +237,7 @@ impl UpstreamCluster {
         self.report_failure(endpoint, error);
     }
 
-    /// Record a failed request. Eject the endpoint after `consecutive_errors` such failures in succession.
+    /// Record a failed request. Eject the endpoint after `consecutive_errors` failed requests in succession.
     pub(super) fn report_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection
         else {
@@ -332,8 +333,8 @@ fn rendezvous_table(settings: &UpstreamSettings, endpoints: &[Arc<Endpoint>]) ->
 // When the configuration is reloaded, a cluster with new settings takes over the state of the previous cluster.
 
 impl UpstreamCluster {
-    /// Create a cluster with new settings. Servers that are in both clusters keep their endpoints, state and requests
-    /// in flight.
+    /// Create a cluster with new settings. For servers that are in both clusters, keep the endpoints with their state
+    /// and requests in flight.
     pub fn from_previous(settings: Arc<UpstreamSettings>, previous: &UpstreamCluster) -> Self {
         let queue = previous.queue.clone();
         queue.resize(settings.max_queue);
@@ -422,8 +423,8 @@ pub(super) mod tests {
 
     #[test]
     fn ignored_ejections_bring_no_unhealthy_server_back() {
-        // The health of three servers (H: healthy, E: ejected, U: unhealthy), and the indices of the servers that get
-        // requests.
+        // The health of three servers (H: healthy, E: ejected, U: unhealthy), and the indices of the servers that
+        // receive requests.
         let cases = [
             ("HHH", &[0, 1, 2][..]),
             ("EHH", &[1, 2]),
@@ -455,7 +456,7 @@ pub(super) mod tests {
         let literal = of("10.0.0.9:80".parse().unwrap()).expect("an IP address has an endpoint from the start");
         cluster.set_addresses(0, &[one, two, one]);
         let kept = of(two).unwrap();
-        assert_eq!(cluster.endpoints().len(), 3, "two distinct addresses of the name, and the other server");
+        assert_eq!(cluster.endpoints().len(), 3, "the name has two distinct addresses, and the other server has one");
         cluster.set_addresses(0, &[three, two]);
         assert!(Arc::ptr_eq(&kept, &of(two).unwrap()) && of(one).is_none() && of(three).is_some());
         let before = cluster.endpoints();

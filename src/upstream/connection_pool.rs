@@ -76,8 +76,8 @@ impl EndpointPool {
         self.endpoint.is_same_as(endpoint)
     }
 
-    /// Return a pool with the same connections for `endpoint`, which belongs to another configuration snapshot. Return
-    /// `None` if it is another endpoint or has another TLS server name.
+    /// Return a pool with the connections of this pool for `endpoint`, which belongs to another configuration snapshot.
+    /// Return `None` if `endpoint` is not the endpoint of this pool, or if the TLS server name differs.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
@@ -85,8 +85,8 @@ impl EndpointPool {
         fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool, proxy_protocol })
     }
 
-    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable. A connection with a PROXY
-    /// header must belong to this `client`.
+    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable. If connections start with a
+    /// PROXY header, return only a connection of `client`.
     pub(super) fn take_idle(&self, client: Option<&ProxiedConnection>) -> Option<Connection> {
         match &self.pool {
             ProtocolPool::Http1(pool) if self.proxy_protocol => Some(Connection::Http1(pool.take_idle_of(client)?)),
@@ -96,8 +96,8 @@ impl EndpointPool {
     }
 
     /// Connect to the endpoint. With HTTP/2, use the shared connection if a concurrent request has opened it in the
-    /// meantime. The second value is then `true`. A PROXY header, if the upstream gets one, describes `client`, or the
-    /// gateway itself if `client` is `None`.
+    /// meantime. The second value is then `true`. If the gateway sends a PROXY header to the upstream, the header
+    /// describes `client`, or the gateway itself if `client` is `None`.
     ///
     /// # Errors
     /// The errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
@@ -109,7 +109,8 @@ impl EndpointPool {
                 connection.client = client.copied().map(Box::new);
                 Ok((Connection::Http1(connection), false))
             }
-            // The configuration does not allow PROXY headers here, because many clients share the connection.
+            // The configuration does not allow PROXY headers for HTTP/2 upstreams, because many clients share the
+            // connection.
             ProtocolPool::Http2(shared) => {
                 let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
                 Ok((Connection::Http2(connection, LazyTimer::default()), reused))
@@ -140,7 +141,8 @@ impl Connection {
         }
     }
 
-    /// Convert a response of hyper. The body of the result holds the connection and the request permit until it ends.
+    /// Convert a response of hyper. The body of the result holds the connection and the request permit until the body
+    /// ends.
     pub(super) fn into_response(
         self,
         response: Response<Incoming>,
@@ -148,8 +150,8 @@ impl Connection {
         pool: Arc<EndpointPool>,
         permit: RequestPermit,
     ) -> Response<Body> {
-        // Do not return the connection to the pool after an upgrade, because it belongs to the `OnUpgrade` in the
-        // extensions.
+        // Do not return the connection to the pool after an upgrade, because the connection belongs to the `OnUpgrade`
+        // in the extensions of the response.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|_| Body::from_upgrade(Box::new(permit)));
         }
@@ -204,8 +206,8 @@ impl UpstreamLease for PooledConnection {
 /// pieces of up to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Maximum number of idle connections of a pool in which each connection belongs to one client (PROXY header). Another
-/// request of the same client may never arrive.
+/// Maximum number of idle connections of a pool in which each connection belongs to one client (PROXY header). The
+/// number is limited, because another request of the same client may never arrive.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
 /// Error of an exchange, with the request if no part of the request was written.
@@ -224,8 +226,8 @@ pub(super) struct Http1Connection {
 /// Pool of idle HTTP/1.1 connections.
 #[derive(Debug)]
 pub(super) struct Http1Pool {
-    // A mutex of the standard library is sufficient, because it is not held across an `await`, and only one worker uses
-    // the pool.
+    // A mutex of the standard library is sufficient, because it is not locked across an `await`, and only one worker
+    // uses the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
     /// Above this number, the connections that have been idle for the longest time are closed.
@@ -248,7 +250,7 @@ async fn connect(endpoint: &Endpoint, proxy_header: Option<&[u8]>) -> io::Result
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // Ignore the error of the connection task, because the sender of the request receives it.
+    // Ignore the error of the connection task, because the code that sends the request also receives an error.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
     Ok(Http1Connection { sender, timer: LazyTimer::default(), reads, client: None })
 }
@@ -258,7 +260,7 @@ impl Http1Pool {
         Http1Pool { connections: Mutex::default(), idle_timeout, max_idle }
     }
 
-    /// Take the most recently used connection of this client that is still usable.
+    /// Take the most recently used connection of `client` that is still usable.
     fn take_idle_of(&self, client: Option<&ProxiedConnection>) -> Option<Http1Connection> {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         idle.retain(|idle| idle.idle_since.elapsed() < self.idle_timeout && !idle.connection.sender.is_closed());
@@ -312,8 +314,8 @@ impl Http1Connection {
 /// Flow-control window for responses, and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;
 
-/// Flow-control window of the connection in bytes. It is so large that streams with slow readers do not use it up and
-/// block other streams.
+/// Flow-control window of the connection in bytes. The window is so large that streams with slow clients do not use up
+/// the window and block other streams.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// Maximum size of the response headers in bytes, as for HTTP/1.1.
@@ -331,7 +333,7 @@ pub(super) struct SharedConnection {
 #[derive(Debug, Clone)]
 pub(super) struct Http2Connection {
     sender: http2::SendRequest<RequestBody>,
-    /// Whether the connection is excluded from new requests.
+    /// Whether the connection must not be used for new requests.
     is_draining: Arc<AtomicBool>,
     last_used_at: Instant,
     /// Value of `:scheme` (RFC 9113 §8.3.1).
@@ -381,7 +383,7 @@ async fn connect_http2(endpoint: &Endpoint) -> io::Result<Http2Connection> {
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // Ignore the error of the connection task, because the senders of the requests receive it.
+    // Ignore the error of the connection task, because the code that sends a request also receives an error.
     tokio::spawn(async move { connection.await.ok() });
     Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
 }
@@ -410,7 +412,7 @@ impl Http2Connection {
     }
 }
 
-/// How a request ended whose stream or connection failed.
+/// How a request ended if its stream or connection failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
     /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.

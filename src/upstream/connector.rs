@@ -29,7 +29,7 @@ use crate::upstream::connection_pool::{Connection, EndpointPool};
 use crate::upstream::endpoint::{Endpoint, RequestPermit};
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
-/// Stream to an endpoint, over which HTTP is spoken.
+/// Stream to an endpoint, which carries HTTP.
 #[derive(Debug)]
 pub(super) enum UpstreamStream {
     Tcp(TcpStream),
@@ -114,9 +114,9 @@ impl AsyncWrite for UpstreamStream {
     }
 }
 
-// Connecting to the picked endpoint, and to other endpoints if the picked one is slow or refuses the connection.
+// Connecting to the picked endpoint, and to other endpoints if the picked endpoint is slow or refuses the connection.
 
-/// Delay before the next endpoint is tried in parallel (Connection Attempt Delay, RFC 8305 §5).
+/// Delay after which the gateway also tries to connect to another endpoint (Connection Attempt Delay, RFC 8305 §5).
 const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
 /// Maximum number of endpoints that one request tries.
@@ -131,9 +131,9 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connect to the picked endpoint. If this fails or takes longer than `CONNECTION_ATTEMPT_DELAY`, also connect to
-    /// other endpoints. No byte of the request has been written yet, so this is safe for every request. If `allow_idle`
-    /// is set, idle connections of the other endpoints are used as well.
+    /// Connect to the picked endpoint. If the attempt fails or takes longer than `CONNECTION_ATTEMPT_DELAY`, also
+    /// connect to other endpoints. No byte of the request has been written yet, so every request can be sent to another
+    /// endpoint. If `allow_idle` is set, idle connections of the other endpoints are used as well.
     ///
     /// # Errors
     /// No endpoint accepted the connection, or `connect_timeout` expired.
@@ -204,7 +204,8 @@ impl Upstream {
         }
     }
 
-    /// Pick an endpoint that has not been tried, preferably of the other address family.
+    /// Pick an endpoint that this request has not tried. Prefer an address of the other family (IPv4 or IPv6) than the
+    /// last tried address.
     pub(super) fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
             return None;
@@ -217,11 +218,11 @@ impl Upstream {
         self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
     }
 
-    /// Another endpoint has accepted a connection. Report a connect failure for each endpoint that has not done so
-    /// within `CONNECTION_ATTEMPT_DELAY`.
+    /// Report a connect failure for each endpoint that has not accepted a connection within `CONNECTION_ATTEMPT_DELAY`.
+    /// Call this function after another endpoint has accepted a connection.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
-            self.cluster.report_connect_failure(endpoint, &"a parallel attempt to another server succeeded first");
+            self.cluster.report_connect_failure(endpoint, &"another server accepted a parallel connection first");
         }
     }
 }
@@ -366,9 +367,9 @@ impl TlsDiagnosis {
         }
     }
 
-    /// Describe a read error, and log it. In TLS 1.3, the server verifies the client certificate after the client has
-    /// completed the handshake, so its alert arrives with the first read. The error of the request may mention only a
-    /// closed connection, so it is not sufficient.
+    /// Describe a read error. If TLS is the cause, log the error. In TLS 1.3, the server verifies the client
+    /// certificate after the client has completed the handshake, so an alert about the certificate arrives with the
+    /// first read. The error of the request may mention only a closed connection, so the log needs this error.
     pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
         let error = TlsDiagnosis::from_io_error(error);
         if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
@@ -441,7 +442,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
         }
         CertificateError::NotValidYetContext { not_before, .. } => {
             let date = date(not_before.as_secs());
-            format!("the server's certificate is not valid before {date}; check the clocks")
+            format!("the server's certificate is not valid before {date}; check the clocks of both machines")
         }
         CertificateError::InvalidPurposeContext { .. } => {
             "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
@@ -510,7 +511,7 @@ const TCP6: u8 = 0x21;
 /// The addresses of a client connection, which PROXY headers to upstreams contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxiedConnection {
-    /// Address and port of the client. The port is 0 if it is unknown.
+    /// Address and port of the client. The port is 0 if the port is unknown.
     pub source: SocketAddr,
     /// Address and port that the client connected to.
     pub destination: SocketAddr,
@@ -544,8 +545,8 @@ pub(super) fn proxy_header(client: Option<&ProxiedConnection>) -> Vec<u8> {
                     addresses.extend_from_slice(&destination.octets());
                     TCP4
                 }
-                // Map an IPv4 address to IPv6 if the other address is IPv6, as HAProxy does, because both must have the
-                // same family.
+                // Map an IPv4 address to IPv6 if the other address is IPv6, as HAProxy does, because both addresses
+                // must have the same family.
                 (source, destination) => {
                     addresses.extend_from_slice(&mapped(source).octets());
                     addresses.extend_from_slice(&mapped(destination).octets());

@@ -1,4 +1,4 @@
-//! DNS resolution of upstream hosts, which is repeated when the TTL expires.
+//! DNS resolution of upstream hosts. The gateway repeats the lookup of a host when its TTL expires.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -21,7 +21,7 @@ use uuid::Uuid;
 
 use crate::upstream::cluster::UpstreamCluster;
 
-/// Minimum time between lookups of a host, and the delay after the first failure.
+/// Minimum time between lookups of a host. This is also the delay after the first failed lookup.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
 /// Maximum time between lookups of a host, even if the TTL is longer.
@@ -91,8 +91,8 @@ impl DnsCache {
         self.0.is_empty()
     }
 
-    /// Resolve the hosts until the future is dropped. When each host has been looked up once, drop all clones of
-    /// `first`, so that its receiver is notified.
+    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped when each host has been looked
+    /// up once, which notifies the receiver of `first`.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {
@@ -103,7 +103,7 @@ impl DnsCache {
     }
 }
 
-/// Return the addresses that the clusters know for these servers, sorted.
+/// Return the sorted addresses that the clusters have stored for these servers.
 fn known_addresses(servers: &[ServerRef]) -> Vec<IpAddr> {
     let found = servers.iter().map(|server| server.cluster.addresses(server.server_index));
     let mut addresses = found.max_by_key(Vec::len).unwrap_or_default();
@@ -147,7 +147,7 @@ impl HostEntry {
         resolved.ttl.clamp(MIN_TTL, MAX_TTL)
     }
 
-    /// Set the addresses in all clusters.
+    /// Set the addresses in all clusters that have servers with this host.
     fn update_clusters(&self) {
         for ServerRef { cluster: fleet, server_index: index, port } in &self.servers {
             let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));

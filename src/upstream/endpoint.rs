@@ -70,7 +70,7 @@ impl Endpoint {
         Endpoint { server_index: index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
     }
 
-    /// Create an endpoint with other settings that shares the state of this endpoint.
+    /// Create an endpoint with new settings, which shares the state of this endpoint.
     pub(super) fn with_settings(&self, settings: &UpstreamSettings, index: usize) -> Self {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
@@ -81,8 +81,8 @@ impl Endpoint {
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
     }
 
-    /// Return whether both are the same endpoint, possibly in different configuration snapshots. The same endpoint has
-    /// the same state.
+    /// Return whether both values are the same endpoint, possibly in different configuration snapshots. These values
+    /// share one state.
     pub(super) fn is_same_as(&self, other: &Endpoint) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
@@ -117,7 +117,7 @@ impl Endpoint {
         Some(RequestPermit::new(endpoint.clone()))
     }
 
-    /// Release a request permit. If requests are queued, pass it to the first of them.
+    /// Release a request permit. If requests are queued, pass the permit to the first queued request.
     pub(super) fn release(endpoint: &Arc<Endpoint>) {
         let EndpointState { in_flight, queue, is_usable: usable, .. } = &*endpoint.state;
         in_flight.fetch_sub(1, Ordering::SeqCst);
@@ -126,7 +126,8 @@ impl Endpoint {
         }
     }
 
-    /// Connect to the endpoint, including the TLS handshake. The PROXY header, if there is one, precedes the handshake.
+    /// Connect to the endpoint, including the TLS handshake. If `proxy_header` is set, send this header before the
+    /// handshake.
     ///
     /// # Errors
     /// The connection fails, the name does not resolve, or the TLS handshake fails.
@@ -227,7 +228,7 @@ impl PendingQueue {
         Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
     }
 
-    /// Give free permits of an endpoint to waiters, in order.
+    /// Give the free permits of an endpoint to queued requests, in the order of the queue.
     pub(super) fn hand_over(&self, endpoint: &Arc<Endpoint>) {
         while !self.is_empty() {
             let Some(mut permit) = Endpoint::try_acquire(endpoint) else { return };
@@ -271,19 +272,19 @@ impl Drop for Waiter {
 
 // === Load balancing: tables of usable endpoints, built when the health or the addresses of a cluster change ===
 
-/// Maximum number of endpoints that the policy draws for one request. After this number of draws, all usable endpoints
-/// are tried in order.
+/// Maximum number of endpoints that the policy draws for one request. If no drawn endpoint has a free permit, all
+/// usable endpoints are tried one after the other.
 const MAX_DRAWS: u32 = 8;
 
-/// All weights are multiplied by this factor, so that the weight of a server can be divided among its addresses. The
-/// factor is divisible by every number from 1 to 12.
+/// All weights are multiplied by this factor, so that the weight of a server can be divided equally among its
+/// addresses. The factor is divisible by every number from 1 to 12.
 const WEIGHT_UNIT: u64 = 55_440;
 
-/// The endpoints of a cluster, and the tables that were built from their health.
+/// The endpoints of a cluster, and the tables that were built from the health and the weights of these endpoints.
 #[derive(Debug)]
 pub(super) struct LoadBalancer {
     pub(super) endpoints: Arc<Vec<Arc<Endpoint>>>,
-    /// Indices of the endpoints that get requests.
+    /// Indices of the endpoints that receive requests.
     pub(super) usable: Box<[usize]>,
     /// Indices of the endpoints in connect backoff. These endpoints serve retries if no usable endpoint is left.
     backup: Box<[usize]>,
@@ -330,8 +331,8 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // In panic mode, ignore only ejections, which are inferred from requests. Failed health checks always exclude
-        // an endpoint, even the last one.
+        // In panic mode, ignore only ejections, which result from failed requests. Failed health checks always exclude
+        // an endpoint, even if no other endpoint is left.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -392,8 +393,8 @@ impl LoadBalancer {
             }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
-                // The key also determines the endpoint that replaces an unhealthy owner. When the owner recovers, its
-                // keys return to it.
+                // The key also determines the endpoint that replaces an unhealthy owner. When the owner recovers, it
+                // owns its keys again.
                 let mut usable = (0..2 * MAX_DRAWS)
                     .map(|draw| rendezvous.lookup(key, draw))
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
@@ -405,8 +406,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the one with the lower load
-    /// relative to its weight, or the first one if both are equal.
+    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the endpoint with the lower
+    /// load relative to its weight. If both loads are equal, take the first endpoint.
     fn less_loaded_of_two(&self, rng: &Rng) -> Option<usize> {
         let one = self.weighted_slots.endpoint_at(rng.next_u64())?;
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
@@ -444,7 +445,7 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
 /// Load balancing policy (`balance`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoadBalancingPolicy {
-    /// Draw two endpoints and take the one with fewer requests in flight relative to its weight.
+    /// Draw two endpoints and take the endpoint with fewer requests in flight relative to its weight.
     LeastRequests,
     /// Take the endpoints in turn. The number of turns of an endpoint is proportional to its weight.
     RoundRobin,
@@ -508,7 +509,8 @@ fn gcd(one: u64, other: u64) -> u64 {
 const HASH_SLOTS: usize = 16_384;
 
 /// The endpoint that owns each slot, by weighted rendezvous hashing (highest random weight, Thaler and Ravishankar
-/// 1998). If an endpoint is removed, only its slots get new owners. A new endpoint takes only its share of the slots.
+/// 1998). If an endpoint is removed, only the slots of this endpoint get new owners. A new endpoint takes only its
+/// share of the slots.
 #[derive(Debug)]
 pub(super) struct RendezvousTable(Box<[u32]>);
 
@@ -528,14 +530,15 @@ impl RendezvousTable {
         RendezvousTable((0..HASH_SLOTS).map(owner).collect())
     }
 
-    /// Return the owner of `key`. With `attempt` > 0, return a replacement, which may be the owner itself.
+    /// Return the endpoint that owns `key`. With `attempt` > 0, return a replacement for this endpoint, which may be
+    /// the same endpoint.
     pub(super) fn lookup(&self, key: u64, attempt: u32) -> usize {
         let key = (0..attempt).fold(key, |key, _| mix(key));
         self.0[(key % HASH_SLOTS as u64) as usize] as usize
     }
 }
 
-/// Return a hash that is equal on all gateways.
+/// Return a hash of `bytes`, which is equal on all gateways.
 pub(super) fn hash(bytes: &[u8]) -> u64 {
     let mut hasher = SipHasher13::new();
     hasher.write(bytes);
@@ -579,13 +582,13 @@ mod tests {
         let settings = UpstreamSettings { max_requests: 1, ..settings(&["10.0.0.1"]) };
         let endpoint = Arc::new(Endpoint::new(&settings, 0, None, HealthState::default(), queue.clone()));
         let held = Endpoint::try_acquire(&endpoint).unwrap();
-        assert!(Endpoint::try_acquire(&endpoint).is_none(), "one request at a time");
+        assert!(Endpoint::try_acquire(&endpoint).is_none(), "`max_requests` allows one request in flight");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
         // Simulate a client that disconnects on another worker after `release` has taken its request from the queue.
         ended.permit.close();
         drop(held);
         let permit = next.permit.try_recv().expect("the next request gets the permit");
-        assert!(last.permit.try_recv().is_err(), "one request at a time");
+        assert!(last.permit.try_recv().is_err(), "`max_requests` allows one request in flight");
         assert_eq!(endpoint.in_flight(), 1);
         last.permit.close();
         drop(permit);
@@ -657,7 +660,7 @@ mod tests {
             kept_by[owner] += 1;
             if owner != 3 {
                 assert_eq!(without_3.lookup(key, 0), owner, "only keys of the removed endpoint move");
-                assert!([3, owner].contains(&heavy_3.lookup(key, 0)), "a larger weight gains keys and moves no others");
+                assert!([3, owner].contains(&heavy_3.lookup(key, 0)), "keys must move only to endpoint 3");
             } else {
                 assert_eq!(heavy_3.lookup(key, 0), 3);
             }

@@ -1,5 +1,5 @@
-//! Single HTTP/1.1 exchanges, each on its own connection. They are used to export traces, fetch the key sets of token
-//! issuers, call webhooks and obtain certificates by ACME.
+//! Single HTTP/1.1 exchanges, each on its own connection. The gateway uses these exchanges to export traces, fetch the
+//! key sets of token issuers, call webhooks and obtain certificates by ACME.
 
 use std::error::Error;
 use std::io;
@@ -46,8 +46,8 @@ pub fn host(uri: &Uri) -> &str {
 }
 
 /// Send a request to the server in its URL, and return the response with its whole body. `tls` is required for
-/// `https://` URLs. The connection is closed after the response. This function has no timeout, so the caller must set
-/// one.
+/// `https://` URLs. The connection is closed after the response. This function has no timeout, so the caller must set a
+/// timeout.
 ///
 /// # Errors
 /// See [`FetchError`]. A response body longer than `max_body` bytes is an error.
@@ -67,7 +67,7 @@ pub async fn send(
 }
 
 /// Connect to the server in a URL, with a TLS handshake for `https://`, and close the connection. This function has no
-/// timeout, so the caller must set one.
+/// timeout, so the caller must set a timeout.
 ///
 /// # Errors
 /// See [`FetchError`].

@@ -27,13 +27,13 @@ pub struct HealthSettings {
     pub path: uri::PathAndQuery,
     /// Statuses of a healthy server.
     pub expected_statuses: Vec<StatusCode>,
-    /// Time between two checks of an endpoint, with a jitter of 10 %.
+    /// Mean time between two checks of an endpoint. The actual time differs randomly by up to 10 %.
     pub interval: Duration,
     /// Maximum duration of a check, including the time to connect.
     pub timeout: Duration,
-    /// Consecutive failed checks that mark an endpoint unhealthy.
+    /// Number of consecutive failed checks after which an endpoint becomes unhealthy.
     pub unhealthy_after: u32,
-    /// Consecutive passed checks that mark an endpoint healthy.
+    /// Number of consecutive passed checks after which an endpoint becomes healthy.
     pub healthy_after: u32,
 }
 
@@ -116,7 +116,7 @@ fn check_request(
 
 // Health state of an endpoint. The functions do not read the clock: the current time is an argument.
 
-/// Time for which an endpoint gets no requests after a failed connect, if other endpoints are reachable.
+/// Time for which an endpoint receives no requests after a failed connection attempt, if other endpoints are reachable.
 const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 
 /// Maximum duration of an ejection, in multiples of `base_ejection_time`.
@@ -130,7 +130,7 @@ const SLOW_START_FIRST_STEP: u32 = 2;
 /// Settings of ejections (`outlier_detection`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EjectionSettings {
-    /// Consecutive errors that eject an endpoint.
+    /// Number of consecutive errors after which an endpoint is ejected.
     pub consecutive_errors: u32,
     /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, but at most ten times as
     /// long.
@@ -156,7 +156,8 @@ pub(super) struct HealthState {
     contrary_checks: u32,
     /// End of the current ejection.
     ejected_until: Option<Instant>,
-    /// Number of recent ejections. It decreases by one for each base ejection time without an ejection.
+    /// Number of recent ejections. The number decreases by one for each base ejection time that passes without an
+    /// ejection.
     consecutive_ejections: u32,
     /// End of the last ejection.
     ejection_ended_at: Option<Instant>,
@@ -171,7 +172,7 @@ impl HealthState {
         HealthState { recovered_at: Some(now), ..HealthState::default() }
     }
 
-    /// Reset the result of health checks.
+    /// Forget the results of health checks. An endpoint that is unhealthy because of failed checks becomes healthy.
     pub(super) fn reset_checks(&mut self) {
         (self.is_unhealthy, self.contrary_checks) = (false, 0);
     }
@@ -229,7 +230,8 @@ impl HealthState {
         due.is_some()
     }
 
-    /// Start the connect backoff or extend it. Return whether the connect backoff is new.
+    /// Start the connect backoff, or extend it if it has already started. Return whether the connect backoff has
+    /// started with this call.
     pub(super) fn start_connect_backoff(&mut self, now: Instant) -> bool {
         let is_new = !self.is_in_connect_backoff(now);
         self.connect_backoff_until = Some(now + CONNECT_BACKOFF);
@@ -314,7 +316,7 @@ mod health_state_tests {
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
         // After 35 s, the count of 10 decreases by three, and the new ejection adds one: 8 times 10 s.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
-        assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
+        assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "the count has decreased to 0");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Exchange of a request with an upstream: endpoint, connection, response, and retries where they are safe.
+//! Exchange of a request with an upstream: choice of the endpoint, connection, response, and safe retries.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -49,12 +49,13 @@ impl Upstream {
     ///
     /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
     /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
-    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). Such a request is sent once more to
-    /// the same endpoint if a reused connection was closed before the response (RFC 9110 §9.2.2), or if the HTTP/2
-    /// server did not process it. Other retries go to other endpoints, limited by `retries` and the retry budget.
+    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
+    /// once more to the same endpoint if a reused connection was closed before the response (RFC 9110 §9.2.2), or if
+    /// the HTTP/2 server did not process the request. Other retries go to other endpoints, limited by `retries` and the
+    /// retry budget.
     ///
-    /// For an upstream that gets PROXY headers, the connection of the client is taken from the extensions of the
-    /// request, as a [`ProxiedConnection`].
+    /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
+    /// extensions of the request.
     ///
     /// # Errors
     /// See [`UpstreamError`].
@@ -200,7 +201,7 @@ impl Upstream {
                 return Ok(result);
             }
             let now = progress.map(UploadProgress::frame_count);
-            // Do not count time in which the gateway waits for the client. The timeouts of the request body apply then.
+            // Do not count time in which the gateway waits for the client. During this time, the upload timeouts apply.
             let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
             silent_polls = if is_silent { silent_polls + 1 } else { 0 };
             last_frames = now;
@@ -280,7 +281,7 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Number of requests that have not been used for a retry yet.
+    /// Number of recorded requests that no retry has used up. Each retry uses up `REQUESTS_PER_RETRY` requests.
     deposits: AtomicU64,
     /// Number of retries that the minimum rate still allows, and the time at which this number was last updated.
     min_retries: Mutex<(f64, std::time::Instant)>,
@@ -299,7 +300,7 @@ impl RetryBudget {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
     }
 
-    /// Withdraw a retry from the budget. Return whether the budget allows it.
+    /// Withdraw a retry from the budget. Return whether the budget allows the retry.
     pub(super) fn withdraw(&self, now: std::time::Instant) -> bool {
         let pay = |saved: u64| saved.checked_sub(REQUESTS_PER_RETRY);
         if self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, pay).is_ok() {
@@ -347,7 +348,8 @@ impl RetryReason {
 pub struct AttemptLog {
     retries: [u64; 3],
     endpoint: Option<Arc<Endpoint>>,
-    /// Whether the endpoint is recorded. It is recorded only on demand, because all workers share its reference count.
+    /// Whether the endpoint is recorded. The endpoint is recorded only on demand, because recording changes a reference
+    /// count that all workers share.
     records_endpoint: bool,
     /// Whether the request is retried only if no part of it was written, or if an HTTP/2 server declares it as not
     /// processed.
@@ -392,7 +394,7 @@ impl AttemptLog {
 /// A copy of a request without a body, for retries.
 ///
 /// Cloning a `HeaderMap` increments a reference count for each value and allocates a table. Encoding the headers costs
-/// less, and only few copies are used.
+/// less CPU time. Decoding them is rarely needed, because only few requests are retried.
 pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
@@ -464,7 +466,7 @@ mod budget_tests {
         (0..200).for_each(|_| budget.deposit());
         assert_eq!(withdrawn(now + Duration::from_millis(500)), 40, "a fifth of 200 requests");
         (0..100_000).for_each(|_| budget.deposit());
-        assert_eq!(withdrawn(now + Duration::from_secs(3600)), 110, "100 saved retries and the minimum rate");
+        assert_eq!(withdrawn(now + Duration::from_secs(3600)), 110, "100 saved retries, and 10 of the minimum rate");
     }
 }
 

@@ -3,9 +3,9 @@
 
     acme.py BINARY
 
-First, lego obtains certificates from the CA at the ports at which the CA validates. If lego listens at another port, it must get none.
-This detects a Pebble that does not validate or that is misconfigured. Then lego obtains a certificate through the gateway. Exits with 1 if
-a check fails.
+First, lego obtains certificates while it listens on the ports to which the CA sends its validation requests. If lego listens on another
+port, the CA must issue no certificate. This detects a Pebble that does not validate names or that is misconfigured. Then lego obtains a
+certificate through the gateway. Exits with 1 if a check fails.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def served(address, name, root):
 
 
 def configuration(pebble, behind):
-    """Return the configuration of a gateway at the ports at which the CA validates, with another ACME client as upstream."""
+    """Return the configuration of a gateway on the ports to which the CA sends its validation requests, with another ACME client as upstream."""
     return f"""
 [admin]
 address = "127.0.0.1:0"

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """MCP and A2A servers and clients through two gateways on one Redis: `agents.py BINARY`.
 
-The Python SDK, FastMCP and the TypeScript SDK are tested in all pairs of client and server: the number of admitted calls is exact. The
-same is checked with the A2A SDK (`agents_a2a.py`). Then the MCP conformance tests must give the same results with a gateway as without.
+The Python SDK, FastMCP and the TypeScript SDK are tested in all pairs of client and server: exactly as many calls as the limit allows
+must be admitted. agents_a2a.py checks this with the A2A SDK as well. Then the MCP conformance tests must give the same results with and
+without a gateway.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ limits = ["calls"]
     return f"""
 [store]
 url = "redis://127.0.0.1:{redis}"
-# The machine may be busy: no check is late.
+# With this timeout, no check fails on a busy machine.
 timeout = "5s"
 [log]
 access = "off"

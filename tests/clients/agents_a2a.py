@@ -32,7 +32,7 @@ def configuration(redis, port):
     return f"""
 [store]
 url = "redis://127.0.0.1:{redis}"
-# The machine may be busy: no check is late.
+# With this timeout, no check fails on a busy machine.
 timeout = "5s"
 [log]
 access = "off"

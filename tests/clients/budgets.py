@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Token budgets with the Python SDKs of OpenAI and Anthropic, two gateways and a Redis: `make test-clients`.
+"""Token budgets with the Python SDKs of OpenAI and Anthropic, two gateways and a Redis server: `make test-clients`.
 
     budgets.py BINARY
 
@@ -204,7 +204,7 @@ def anthropic_parts(asked, tokens, output):
 
 
 class Redis:
-    """A Redis that syncs every write to disk, so that it keeps its data when it is killed."""
+    """A Redis server that syncs every write to disk, so that it keeps its data when it is killed."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -348,7 +348,7 @@ def leave(binary, gateways):
         limit, streamed = record["limits"][0], received[request.call]
         names[request.identity] = limit["identity"]
         settled[request.identity] += limit["settled"]
-        # Messages reports the input and one output token at the start of a stream. Chat Completions reports the usage at the end.
+        # The Messages API reports the input and one output token at the start of a stream. The Chat Completions API reports the usage at the end.
         tokens = request.input + 1 if "/messages" in record["path"] else request.estimated_input
         least, most = tokens + streamed, tokens + (streamed if request.hold else request.output)
         expect(least <= limit["settled"] <= most, f"settled to another cost than {least} to {most}: {record}")
@@ -443,7 +443,7 @@ def compare(binary, gateways, load):
     """Compare the log records and the usage totals with the tokens that the provider issued."""
     survivor = gateways[0]
     mine = lambda: {record["request_id"]: record for record in records(survivor) if record["route"] in ("large", "small")}
-    # Half of the load's requests, and the ten requests before the load.
+    # The remaining gateway got half of the load's requests, and the ten requests before the load.
     eventually("the requests of the remaining gateway are logged", lambda: len(mine()) == CLIENTS // 2 * ROUNDS + 10)
     names, settled, bound, exact = {}, Counter(), Counter(), 0
     logged = mine() | {record["request_id"]: record for record in records(gateways[1]) if record["route"] in ("large", "small")}

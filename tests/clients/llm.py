@@ -57,7 +57,7 @@ burst = 1
 [limit.llm-day]
 by = ["api-key", "route"]
 quota = "1/24h"
-# A day of its own, whatever the time is.
+# This window does not depend on the time of day.
 algorithm = "sliding-log"
 [limit.llm-hidden]
 by = ["api-key", "route"]
@@ -230,7 +230,7 @@ def usage(sdk, url):
 
 
 def retries(sdk, url, name, shortest, longest):
-    """Check that the SDK waits once after a 429, as long as stated, and is then admitted. Return the wait in seconds."""
+    """Check that the SDK waits once after a 429, as long as the 429 states, and is then admitted. Return the wait in seconds."""
     client = sdk(f"{url}/{sdk.style}-{name}")
     expect(client.raw().retries_taken == 0, "the first is admitted")
     started = time.monotonic()

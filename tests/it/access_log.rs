@@ -1,4 +1,4 @@
-//! The access log: the fields of each record, both formats, and the number of lost records.
+//! The access log: the fields of each record, the formats `json` and `text`, and the counter of lost records.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -25,7 +25,7 @@ fn written(gateway: &Gateway) -> String {
     fs::read_to_string(gateway.directory().join("access.log")).unwrap()
 }
 
-/// Return the JSON records of the log once there are `count` of them.
+/// Wait until the access log contains `count` JSON records, and return them.
 fn lines(gateway: &Gateway, count: usize) -> Vec<Value> {
     eventually("the lines are written", || written(gateway).lines().count() >= count);
     let lines: Vec<_> = written(gateway).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -96,7 +96,8 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
     assert!(times[0] <= (ended - began) * 1000.0, "ms: {line:#}");
     let starts: Vec<_> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
     assert!(starts.is_sorted() && starts[0] > began - 0.01 && starts[5] < ended + 0.01, "{began} {starts:?} {ended}");
-    // Each limit has the hash of its own identity. Different identities have different hashes.
+    // For each limit, the record contains the hash of the identity that the limit counts. Different identities have
+    // different hashes.
     let of = |line: &Value, place: usize| line["limits"][place].clone();
     assert_eq!(line["limits"].as_array().unwrap().len(), 4);
     let who = line["identity"].as_str().unwrap();
@@ -110,7 +111,7 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
     assert_eq!(
         (&of(line, 3)["limit"], &of(line, 3)["cost"]),
         (&json!("tokens"), &json!(7)),
-        "the cost of the response"
+        "the cost in the response header `x-used`"
     );
     // The shadow limit `trial` would deny the second request.
     assert_eq!((&lines[1]["decision"], &lines[1]["shadow_denied"]), (&json!("shadow_denied"), &json!(["trial"])));
@@ -203,7 +204,7 @@ fn text_format_has_the_same_fields() {
     }
 }
 
-/// The client sends a request whose response never comes, and closes the connection; in HTTP/2 it resets the stream.
+/// The upstream never responds. The HTTP/1.1 client closes the connection, and the HTTP/2 client resets the stream.
 #[test]
 fn client_abort_before_the_response_is_logged() {
     let (seen, requests) = mpsc::channel();
@@ -238,14 +239,16 @@ fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     let directory = tempfile::tempdir().unwrap();
     let pipe = directory.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // To open a named pipe for writing, the gateway needs a reader. This reader never reads.
+    // The gateway can open a named pipe for writing only while another process has it open for reading. The test opens
+    // it for reading but reads nothing.
     let stuck = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let mut gateway = Gateway::start(&with_admin(&format!(
         "[log]\nformat = \"json\"\naccess = \"{}\"\n\
          [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n",
         pipe.display()
     )));
-    // The queue, the record in progress and the pipe hold less than 17 MiB.
+    // The requests have records of more than 24 MB. The gateway's queue, the record that it is writing, and the pipe
+    // hold less than 17 MiB together.
     let (path, requests) = (format!("/{}", "x".repeat(8_000)), 3_000_u64);
     let mut client = gateway.client();
     for _ in 0..requests {
@@ -313,7 +316,7 @@ fn renamed_file_is_reopened_without_losing_records() {
             eventually("the file has content", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
             fs::rename(&log, folder.join(format!("access.log.{round}"))).unwrap();
             if round == 10 {
-                // A directory with the name of the log file makes writes fail for a while.
+                // While a directory has the name of the log file, the gateway cannot create the file again.
                 fs::create_dir(&log).unwrap();
                 eventually("the failure is logged", || gateway.log().contains("cannot reopen the log file"));
                 fs::remove_dir(&log).unwrap();
@@ -358,8 +361,8 @@ fn last_records_are_written_before_the_process_ends() {
 #[test]
 fn file_format_does_not_depend_on_the_terminal() {
     let config = "[log]\naccess = \"access.log\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
-    // `script` gives the gateway a terminal as standard error and copies its output. `timeout` ends a leftover
-    // process.
+    // The command `script` gives the gateway a terminal as standard error, and copies its output to the test. `timeout`
+    // kills the gateway after 60 s in case the test does not stop it.
     let on_terminal = |path: &Path| {
         let line = format!("exec timeout 60 {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
         let mut outer = Command::new("sh");

@@ -1,4 +1,5 @@
-//! Access rules of listeners and routes, files of networks, and hosts that no route names.
+//! Access rules (`allow` and `deny`) of listeners and routes, files that list networks, and requests for hosts that no
+//! route names.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,12 +22,12 @@ fn local(last: u8) -> IpAddr {
     [127, 0, 0, last].into()
 }
 
-/// Send a GET from another loopback address.
+/// Send a GET request from the loopback address `client`.
 fn get_from(client: IpAddr, address: SocketAddr, path: &str, headers: &[(&str, &str)]) -> Reply {
     Client::connect_from(client, address).get_with(path, headers)
 }
 
-/// Send a GET over HTTP/2 and return the status.
+/// Send a GET request over HTTP/2 and return the status of the response.
 fn status_over_http2(address: SocketAddr, url: &str, headers: &[(&str, &str)]) -> u16 {
     let request = headers.iter().fold(Request::get(url), |request, (name, value)| request.header(*name, *value));
     let answers = http2::ask(address, [request.body(&b""[..]).unwrap()]);
@@ -34,7 +35,7 @@ fn status_over_http2(address: SocketAddr, url: &str, headers: &[(&str, &str)]) -
     status.as_u16()
 }
 
-/// Return the records of the access log once there are `count`.
+/// Wait until the access log contains at least `count` records, and return all records.
 fn records(gateway: &Gateway, count: usize) -> Vec<Value> {
     let path = gateway.directory().join("access.log");
     let read = || std::fs::read_to_string(&path).unwrap_or_default();
@@ -46,7 +47,7 @@ const LOG: &str = "[log]\nformat = \"json\"\naccess = \"access.log\"\n";
 
 // ---- the set of networks -------------------------------------------------------------------------
 
-/// Return random networks that often overlap, adjoin or contain each other.
+/// Generate a random network. Networks from this generator often overlap, adjoin or contain each other.
 fn network() -> impl Strategy<Value = IpNet> {
     let ipv4 = (any::<[u8; 2]>(), 0..=32_u8).prop_map(|([high, low], prefix)| {
         IpNet::V4(Ipv4Net::new(Ipv4Addr::new(10 + high % 2, high % 4, low % 4, low), prefix).unwrap())
@@ -58,7 +59,7 @@ fn network() -> impl Strategy<Value = IpNet> {
     prop_oneof![3 => ipv4, 2 => ipv6]
 }
 
-/// Return the first and the last address of a network and their neighbours.
+/// Return the first and the last address of a network, and the addresses next to them.
 fn edges(network: &IpNet) -> Vec<IpAddr> {
     match network.trunc() {
         IpNet::V4(network) => {
@@ -90,8 +91,8 @@ fn set_of_networks_agrees_with_each_network() {
             }
             compared += 1;
         }
-        // Networks have no gaps. So it is sufficient to test the first and last addresses of all networks, and their
-        // neighbours.
+        // A network is a contiguous range of addresses. It is therefore sufficient to test the first and last addresses
+        // of all networks, and the addresses next to them.
         let points: Vec<_> = networks.iter().flat_map(edges).chain(edges(&other)).collect();
         let inside = points.iter().filter(|point| other.contains(*point));
         assert_eq!(set.covers(other), inside.clone().all(|point| set.contains(*point)), "{other} of {networks:?}");
@@ -118,7 +119,7 @@ fn rules_of_listener_and_route_decide_by_the_client() {
         (0, 2, "/closed", 200),
         (0, 3, "/closed", 403),
         (0, 3, "/open", 200),
-        // The listener denies the client on all routes, and also for paths without a route.
+        // The first listener denies 127.0.0.4 on all paths, including paths that match no route.
         (0, 4, "/closed", 403),
         (0, 4, "/open", 403),
         (0, 4, "/nowhere", 403),
@@ -129,7 +130,7 @@ fn rules_of_listener_and_route_decide_by_the_client() {
         (1, 4, "/nowhere", 404),
     ] {
         let (what, before) = (format!("{listener} {client} {path}"), upstream.count());
-        // A client that is not a trusted proxy cannot claim another address.
+        // The client is not a trusted proxy, so the gateway ignores its `X-Forwarded-For`.
         let reply = get_from(local(client), addresses[listener], path, &[("x-forwarded-for", "127.0.0.2")]);
         match status {
             200 => assert_eq!(reply.status, 200, "{what}"),
@@ -170,7 +171,8 @@ fn rejection_needs_no_store() {
     assert_eq!(client.head().unwrap().status, 403);
 }
 
-/// Two listeners behind a trusted proxy. The second one uses the PROXY protocol.
+/// A configuration with two listeners behind the trusted proxy 127.0.0.1. The second listener expects the PROXY
+/// protocol.
 const BEHIND_A_PROXY: &str = "[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n\
      [[listener]]\naddress = \"127.0.0.1:0\"\nallow = [\"192.0.2.0/24\", \"2001:db8::/32\"]\n\
      [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\nallow = [\"192.0.2.0/24\", \"2001:db8::/32\", \"127.0.0.1\"]\n\
@@ -183,14 +185,14 @@ fn client_behind_a_trusted_proxy_is_decided_on() {
         (Some("192.0.2.1"), 200),
         (Some("2001:db8::7"), 200),
         (Some("::ffff:192.0.2.1"), 200),
-        // Only the last address counts, which the trusted proxy appended. The client may have forged the others.
+        // Only the last address counts, because the trusted proxy appended it. The client may have forged the others.
         (Some("192.0.2.1, 198.51.100.1"), 403),
         (Some("198.51.100.1, 192.0.2.1"), 200),
         (Some("198.51.100.1"), 403),
         (Some("2001:db9::7"), 403),
         (Some("192.0.2.66"), 403),
         (Some("junk"), 403),
-        // Without the header, the client is the proxy.
+        // Without `X-Forwarded-For`, the address of the proxy counts. The listener does not allow it.
         (None, 403),
     ] {
         let headers: Vec<_> = forwarded.iter().map(|hops| ("x-forwarded-for", *hops)).collect();
@@ -212,13 +214,13 @@ fn client_of_the_proxy_protocol_is_decided_on() {
         ("PROXY TCP4 192.0.2.66 192.0.2.9 1 2\r\n", 403),
         ("PROXY TCP6 2001:db8::1 2001:db8::2 1 2\r\n", 200),
         ("PROXY TCP6 ::ffff:192.0.2.1 ::ffff:192.0.2.9 1 2\r\n", 200),
-        // The header contains no client address, so the address of the proxy counts.
+        // This PROXY header contains no client address, so the address of the proxy counts.
         ("PROXY UNKNOWN\r\n", 200),
     ] {
         let mut client = Client::connect(address);
         client.send(format!("{header}GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n").as_bytes());
         assert_eq!(client.reply().unwrap().status, status, "{header}");
-        // The next request on the connection has the same client.
+        // The client address in the PROXY header also applies to later requests on the connection.
         assert_eq!(client.get("/").status, status, "{header}");
     }
 }
@@ -234,14 +236,14 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
     let status = |last: u8, path: &str| get_from(local(last), gateway.address, path, &[]).status;
     assert_eq!((status(3, "/"), status(4, "/"), status(9, "/")), (403, 200, 403));
     assert_eq!((status(3, "/s"), status(4, "/s")), (200, 403));
-    // An open connection sees the new file with its next request.
+    // The new content of the file also applies to the next request on an open connection.
     let mut open = Client::connect_from(local(4), gateway.address);
     assert_eq!(open.get("/").status, 200);
     gateway.put_file("blocked.txt", "127.0.0.4/32 # abuse\r\n");
     eventually("the file is reloaded", || status(4, "/") == 403);
     assert_eq!((status(3, "/"), status(9, "/"), status(3, "/s"), status(4, "/s")), (200, 403, 403, 200));
     assert_eq!(open.get("/").status, 403);
-    // An invalid file does not change the active rules. The log contains the error and its position.
+    // An invalid file does not change the active rules. The gateway logs the error and its position in the file.
     let bad = [
         ("127.0.0.3\n127.0.0.300\n", "`127.0.0.300` is not an address or a network"),
         ("deny 127.0.0.3;\n", "write only the network in the line: 127.0.0.3"),
@@ -275,7 +277,7 @@ fn configuration_reload_reads_rules_and_files_again() {
     let mut status = || client.get("/").status;
     assert_eq!(status(), 200);
     reloads(&gateway, &rules("deny = [\"127.0.0.3\"]", ""));
-    assert_eq!(status(), 403, "the open connection has the new rules");
+    assert_eq!(status(), 403, "the new rules also apply to an open connection");
     std::fs::write(gateway.directory().join("ours.txt"), "127.0.0.2\n").unwrap();
     reloads(&gateway, &rules("", "allow = [\"file:ours.txt\"]"));
     assert_eq!(status(), 403);
@@ -289,8 +291,8 @@ fn configuration_reload_reads_rules_and_files_again() {
 fn reloads_of_a_file_under_load_give_no_wrong_answer() {
     const RELOADS: usize = 20;
     const MANY: usize = 10_000;
-    // Each version of the file blocks 127.0.0.3, none blocks 127.0.0.4, and every other version blocks 127.0.0.5. Every
-    // fourth version is invalid.
+    // All versions of the file contain 127.0.0.3, and no version contains 127.0.0.4. Versions with an odd number
+    // contain 127.0.0.5. Every fourth version is invalid.
     let version = |round: usize| {
         let mut text: String =
             (0..MANY).map(|index| format!("10.{}.{}.{}/32\n", round, index / 256, index % 256)).collect();
@@ -393,7 +395,7 @@ fn unknown_hosts_are_misdirected() {
     assert_eq!(client.reply().unwrap().status, 421);
     client.send(b"GET http://api.test/any HTTP/1.1\r\nHost: evil.test\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
-    // An HTTP/1.0 request without `Host` has no known host.
+    // An HTTP/1.0 request without `Host` counts as a request for an unknown host.
     client.send(b"GET /any HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 421);
     let log = records(&blocking, 1);

@@ -1,4 +1,4 @@
-//! ACME certificates from the test CA Pebble: challenges, storage, readiness, reload, hot restart.
+//! ACME certificates from the test CA Pebble: challenges, certificate storage, readiness, reload and hot restart.
 
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ fn http_01_obtains_a_certificate_for_each_name_and_stores_it() {
     let left: Vec<_> = files.filter(|name| name.contains(".order") || name.contains(".challenge")).collect();
     assert!(left.is_empty(), "{left:?}");
 
-    // After a restart, the process serves the stored certificate from the start and places no order.
+    // After a restart, the gateway serves the stored certificate at once and places no order at the CA.
     let shown = served(&gateway, &client, "one.test").unwrap();
     let next = restart(&mut gateway);
     assert!(is_ready(&next), "{}", ask(&next, "GET", "/readyz").text());
@@ -110,7 +110,7 @@ fn rejected_nonces_and_account_binding_lead_to_one_order() {
 fn account_without_the_required_binding_is_reported_and_retried_later() {
     let pebble = Pebble::start_with(&[], ", \"externalAccountBindingRequired\": true");
     let gateway = start(&pebble, &["one.test"], "");
-    eventually("a report", || gateway.log().contains("externalAccountRequired"));
+    eventually("the error is logged", || gateway.log().contains("externalAccountRequired"));
     let log = gateway.log();
     assert!(log.contains("cannot obtain a certificate") && log.contains("\"retry_in_s\":3"), "{log}");
     assert!(!is_ready(&gateway));
@@ -133,11 +133,11 @@ fn order_that_was_interrupted_by_sigkill_is_resumed() {
 #[test]
 fn failed_validation_is_reported_with_the_reason_of_the_ca() {
     let pebble = Pebble::start();
-    // The gateway does not listen on the port at which the CA validates.
+    // The gateway does not listen on the port to which the CA connects for the HTTP-01 validation.
     let config = config(&pebble, &["one.test"], "challenges = [\"http-01\"]\n");
     let config = config.replace(&format!(":{}\"", pebble.http_port), ":0\"");
     let gateway = start_as(&pebble, &config);
-    eventually("a report", || gateway.log().contains("could not validate"));
+    eventually("the error is logged", || gateway.log().contains("could not validate"));
     let log = gateway.log();
     let line = log.lines().find(|line| line.contains("could not validate")).unwrap();
     assert!(line.contains("connection refused") && line.contains("\"name\":\"one.test\""), "{line}");
@@ -208,7 +208,8 @@ fn hot_restart_keeps_the_certificate_and_the_new_process_renews_it() {
     assert!(is_ready(&gateway));
     assert_eq!(served(&gateway, &client, "one.test").as_ref(), Some(&first));
     assert_eq!(pebble.orders(), 1, "{}", pebble.log());
-    // The old process held the lock of the storage. Its end released the lock, so the new process can renew.
+    // The old process held the lock of the certificate storage until its end. The new process needs this lock to renew
+    // a certificate.
     request_renewal(&gateway, "one.test");
     eventually("a new certificate", || served(&gateway, &client, "one.test").is_some_and(|leaf| leaf != first));
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());

@@ -1,4 +1,4 @@
-//! The time of ACME renewals: renewal information of the CA (RFC 9773), and renewals while the CA is down.
+//! The times of ACME renewals: the window that the CA suggests (RFC 9773), and retries while the CA is down.
 
 use std::collections::BTreeSet;
 
@@ -15,16 +15,16 @@ use crate::support::reload::metric;
 
 const DAY_S: u64 = 86_400;
 
-/// Without a suggestion of the CA, a certificate is renewed after this fraction of its lifetime (numerator,
-/// denominator).
+/// If the CA suggests no renewal window, the gateway renews a certificate after this fraction of its lifetime
+/// (numerator, denominator).
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 
-/// Return the configuration of a gateway that reaches the CA through a proxy.
+/// Return the configuration of a gateway that connects to the CA through `proxy`.
 fn behind(proxy: &CaProxy, pebble: &Pebble, names: &[&str]) -> String {
     config(pebble, names, "").replace(&pebble.directory, &proxy.directory)
 }
 
-/// Return the renewal information that a gateway has stored for a name.
+/// Return the renewal information that a gateway has stored for the certificate of `name`.
 fn renewal_record(gateway: &Gateway, name: &str) -> Value {
     let text = std::fs::read_to_string(storage(gateway).join(format!("{name}.renewal.json"))).unwrap();
     serde_json::from_str(&text).unwrap()
@@ -34,8 +34,8 @@ fn is_recorded(gateway: &Gateway, name: &str) -> bool {
     storage(gateway).join(format!("{name}.renewal.json")).exists()
 }
 
-/// Wait until the planned renewal time of a name is within the window, and return it. Times are seconds since the Unix
-/// epoch.
+/// Wait until the planned renewal time of the certificate for `name` is within `window`. Return this time. All times
+/// are in seconds since the Unix epoch.
 fn planned_s(gateway: &Gateway, name: &str, window: [u64; 2]) -> u64 {
     let planned_s = || time_s(&listed(gateway, name), "next_renewal");
     eventually("the renewal is planned in the window", || (window[0]..=window[1]).contains(&planned_s()));
@@ -75,16 +75,17 @@ fn certificate_is_renewed_in_the_window_that_the_ca_suggests() {
 
 #[test]
 fn window_is_read_again_when_the_ca_says() {
-    // A value of `Retry-After`, and the number of seconds after which the gateway must read the window again.
+    // Values of `Retry-After` in the CA's response, each with the number of seconds after which the gateway must read
+    // the window again.
     let waits = [("5", 60), ("7200", 7200), ("864000", DAY_S), ("Fri, 31 Dec 1999 23:59:59 GMT", 60)];
     let names = ["a.test", "b.test", "c.test", "d.test"];
     let pebble = Pebble::start();
     let started_s = now_s();
     let proxy = CaProxy::start(&pebble, move |number| match number {
         0..4 => Some(suggestion(started_s + 10 * DAY_S, started_s + 30 * DAY_S, waits[number].0)),
-        // A window in the past: renew at once.
+        // This window is in the past, so the gateway must renew the certificate at once.
         4 => Some(suggestion(started_s - 20, started_s - 10, "7200")),
-        // A window after the certificate expires.
+        // This window begins after the certificate expires.
         _ => Some(suggestion(started_s + 20_000 * DAY_S, started_s + 20_001 * DAY_S, "7200")),
     });
     let mut gateway = start_as(&pebble, &behind(&proxy, &pebble, &names));
@@ -92,7 +93,7 @@ fn window_is_read_again_when_the_ca_says() {
     eventually("all windows", || names.iter().all(|name| is_recorded(&gateway, name)));
     let leaves = names.map(|name| served(&gateway, &client, name).unwrap());
     let ids = leaves.each_ref().map(certificate_id);
-    assert_eq!(BTreeSet::from_iter(proxy.asked()), BTreeSet::from_iter(ids.clone()), "each is read once");
+    assert_eq!(BTreeSet::from_iter(proxy.asked()), BTreeSet::from_iter(ids.clone()), "each window is read once");
     let mut planned = BTreeSet::new();
     for (name, id) in names.iter().zip(&ids) {
         let (header, wait_s) = waits[proxy.asked().iter().position(|asked| asked == id).unwrap()];
@@ -102,7 +103,7 @@ fn window_is_read_again_when_the_ca_says() {
     }
     assert_eq!(planned.len(), 4, "renewals are spread over the window: {planned:?}");
 
-    // Make the next read of the window of `c.test` due.
+    // Store a past time for the next read of the window of `c.test`, so that the gateway reads it at once.
     kill(&mut gateway);
     let mut record = renewal_record(&gateway, "c.test");
     record["next_read_s"] = 1.into();
@@ -111,7 +112,7 @@ fn window_is_read_again_when_the_ca_says() {
     eventually("it is renewed at once", || served(&gateway, &client, "c.test").is_some_and(|leaf| leaf != leaves[2]));
     eventually("the window of the new certificate", || proxy.asked().len() >= 6);
     let renewed = certificate_id(&served(&gateway, &client, "c.test").unwrap());
-    assert_eq!(proxy.asked()[4..], [ids[2].clone(), renewed], "nothing else is read before its time");
+    assert_eq!(proxy.asked()[4..], [ids[2].clone(), renewed], "no other window is read early");
     assert_eq!(proxy.orders().len(), 5);
     assert_eq!(proxy.orders()[4].replaces.as_ref(), Some(&ids[2]));
     eventually("it is renewed before it expires, whatever the CA suggests", || {
@@ -129,9 +130,9 @@ fn without_usable_renewal_information_two_thirds_of_the_lifetime_count() {
         0 => Some(ok("{}", "Retry-After: 60\r\n").replace("200 OK", "404 Not Found")),
         1 => Some(ok("", "").replace("200 OK", "500 -")),
         2 => Some(ok("not JSON", "Retry-After: 60\r\n")),
-        // A window without `Retry-After` (RFC 9773 §4.3.3).
+        // A response with a window, but without `Retry-After` (RFC 9773 §4.3.3).
         3 => Some(suggestion(1, 2, "").replace("Retry-After: \r\n", "")),
-        // A window that does not end after its start (RFC 9773 §4.2).
+        // A window whose end is not after its start (RFC 9773 §4.2).
         4 => Some(suggestion(1, 1, "60")),
         _ => None,
     });
@@ -164,7 +165,8 @@ fn known_window_stays_when_it_cannot_be_read_again() {
     let mut gateway = start_as(&pebble, &behind(&proxy, &pebble, &["one.test"]));
     eventually("a window", || is_recorded(&gateway, "one.test"));
     kill(&mut gateway);
-    // Store this number of earlier failures, and make the next read due.
+    // In the stored record, set the number of earlier failures to `failures`, and the time of the next read to a past
+    // time.
     for (failures, wait_s) in [(0, 60), (3, 8 * 60), (30, 6 * 3600)] {
         let mut record = renewal_record(&gateway, "one.test");
         (record["next_read_s"], record["failures"]) = (1.into(), failures.into());
@@ -206,7 +208,7 @@ fn certificate_stays_in_use_while_the_ca_is_down_and_is_renewed_later() {
     let first = served(&gateway, &client, "one.test").unwrap();
     proxy.set_fault(Fault::Unreachable);
     request_renewal(&gateway, "one.test");
-    eventually("a report", || gateway.log().contains("cannot obtain a certificate"));
+    eventually("the error is logged", || gateway.log().contains("cannot obtain a certificate"));
     let failed_attempts = || metric(&gateway, "acme_failed_attempts{name=\"one.test\"}");
     eventually("the failure is counted", || failed_attempts() == 1.0);
     let entry = listed(&gateway, "one.test");
@@ -228,7 +230,7 @@ fn order_is_resumed_after_an_internal_error_of_the_ca() {
     let proxy = CaProxy::start(&pebble, |_| None);
     proxy.set_fault(Fault::FailedFinalization);
     let gateway = start_as(&pebble, &behind(&proxy, &pebble, &["one.test"]));
-    eventually("a report", || gateway.log().contains("cannot finalize the ACME order"));
+    eventually("the error is logged", || gateway.log().contains("cannot finalize the ACME order"));
     eventually("the failure is listed", || listed(&gateway, "one.test")["error"] != Value::Null);
     let entry = listed(&gateway, "one.test");
     let retry_s = time_s(&entry, "next_renewal");

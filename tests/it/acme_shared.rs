@@ -16,10 +16,10 @@ use crate::support::reload::{ask, with_admin};
 use crate::support::sentinel::Sentinels;
 use crate::support::{SetOnDrop, eventually, signal};
 
-/// Pause between two handshakes of a client, so that clients leave the processor to the others.
+/// Pause between two handshakes of a client. It leaves processor time to the gateways and the CA.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Return a configuration on free ports with a Redis store.
+/// Return the configuration of a gateway that uses a Redis store and listens on free ports.
 fn config(pebble: &Pebble, store: &str, secret: &str) -> String {
     with_admin(&format!(
         "{}[store]\nurl = \"{store}\"\nsecret = \"{secret}\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -28,8 +28,8 @@ fn config(pebble: &Pebble, store: &str, secret: &str) -> String {
     ))
 }
 
-/// Start a gateway with each configuration, and a balancer at each of the two ports that the CA validates at. Return
-/// the gateways and the balancer for HTTP-01.
+/// Start a gateway with each configuration. Start a load balancer at each of the two ports to which the CA connects for
+/// validations (TLS-ALPN-01 and HTTP-01). Return the gateways and the balancer for HTTP-01.
 fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
     let gateways: Vec<_> = configs.iter().map(|config| start_as(pebble, config)).collect();
     let addresses = |index: usize| gateways.iter().map(|gateway| gateway.addresses()[index]).collect();
@@ -38,22 +38,24 @@ fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
     (gateways, balancer)
 }
 
-/// Start `count` gateways that share a store.
+/// Start `count` gateways that share the store at the URL `store`.
 fn start_on(pebble: &Pebble, store: &str, count: usize) -> (Vec<Gateway>, Arc<Balancer>) {
     start(pebble, &vec![config(pebble, store, "s3cret"); count])
 }
 
-/// Return the Redis key of the shared ACME records.
+/// Return the Redis key that contains the shared ACME records.
 fn records(keys: Vec<String>) -> String {
     keys.into_iter().find(|key| key.contains(":acme:")).unwrap()
 }
 
-/// Return a field of the lock: its fencing token (`.token`) or its end in microseconds since the Unix epoch (`.until`).
+/// Return a field of the ACME lock in Redis: its fencing token (`.token`), or its expiry time in microseconds since the
+/// Unix epoch (`.until`).
 fn lock(redis: &Redis, field: &str) -> u64 {
     redis::cmd("HGET").arg(records(redis.keys())).arg(field).query(&mut redis.connection()).unwrap()
 }
 
-/// Wait until one of the two gateways has begun an order. Return that gateway first.
+/// Wait until one of the two gateways has begun an ACME order. Return both gateways, first the one that began the
+/// order.
 fn holder_first(mut gateways: Vec<Gateway>, has_begun: impl Fn() -> bool) -> [Gateway; 2] {
     eventually("an order has begun", has_begun);
     gateways.sort_by_key(|gateway| !gateway.log().contains("ACME account created"));
@@ -79,7 +81,7 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
         assert!(!stored.iter().any(|value| value.windows(word.len()).any(|part| part == word)), "{word:?}");
     }
     let other = start_as(&pebble, &config(&pebble, &redis.url(), "another"));
-    eventually("a report", || other.log().contains("is `store.secret` the same on all gateways?"));
+    eventually("the error is logged", || other.log().contains("is `store.secret` the same on all gateways?"));
 
     // Request a renewal from all three gateways at once.
     gateways.iter().for_each(|gateway| request_renewal(gateway, "one.test"));
@@ -128,7 +130,8 @@ fn renewals_fail_no_handshake_and_need_one_order_each() {
 fn another_gateway_resumes_the_order_of_one_that_was_killed() {
     let (pebble, redis) = (Pebble::start(), Redis::start());
     let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
-    // The validation waits until the gateway that placed the order is killed.
+    // While the balancer has no gateways, the CA's validation waits. During this time, kill the gateway that placed the
+    // order.
     balancer.set([]);
     let [mut holder, other] = holder_first(gateways, || balancer.is_used());
     kill(&mut holder);
@@ -173,7 +176,7 @@ fn order_of_a_gateway_that_was_stopped_before_it_stored_it_is_abandoned() {
     let token = lock(&redis, ".token");
     signal(&holder.child, "STOP");
     balancer.set([other.address]);
-    // The CA's response to the order waits in the socket of the stopped process.
+    // The CA's response to the order stays unread in the socket of the stopped process.
     proxy.set_fault(Fault::None);
     eventually("the other takes the lock", || lock(&redis, ".token") > token);
     eventually("a certificate", || is_ready(&other));
@@ -203,7 +206,8 @@ fn lock_is_kept_while_the_ca_is_slow() {
     assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
 }
 
-/// Check that two gateways on one store share a certificate, and its renewal after a failover of the store.
+/// Check that two gateways with the same store use the same certificate, and that both use the renewed certificate
+/// after a failover of the store.
 fn check_sharing(url: &str, fail_over: impl FnOnce()) {
     let pebble = Pebble::start();
     let (gateways, _) = start_on(&pebble, url, 2);
@@ -253,7 +257,7 @@ fn certificates_stay_in_use_without_redis_and_return_to_an_empty_one() {
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
     request_renewal(&gateways[0], "one.test");
-    eventually("a report", || gateways[0].log().contains("no certificate is renewed"));
+    eventually("the error is logged", || gateways[0].log().contains("no certificate is renewed"));
     let restarted = restart(&mut gateways[1]);
     balancer.set([gateways[0].address, restarted.address, gateways[2].address]);
     for gateway in [&gateways[0], &restarted] {

@@ -114,7 +114,7 @@ fn bytes_from_and_to_clients_are_counted() {
     let response = "HTTP/1.1 200 OK\r\n".len() + headers + "\r\nhi".len();
     let received = || metric(&gateway, "sluicegate_received_bytes_total");
     let sent = || metric(&gateway, "sluicegate_sent_bytes_total");
-    // The client may have read the response before the gateway counts it.
+    // The client may have read the response before the gateway counts its bytes.
     eventually("the bytes are counted", || [received(), sent()] == [request.len() as f64, response as f64]);
 }
 
@@ -331,7 +331,7 @@ fn draining_gateway_is_not_ready() {
 fn never_reads(stream: &mut TcpStream) {
     stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
     let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
-    // The gateway may have closed this connection to accept another one.
+    // The gateway may have closed this connection to make room for a new one.
     if let Err(error) = stream.write_all(&requests) {
         use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
         assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");
@@ -372,7 +372,7 @@ fn idle_admin_connections_are_closed_for_new_ones() {
 fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [HERE, ("authorization", "Bearer sesame")];
-    // The bodies never arrive, so each connection is busy until its timeout.
+    // The client never sends the request bodies, so each connection is busy until its timeout.
     let unfinished = b"POST /api/reset HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sesame\r\n\
                        content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n";
     let busy = || {

@@ -1,4 +1,4 @@
-//! The admin API: top denied, inspect, reset and overrides, with one gateway and with two.
+//! The admin API: top denied clients, inspect, reset and overrides, with one gateway and with several.
 
 use crate::support::client::{Client, Reply, load};
 use crate::support::cluster::Cluster;
@@ -46,7 +46,7 @@ fn usage(gateway: &Gateway, query: &str) -> Value {
     answer["limits"][0].clone()
 }
 
-/// Return a configuration with one route and one limit, which is by the header `x-id`.
+/// Return a configuration with one route and one limit. The limit key is the header `x-id`.
 fn one_limit(store: &str, quota: &str, rest: &str) -> String {
     format!(
         "{store}{ADMIN}[limit.one]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}\"\n\
@@ -115,7 +115,8 @@ fn top_denied_lists_clients_without_secrets() {
         (&net["identities"][0]["denied_at_least"], &net["identities"][0]["denied_at_most"]),
         (&json!(5), &json!(5))
     );
-    // A shadow limit lists the clients that it would deny. It does not count requests that another limit denies.
+    // For a shadow limit, the list contains the clients that the limit would deny. Requests that another limit denies
+    // do not count.
     let shadow = of("try");
     assert_eq!(shadow["shadow"], true);
     assert_eq!(of("key")["identities"][0]["parts"], json!({"api-key": null}));
@@ -253,7 +254,8 @@ fn identity_is_found_by_its_value_or_hash() {
         let hash = found["identity"].as_str().unwrap();
         let limit = query.split('&').next().unwrap();
         let again = usage(&gateway, &format!("{limit}&identity={hash}"));
-        // A hash does not tell that the identity is the address of an anonymous client, so the quota may differ.
+        // The hash does not reveal that the identity is the address of an anonymous client. A query by hash may
+        // therefore return another quota.
         if !query.contains("anonymous") {
             assert_eq!(again["quota"], found["quota"], "{query} by its hash");
             assert_eq!(again["consumer"], found["consumer"], "{query} by its hash");
@@ -279,7 +281,7 @@ fn reset_reaches_all_gateways() {
         );
     }
     assert_eq!(statuses(&gateways[0], "alice", 4), [200, 200, 200, 429]);
-    // A cached denial needs no call to Redis.
+    // After its first denial, the second gateway denies from its cache and does not call Redis.
     assert_eq!(statuses(&gateways[1], "alice", 1), [429]);
     let asked = redis.calls("evalsha");
     assert_eq!(statuses(&gateways[1], "alice", 3), [429; 3]);
@@ -287,7 +289,8 @@ fn reset_reaches_all_gateways() {
     let answer = post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "alice"}}));
     assert_eq!((&answer["removed"], &answer["effective_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
     assert_eq!(usage(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
-    // The reset also removes the cached denial, which would last for up to a minute.
+    // The reset also removes the denial from the caches of all gateways. Without a reset, it could stay there for up to
+    // a minute.
     eventually("the other gateway has the change", || statuses(&gateways[1], "alice", 1) == [200]);
     let rest: Vec<_> = gateways.iter().flat_map(|gateway| statuses(gateway, "alice", 4)).collect();
     assert_eq!(count(&rest, 200), 2, "the gateways share one new quota");
@@ -310,7 +313,7 @@ fn state_of_every_algorithm_can_be_reset() {
             let mut three = || [0; 3].map(|_| client.get_with(&format!("/{kind}"), &[("x-id", "alice")]).status);
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind}");
             post(&gateway, "/api/reset", &json!({"limit": kind, "identity": {"header:x-id": "alice"}}));
-            // The gateway that executes a reset applies it at once.
+            // The gateway that executes a reset applies it at once. Other gateways may need 2 s.
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind} after its reset");
         }
     }
@@ -333,7 +336,7 @@ fn override_applies_on_all_gateways_until_it_expires() {
     assert_eq!((&shown["quota"], &shown["note"]), (&body["quota"], &body["note"]), "{answer}");
     let looked = usage(&gateways[0], "limit=one&header:x-id=alice");
     assert_eq!((&looked["remaining"], &looked["override"]["note"]), (&json!(7), &json!("trial")), "{looked}");
-    // A gateway that starts later reads the override as well.
+    // A gateway that starts after the override was set must also apply the override.
     let third = Gateway::start(&config);
     for gateway in [&gateways[1], &third] {
         eventually("the other gateways have the override", || statuses(gateway, "alice", 1) == [200]);
@@ -422,13 +425,13 @@ fn override_with_another_window_is_found_by_reset() {
     );
     let identity = json!({"header:x-id": "alice"});
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
-    // A quota with another window has another state.
+    // A quota with another window has its own counter.
     post(&gateway, "/api/overrides", &json!({"limit": "one", "identity": identity, "quota": "3/365d", "ttl": "1h"}));
     assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
     let reset = json!({"limit": "one", "identity": identity});
     assert_eq!(post(&gateway, "/api/reset", &reset)["removed"], true);
     assert_eq!(usage(&gateway, "limit=one&header:x-id=alice")["remaining"], 3);
-    // A bucket smaller than `prefetch` is accepted.
+    // The gateway accepts an override whose bucket is smaller than the `prefetch` of the limit.
     let two = json!({"limit": "two", "identity": identity, "quota": "2/3650d", "burst": 1, "ttl": "1h"});
     post(&gateway, "/api/overrides", &two);
     post(&gateway, "/api/reset", &json!({"limit": "two", "identity": identity}));
@@ -463,7 +466,7 @@ fn number_of_overrides_is_bounded() {
         let full = request(&gateway, "POST", "/api/overrides", body(1000).to_string().as_bytes());
         full.assert_problem(409, "one more");
         post(&gateway, "/api/overrides", &body(999));
-        // Overrides of other limits are not affected.
+        // A reset of an identity without usage removes nothing.
         assert_eq!(
             post(&gateway, "/api/reset", &json!({"limit": "one", "identity": format!("{:032x}", 7)}))["removed"],
             false
@@ -481,7 +484,7 @@ fn admin_commands_work_on_a_cluster() {
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
-    // The identities are stored on different masters.
+    // The Redis Cluster stores these identities on different masters.
     for identity in ["a", "b", "c", "d", "e", "f"] {
         let whose = json!({"header:x-id": identity});
         assert_eq!(statuses(&gateways[0], identity, 3), [200, 200, 429]);

@@ -17,9 +17,10 @@ fn config(admin: &str) -> String {
     )
 }
 
-/// Start a gateway. Its configuration contains the port of the admin listener, so that commands find it.
+/// Start a gateway. The configuration file contains the port of the admin listener, so that the commands can connect to
+/// it.
 fn start() -> Gateway {
-    // If another process takes the port meanwhile, the gateway fails to start and says so.
+    // If another process binds the port before the gateway does, the gateway fails to start and logs the reason.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"{TOKEN}\"\n")))
 }

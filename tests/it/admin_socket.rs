@@ -34,12 +34,14 @@ fn said(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap())
 }
 
-/// Wait until the admin socket accepts connections, because the gateway logs its addresses earlier.
+/// Wait until the admin socket accepts connections. The gateway may log its addresses earlier, so the log is not
+/// sufficient.
 fn await_socket(path: &Path) {
     eventually("the admin socket has its name", || std::os::unix::net::UnixStream::connect(path).is_ok());
 }
 
-/// Start a gateway with `RUNTIME_DIRECTORY`.
+/// Start a gateway with the environment variable `RUNTIME_DIRECTORY`. The gateway creates its admin socket in this
+/// directory.
 fn start_in(runtime_directory: &Path, config: &str) -> Gateway {
     let gateway = Gateway::start_by(config, |path| {
         let mut command = binary();
@@ -75,7 +77,7 @@ fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
     let restart = format!("{}[store]\ntimeout = \"77ms\"\n", config("20/3650d", SOCKET));
     for (bad, error) in [
         (config("20/eon", SOCKET), "20/eon"),
-        // This file is not valid TOML, but `reload` must find the gateway nevertheless.
+        // This file is not valid TOML. `sluicegate reload` must find the admin socket of the gateway nevertheless.
         (format!("{SOCKET}= ="), "rejected"),
         (restart, "store.timeout cannot change while the gateway runs"),
     ] {
@@ -136,7 +138,7 @@ fn socket_is_removed_at_the_end_and_used_by_one_gateway_only() {
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains("admin.sock: another process listens on this socket"), "{text}");
     assert!(socket.exists(), "the socket of the first gateway stays");
-    // A killed gateway leaves its socket file, which the next gateway replaces.
+    // A killed gateway leaves its socket file behind. The next gateway replaces this file.
     gateway.child.kill().unwrap();
     gateway.wait();
     assert!(socket.exists());
@@ -159,7 +161,7 @@ fn new_process_of_a_hot_restart_takes_the_socket() {
     let mut gateway = start_in(runtime.path(), &config("10/3650d", ""));
     let reload =
         || said(&command(gateway.directory(), &["reload"]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap());
-    // The new process rejects the configuration: the old one keeps its socket.
+    // If the new process of a hot restart rejects the configuration, the old process keeps the admin socket.
     gateway.put(&config("none", ""));
     signal(&gateway.child, "USR2");
     eventually("a failed hot restart", || gateway.log().contains("hot restart failed"));
@@ -185,7 +187,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
         &format!("{SOCKET}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n"),
     ));
     let mut client = gateway.client();
-    // The gateway knows the identity `a`, because it denied `a`.
+    // The running gateway lists only identities that it has denied. So exceed the limit with the identity `a`.
     for _ in 0..12 {
         client.get_with("/r", &[("x-id", "a")]);
     }
@@ -210,7 +212,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     }
     assert!(!text.contains("restart"), "{text}");
 
-    // A quota with another window starts with new counters.
+    // If the window of a quota changes, the limit starts with new counters.
     let (code, text) = check(&config("5/30d", &format!("{SOCKET}{listener}")), &[]);
     assert!(code == Some(0) && !text.contains("known identities"), "{text}");
 
@@ -231,7 +233,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     assert_eq!(json["against"]["unavailable"].as_array().unwrap().len(), 1);
 }
 
-/// Return a consumers file. Each consumer has a name, the key `key-of-NAME`, and further lines for its tier or its
+/// Return a consumers file. Each consumer NAME has the key `key-of-NAME`, and further TOML lines for its tier or its
 /// quotas.
 fn consumers(all: &[(&str, &str)]) -> String {
     let entry = |(name, more): &(&str, &str)| {
@@ -242,8 +244,8 @@ fn consumers(all: &[(&str, &str)]) -> String {
     all.iter().map(entry).collect()
 }
 
-/// The command compares the usage of each consumer with its own new quota, from `consumers.toml`, its tier or its
-/// override.
+/// `check --against` compares the usage of each consumer with the consumer's new quota. This quota comes from
+/// `consumers.toml`, from the consumer's tier or from an override.
 #[test]
 fn check_against_names_consumers_above_their_own_new_quota() {
     let config = |all: u32, gold: u32, anonymous: u32| {
@@ -287,14 +289,14 @@ fn check_against_names_consumers_above_their_own_new_quota() {
         (0..times).for_each(|_| last = client.get_with("/r", headers).status);
         assert_eq!(last, status, "{name}");
     };
-    // The usage of the limit `calls`, in the order of these calls: 9 of 10, 18 of 20, 12 of 14, 12 of 50, 9 of 10, and
-    // 30 of 30 for the anonymous client.
+    // Usage of the limit `calls` after each call of `send`, in the same order: 9 of 10, 18 of 20, 12 of 14, 12 of 50
+    // and 9 of 10 requests. The anonymous client has used 30 of 30.
     send("plain", 9, 200);
     send("gold", 18, 200);
     send("own", 12, 200);
     send("given", 12, 200);
     send("gone", 9, 200);
-    // The last request is denied, so that the gateway knows the address of the anonymous client.
+    // The last request exceeds the limit. The gateway therefore knows the address of the anonymous client.
     send("", 31, 429);
 
     let check = |config: &str, all: &[(&str, &str)]| {
@@ -326,11 +328,12 @@ fn check_against_names_consumers_above_their_own_new_quota() {
     assert_eq!(over, ["calls: api-key=gold: 18 of 17, 17/3650d"]);
     let over = check(&config(10, 20, 29), &before);
     assert_eq!(over, ["calls: anonymous=127.0.0.1: 30 of 29, 29/3650d"]);
-    // Larger quotas and changes of other keys are not reported.
+    // The command does not report larger quotas or changes of other configuration keys.
     assert_eq!(check(&config(11, 21, 31), &before), none);
     assert_eq!(check(&old.replace("[[route]]", "announce = false\n[[route]]"), &before), none);
 
-    // Consumers with other tiers and quotas; `gone` is removed, `new` is unknown to the running gateway.
+    // A consumers file with other tiers and quotas. It does not contain `gone`, and the running gateway does not know
+    // `new`.
     let after = [
         ("plain", "tier = \"gold\""),
         ("gold", ""),
@@ -341,7 +344,7 @@ fn check_against_names_consumers_above_their_own_new_quota() {
     ];
     let over = check(&old, &after);
     assert_eq!(over, ["calls: api-key=gold: 18 of 10, 10/3650d", "calls: api-key=own: 12 of 11, 11/3650d"]);
-    // A limit with another window, algorithm or kind of identity starts with new counters.
+    // If the window, the algorithm or the limit key changes, the limit starts with new counters.
     for (old_text, new_text) in [
         ("quota = \"10/3650d\"\ntiers", "quota = \"1/30d\"\ntiers"),
         (
@@ -360,8 +363,8 @@ fn check_against_names_consumers_above_their_own_new_quota() {
     }
 }
 
-/// The command queries an identity of several parts by these parts, because a hash does not tell the tier of the
-/// consumer.
+/// If an identity consists of several parts, `check --against` queries the running gateway by these parts. A query by
+/// hash would not use the tier of the consumer.
 #[test]
 fn check_against_knows_the_tier_of_denied_identities_of_several_parts() {
     let config = |quota: u32, gold: u32| {

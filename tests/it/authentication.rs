@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 const NAME: &str = "gate.test";
 
-/// Return the hash of an API key, in the form of the consumers file.
+/// Return the hash of an API key in the format of the consumers file.
 fn hash(key: &str) -> String {
     let digits: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("sha256:{digits}")
@@ -51,14 +51,14 @@ fn tokens(rest: &str) -> String {
     format!("[auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n{rest}\n")
 }
 
-/// Return a limit whose window starts with the first request, so that it cannot end during the test.
+/// Return a limit per hour. The window starts with the first request, so it does not end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
     )
 }
 
-/// Return a route `/NAME` to the upstream `api`.
+/// Return a route that forwards the path `/NAME` to the upstream `api`.
 fn route(name: &str, rest: &str) -> String {
     format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"api\"\n{rest}\n")
 }
@@ -73,7 +73,8 @@ fn challenges(reply: &Reply) -> Vec<&str> {
     lines.map(|(_, value)| value.as_str()).collect()
 }
 
-/// Assert the status and the challenges of a response. A status other than 200 must have a problem document.
+/// Assert the status of a response and its challenges (`WWW-Authenticate`). A response with a status other than 200
+/// must contain a problem document.
 fn assert_reply(reply: &Reply, status: u16, expected: &[&str], what: &str) {
     if status == 200 {
         assert_eq!(reply.status, 200, "{what}: {}", reply.text());
@@ -147,7 +148,7 @@ fn required_key_needs_no_limit() {
     let missing = client.get("/closed");
     assert!(missing.text().contains("an API key in the header `x-api-key` is required"), "{}", missing.text());
     assert_eq!(client.get_with("/open", &[("X-Api-Key", "eve-key")]).status, 200, "no provider on the route");
-    assert_eq!(upstream_server.last().headers("x-api-key"), ["eve-key"], "nothing is removed there");
+    assert_eq!(upstream_server.last().headers("x-api-key"), ["eve-key"], "a route without a provider forwards the key");
     gateway.terminate();
     gateway.wait();
     let records = std::fs::read_to_string(&log).unwrap();
@@ -199,13 +200,14 @@ fn key_is_read_from_several_places() {
     }
     let conflict = client.get_with("/r", &[("Authorization", "Bearer alice-key"), ("X-Api-Key", "bob-key")]);
     assert!(conflict.text().contains("`authorization` and `x-api-key` have different API keys"), "{}", conflict.text());
-    // The same rules apply to HTTP/2.
+    // Over HTTP/2, the statuses are the same as over HTTP/1.1.
     let ask = |value: &str| {
         let request = http::Request::get("http://gateway.test/r").header("authorization", value);
         crate::support::http2::ask(gateway.address, [request.body(&b""[..]).unwrap()])[0].status()
     };
     assert_eq!([ask("Bearer alice-key"), ask("Bearer eve")], [Some(200), Some(401)]);
-    // A long key is hashed like others. A key that exceeds the size limit of headers is rejected with 431.
+    // An unknown key of 30 KiB gets 401 like a short one. A request with a key of 64 KiB exceeds the size limit of the
+    // headers and gets 431.
     let long = format!("Bearer {}", "x".repeat(30 << 10));
     assert_reply(&client.get_with("/r", &[("Authorization", &long)]), 401, invalid, "a long key");
     let mut client = gateway.client();
@@ -259,7 +261,8 @@ fn keys_expire_and_are_disabled_and_bound_to_routes() {
     }
     let expired = client.get_with("/r", &[("Authorization", "Bearer old-key")]);
     assert_reply(&expired, 401, &["ApiKey", "Bearer error=\"invalid_token\""], "an expired bearer token");
-    // The log contains the reason, and the names of the consumer and of the key.
+    // For a key that has expired, is disabled or is not valid for the route, the gateway logs the reason, the name of
+    // the consumer and the name of the key.
     let log = gateway.log();
     for (reason, name) in [
         ("API key has expired", "old"),
@@ -270,7 +273,7 @@ fn keys_expire_and_are_disabled_and_bound_to_routes() {
         let line = line.unwrap_or_else(|| panic!("{reason} of {name} is not in\n{log}"));
         assert!(line.contains("DEBUG") && line.contains("alice"), "{line}");
     }
-    // If a key is disabled in the file, the next request with it is rejected.
+    // If a key is disabled in the consumers file, the gateway rejects it after reloading the file.
     gateway.put_file("consumers.toml", &file.replace(&plain("plain-key"), &table("plain-key", "disabled = true")));
     eventually("the key is disabled", || client.get_with("/r", &[("X-Api-Key", "plain-key")]).status == 401);
 }
@@ -304,7 +307,8 @@ fn required_claims_have_a_value_one_of_several_or_all_of_several() {
         (json!("admin"), json!(true), [false, true, false, true, false]),
         (json!(["write"]), json!([7]), [true, true, false, false, false]),
         (json!(["read", "write"]), json!(["7", "8"]), [true, true, true, true, true]),
-        // The elements of a list are compared as a whole. A string is split into words at spaces.
+        // If a claim is a list, a required value must equal one whole element. If a claim is a string, a required value
+        // must equal one of its words, which are separated by spaces.
         (json!(["read write"]), json!("7"), [false; 5]),
         (json!("read,write"), json!("7"), [false; 5]),
         (json!("Write"), json!("7"), [false; 5]),
@@ -503,14 +507,16 @@ fn credential_and_limits_take_one_store_call() {
         let (reply, calls) = ask(path, lines);
         assert_eq!((reply.status, calls), (status, expected), "{what}");
     }
-    // Three of these requests were charged to the client's address, and none to limits that clients share.
+    // Three of these requests were charged to the limit `per-ip`. None was charged to the limit `all`, because all
+    // clients share it.
     let (reply, _) = ask("/r", &good);
     assert_eq!(["per-ip", "per-key", "all"].map(|limit| reply.remaining(limit)), [4, 98, 98]);
-    // A client that guesses keys finally gets 429, which does not tell whether a key is valid.
+    // A client that guesses keys exhausts the limit `per-ip` and then gets 429. This status does not reveal whether a
+    // key is valid.
     let statuses: Vec<_> = (0..6).map(|_| ask("/r", &[("X-Api-Key", "eve")]).0.status).collect();
     assert_eq!(statuses, [401, 401, 401, 401, 429, 429]);
     let (reply, calls) = ask("/bound", &[("X-Api-Key", "bound-key")]);
-    assert_eq!((reply.status, calls, challenges(&reply)), (429, 1, vec![]), "403 becomes 429 as well");
+    assert_eq!((reply.status, calls, challenges(&reply)), (429, 1, vec![]), "429 instead of 403");
 }
 
 #[test]
@@ -540,7 +546,7 @@ fn limits_read_the_provider_that_succeeded() {
     let token = bearer(&key.token(&claims("alice")));
     let token = ("Authorization", &*token);
     let mut client = gateway.client();
-    // The last two columns are the remaining quotas of `calls` and `subject`.
+    // The last two elements of each case are the remaining quotas of the limits `calls` and `subject`.
     for (what, path, lines, calls, subject) in [
         ("a partner", "/any", &[("X-Partner", "globex-key")][..], Some(499), None),
         ("a token", "/any", &[token], None, Some(99)),
@@ -569,7 +575,7 @@ fn limits_read_the_provider_that_succeeded() {
         &["Bearer", "ApiKey"],
         "an unknown key",
     );
-    // `on_missing` of the limit is `reject`, so a request needs an API key in addition to the token.
+    // The limit `needed` counts by API key and rejects requests without one. A token alone is therefore not sufficient.
     assert_reply(&client.get_with("/needed", &[token]), 401, &["ApiKey"], "a limit by API key");
     assert_eq!(client.get_with("/needed", &[("X-Partner", "globex-key")]).remaining("needed"), 99);
 }
@@ -582,8 +588,8 @@ fn bearer_credentials_of_both_shapes_are_identified() {
     let forged = Key::ed("k").token(&claims("alice"));
     let foreign = Key::ed("other").token(&claims("alice"));
     for (unknown, identify, expected) in [
-        // The expected statuses for an API key, a token, a forged token, a token with an unknown key, another unknown
-        // bearer credential, and no credential.
+        // The expected statuses, in this order: for an API key, a token, a forged token, a token that an unknown key
+        // signed, another unknown bearer credential, and no credential.
         ("reject", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
         ("reject", "\"tokens\", \"keys\"", [200, 200, 401, 401, 401, 200]),
         ("anonymous", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
@@ -637,7 +643,8 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
     let forged = bearer(&signed(&json!({ "alg": "none" }), &claims("root"), |_| Vec::new()));
     let basic = "Basic YTpi";
     let mut client = gateway.client();
-    // The headers of a request, and the values of X-Api-Key, X-Kept and Authorization that the upstream receives.
+    // Each case has the headers of a request, and the values of `X-Api-Key`, `X-Kept` and `Authorization` that the
+    // upstream receives.
     for (what, path, lines, seen) in [
         ("a key", "/keys", &[("X-Api-Key", "alice-key")][..], ["", "", ""]),
         ("a bearer key", "/keys", &[("Authorization", "Bearer alice-key")], ["", "", ""]),
@@ -667,8 +674,8 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
         let at = ["x-api-key", "x-kept", "authorization"].map(|name| last.headers(name).join("|"));
         assert_eq!(at, seen, "{what}: {}", last.head);
     }
-    // Headers whose names servers treat as equal (such as `X_Api_Key`) are removed on all routes. `Connection` affects
-    // neither them nor `Authorization`.
+    // Some servers treat a header such as `X_Api_Key` like `X-Api-Key`. The gateway removes these headers on all
+    // routes. If `Connection` lists these headers or `Authorization`, the result is the same.
     for alias in ["X_Api_Key", "x.api.key", "X-Api_Key", "x_kept", "X!Kept"] {
         for path in ["/identified", "/open"] {
             let lines = [
@@ -727,7 +734,7 @@ fn forged_identities_are_not_admitted() {
             assert!(!reply.text().contains(part), "{what}: the token is repeated: {}", reply.text());
         }
     }
-    // Headers that claim an identity are not credentials.
+    // The gateway does not accept headers that only claim an identity as credentials.
     let smuggled =
         ["X-Consumer", "X-Consumer-Name", "X-Consumer-Username", "X-Credential-Identifier", "X-Authenticated-Userid"];
     for name in smuggled {
@@ -738,7 +745,7 @@ fn forged_identities_are_not_admitted() {
     assert_eq!((reply.status, reply.remaining("who")), (200, 999), "nothing was charged to alice");
 }
 
-/// If the keys change, a token that was already verified is verified again.
+/// If the JWKS file changes, the gateway verifies tokens again that it has already verified.
 #[test]
 fn replaced_keys_end_verified_tokens() {
     let upstream_server = Upstream::start();

@@ -14,14 +14,14 @@ use crate::support::reload::says;
 use crate::support::server::{Behaviour, Server};
 use crate::support::{SetOnDrop, eventually};
 
-/// HAProxy in front of two gateways. It is killed at the end of the test.
+/// An HAProxy process in front of two gateways. The test kills it at its end.
 struct Balancer {
     address: SocketAddr,
     child: Child,
     _folder: tempfile::TempDir,
 }
 
-/// The ports of a gateway. A restarted gateway has the same ports.
+/// The ports of a gateway. A restarted gateway listens on the same ports.
 #[derive(Clone, Copy)]
 struct Ports {
     listener: u16,
@@ -83,8 +83,8 @@ fn start(name: &str, Ports { listener, admin }: Ports, upstream: &Server) -> Gat
 /// The results of all clients.
 #[derive(Default)]
 struct Seen {
-    /// Number of responses by the name of the gateway. Responses of the upstream do not contain the gateway's name and
-    /// count as `upstream`.
+    /// Number of responses by the name of the gateway. Responses that come from the upstream do not contain this name.
+    /// They are counted under `upstream`.
     responses: HashMap<String, usize>,
     failures: Vec<String>,
 }
@@ -130,7 +130,7 @@ impl Visitor<'_> {
 #[test]
 fn rolling_restart_behind_a_polling_balancer_fails_no_request() {
     let upstream = Server::start();
-    // Responses take 200 ms, so requests are in flight whenever a gateway stops.
+    // The upstream responds after 200 ms, so requests are in flight whenever a gateway stops.
     upstream.set(Behaviour::RespondAfter(200));
     let ports = [(); 2].map(|()| Ports { listener: free_port(), admin: free_port() });
     let mut gateways = [start("a1", ports[0], &upstream), start("b1", ports[1], &upstream)];
@@ -153,8 +153,8 @@ fn rolling_restart_behind_a_polling_balancer_fails_no_request() {
             let gateway = &mut gateways[index];
             gateway.terminate();
             eventually("the gateway has received the signal", || gateway.log().contains("/readyz returns 503"));
-            // HAProxy does not know yet that the gateway stops. Without `accept_grace`, the gateway would refuse these
-            // connections.
+            // HAProxy has not yet detected that the gateway is stopping, and still connects to it. Without
+            // `accept_grace`, the gateway would refuse these connections.
             let before = count(old);
             eventually("HAProxy still chooses the old gateway", || count(old) > before + 10);
             assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());

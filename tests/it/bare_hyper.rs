@@ -1,5 +1,5 @@
-//! How hyper alone handles hostile bytes: the behaviour that the gateway relies on, and the gaps that the gateway
-//! fills.
+//! How hyper handles hostile requests without the gateway's code. The gateway relies on some of this behaviour, and
+//! adds the checks that hyper lacks.
 //!
 //! If a case fails after an update of hyper, review the code of the gateway that relies on this behaviour.
 
@@ -20,8 +20,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 
-/// Start a hyper server like the one in `src/listener.rs`, but without the gateway. It responds with the request as
-/// text, and reads the body unless the path starts with `/early`.
+/// Start a hyper server like the one in `src/listener.rs`, but without the gateway. The body of each response describes
+/// the request as text. The server reads request bodies, except for paths that start with `/early`.
 fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
     let mut builder = Builder::new(TokioExecutor::new());
     configure(&mut builder);
@@ -60,7 +60,7 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     Ok(Response::new(Full::new(Bytes::from(said))))
 }
 
-/// Send these bytes and a last request, which closes the connection. Return all responses.
+/// Send `bytes`, and then a GET request for `/last` with `Connection: close`. Return all responses as text.
 fn exchange(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
@@ -80,8 +80,8 @@ fn summary(answer: &str) -> String {
     answers.collect::<Vec<_>>().join(" / ")
 }
 
-/// Cases: a claim, the bytes to send, and the responses of hyper. If hyper keeps the connection open, there is a
-/// response to the last request.
+/// Each case has a claim, the bytes to send, and the expected responses of hyper. If hyper keeps the connection open,
+/// the last response is the one for `/last`.
 const HTTP_1: &[(&str, &str, &str)] = &[
     // ---- framing
     (
@@ -90,12 +90,12 @@ const HTTP_1: &[(&str, &str, &str)] = &[
         "200 POST /|host=a|transfer-encoding=chunked|body=x",
     ),
     (
-        "chunks and length: the same",
+        "chunks and length: the length is dropped, and the connection ends",
         "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n1\r\nx\r\n0\r\n\r\n",
         "200 POST /|host=a|transfer-encoding=chunked|body=x",
     ),
     (
-        "... kept alive or not",
+        "length and chunks with keep-alive: the connection ends nevertheless",
         "POST / HTTP/1.1\r\nHost: a\r\nConnection: keep-alive\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         "200 POST /|host=a|transfer-encoding=chunked|body=",
     ),
@@ -294,8 +294,8 @@ fn hyper_does_not_drain_unread_bodies() {
     assert!(written < 1024, "the server closes while the client sends");
 }
 
-/// Without a timer, hyper has no timeout for incomplete request headers. With a timer, it has none while the protocol
-/// version is unknown.
+/// Without a timer, hyper has no timeout for incomplete request headers. With a timer, it has no timeout while it does
+/// not know yet whether the client uses HTTP/1 or HTTP/2.
 #[test]
 fn hyper_has_no_default_head_timeout() {
     let address = bare(|_| {});
@@ -306,7 +306,7 @@ fn hyper_has_no_default_head_timeout() {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.write_all(bytes).unwrap();
         stream.set_read_timeout(Some(wait)).unwrap();
-        // hyper sends 408 or nothing, and then closes the connection.
+        // After the timeout, hyper sends 408 or nothing, and then closes the connection.
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).is_ok()
     };
@@ -328,7 +328,7 @@ fn hyper_has_no_default_head_timeout() {
     }
 }
 
-/// Maximum size of request headers that hyper buffers before it rejects the request.
+/// hyper rejects request headers that exceed its maximum size, which is far above 32 KiB by default.
 #[test]
 fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
@@ -341,7 +341,8 @@ fn hyper_buffers_heads_up_to_its_limit() {
     };
     let address = bare(|_| {});
     assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "by default, hyper accepts far more than 32 KiB");
-    // The last read may complete the headers, so headers below twice the limit may be accepted.
+    // One last read may exceed the limit and complete the headers. hyper may therefore accept headers of up to twice
+    // the limit.
     assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "the bound of hyper is 417,792 bytes");
     let small = bare(|builder| {
         builder.http1().max_buf_size(32 << 10);

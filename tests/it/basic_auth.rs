@@ -13,7 +13,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-/// Return a line of a password file. Apache's `htpasswd` hashes the password with these options.
+/// Return a line of a password file. Apache's `htpasswd` creates it with these options.
 fn htpasswd(options: &[&str], user: &str, password: &str) -> String {
     let output = Command::new("htpasswd").arg("-nb").args(options).args([user, password]).output();
     let output = output.expect("the test needs `htpasswd`; `make tools` installs it");
@@ -26,7 +26,7 @@ fn credentials(user: &str, password: &str) -> String {
 }
 
 /// Return a configuration with the provider `[auth.users]` and a route for all paths. The route requires this provider
-/// and has these limits.
+/// and applies `limits`. `keys` are further keys of the provider.
 fn config(keys: &str, limits: &str, upstream: &Upstream) -> String {
     format!(
         "[auth.users]\nkind = \"basic\"\nusers = \"htpasswd\"\n{keys}\n[upstream.api]\nservers = [\"{}\"]\n\
@@ -134,7 +134,7 @@ fn changed_file_takes_effect_at_once_and_a_faulty_one_is_ignored() {
         assert_eq!(login(&mut client, "alice", "new").status, 200, "the previous users stay");
     }
     assert!(!gateway.log().contains("plain\n") && !gateway.log().contains("{SHA}x"), "hashes are not logged");
-    // A valid file is loaded again after faulty ones.
+    // After invalid files, the gateway loads a valid file again.
     gateway.put_file("htpasswd", &alice);
     eventually("the file is reloaded", || login(&mut client, "alice", "old").status == 200);
 }
@@ -160,7 +160,8 @@ fn unusable_files_are_errors_that_name_user_and_line() {
         (&["-B", "-C", "17"], "cost above 16"),
     ] {
         let line = match options {
-            // Hashing with a cost of 17 takes seconds. So hash with a lower cost, and then change the cost in the line.
+            // Hashing with a cost of 17 takes seconds. So hash with the default cost of 5, and then change the cost in
+            // the line.
             ["-B", ..] => htpasswd(&["-B"], "eve", "pw12").replace("$05$", "$17$"),
             options => htpasswd(options, "eve", "pw12"),
         };
@@ -244,7 +245,7 @@ fn flood_of_passwords_is_rejected_with_503_and_other_routes_are_served() {
     let open = "[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
     let users = htpasswd(&["-B", "-C", "11"], "alice", "a");
     let gateway = Gateway::start_with(&(config("", "", &upstream) + open), &[("htpasswd", &users)]);
-    // Alice logs in before the flood, so her credential is cached.
+    // Alice logs in before the flood of wrong passwords, so the gateway has cached her credential.
     let mut alice = gateway.client();
     assert_eq!(login(&mut alice, "alice", "a").status, 200);
     let mut clients: Vec<_> = (0..150).map(|_| gateway.client()).collect();

@@ -21,7 +21,8 @@ use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
-/// Start a fake Redis that holds each check until the test sends a message to the returned sender, or drops it.
+/// Start a fake Redis that delays its reply to each script call until the test sends a message through the returned
+/// sender. If the test drops the sender, the fake Redis replies at once.
 fn held_redis() -> (FakeRedis, mpsc::Sender<()>) {
     let (sender, words) = mpsc::channel();
     let words = Mutex::new(words);
@@ -38,7 +39,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
     store_with_connections(fake, timeout, 1).await
 }
 
-/// Return a store with this number of connections, which it uses in turn.
+/// Return a store with this number of connections to Redis. The store uses its connections in turn.
 async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings { connections, timeout, connect_timeout: MAX_WAIT, ..RedisSettings::default() };
     let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
@@ -47,8 +48,8 @@ async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections
     store
 }
 
-/// Perform checks of different identities, each in its own event-loop tick. Each task returns whether its check got a
-/// verdict.
+/// Start `requests` checks of different identities, each in its own event-loop tick. Each returned task returns whether
+/// its check got a verdict.
 async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
     let mut asked = Vec::new();
     for identity in 0..requests {
@@ -73,7 +74,7 @@ async fn all(asked: Vec<JoinHandle<bool>>) -> bool {
     decided
 }
 
-/// Wait until the server has received this many requests.
+/// Wait until the fake Redis has received this number of requests.
 async fn wait_for_requests(fake: &FakeRedis, requests: usize) {
     let all = async {
         while fake.requests() < requests {
@@ -83,7 +84,7 @@ async fn wait_for_requests(fake: &FakeRedis, requests: usize) {
     timeout(MAX_WAIT, all).await.expect("the requests arrive");
 }
 
-/// Return the number of requests of each call.
+/// Return the number of requests in each script call.
 fn sizes(fake: &FakeRedis) -> Vec<usize> {
     fake.calls().iter().map(|call| call.requests().len()).collect()
 }
@@ -96,7 +97,7 @@ async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
     drop(words);
     assert!(all(asked).await);
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22]);
-    // If no call is in flight, a check does not wait.
+    // If no call is in flight, the batcher sends a check at once.
     for _ in 0..4 {
         assert!(all(one_by_one(&store, 1).await).await);
     }
@@ -132,8 +133,8 @@ async fn timeout_of_waiting_checks_starts_when_they_are_made() {
 
 #[tokio::test]
 async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
-    // Each request has two limits and one of two costs, so the call has two groups. The fake Redis returns a different
-    // `remaining` for each key, which identifies the key.
+    // Each request has two limits. Requests with an odd identity cost 2 and the others 1, so the call has two groups.
+    // For each key, the fake Redis returns a different value of `remaining`. This value identifies the key.
     let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
     let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
     let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
@@ -161,7 +162,8 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
         }));
         yield_now().await;
     }
-    // Cancel a request from the middle of each group, the first one of one group and the last one of the other group.
+    // Cancel the first request of one group, the last request of the other group, and a request from the middle of each
+    // group.
     let cancelled = [8, 11, 12, 17];
     for identity in cancelled {
         let task = &mut waiting[identity - 8];
@@ -188,8 +190,8 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
 async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
     const READONLY: &str = "READONLY You can't write against a read only replica.";
     for all_fail in [true, false] {
-        // The first connection leads to a replica. Requests that write get an error inside the reply; requests that
-        // write nothing succeed.
+        // The first connection leads to a replica. A replica rejects requests that write: the reply to the call
+        // contains an error for each of them. Requests that write nothing succeed.
         let fake = FakeRedis::start(move |command| match command.connection {
             1 if !command.is_script() => Answer::Usual,
             1 if all_fail => command.refused(READONLY),
@@ -243,7 +245,7 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     assert_eq!(fake.calls()[1].cost(), 5, "the check that waited, and the checks of four ticks");
 }
 
-/// Performs checks of one identity, which are coalesced.
+/// Performs checks of one identity. Concurrent checks are coalesced into one call.
 #[derive(Clone)]
 struct Hot {
     ledger: Arc<StoreHandle>,
@@ -268,7 +270,7 @@ impl Hot {
         }
     }
 
-    /// Return whether a check gets a verdict.
+    /// Perform a check, and return whether it got a verdict.
     async fn check(&self) -> bool {
         let Hot { ledger, coalescer, plan } = self;
         let pending = OwnedCharge {
@@ -293,7 +295,8 @@ impl Hot {
 async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
     let (words, held_redis) = mpsc::channel::<()>();
     let held = Mutex::new(held_redis);
-    // The fake Redis holds the first two calls. Each call grants one token, and refunds get no reply.
+    // The fake Redis replies to a check only when the test sends a message or drops the sender `words`. Each reply
+    // grants one token. Refunds get no reply.
     let fake = FakeRedis::start(move |command| match command.operation() {
         Some('R') => Answer::Silence,
         Some(_) => {
@@ -302,7 +305,7 @@ async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() 
         }
         None => Answer::Usual,
     });
-    // New checks wait for a call in flight for at most a sixteenth of the timeout.
+    // If a call is in flight, new checks wait for its reply for at most a sixteenth of the store timeout.
     let timeout = 16 * MAX_WAIT;
     let hot = Hot::new(store_with_connections(&fake, timeout, 2).await, timeout);
     let check = || {

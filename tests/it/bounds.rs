@@ -1,5 +1,6 @@
-//! Memory with many identities, decisions of gateways with wrong clocks, and admitted requests in a long outage of the
-//! store stay within bounds: faults 35 to 37 in docs/testing.md. `OPERATIONS=1000000` makes a long run.
+//! Faults 35 to 37 in docs/testing.md. Many identities need bounded memory. Wrong clocks of gateways change no
+//! decision. During a long outage of the store, the gateways admit a bounded number of requests. The environment
+//! variable `OPERATIONS=1000000` makes the tests run longer.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -25,14 +26,15 @@ fn many_identities_take_bounded_memory_and_every_key_expires() {
     /// Maximum resident memory of the gateway's process in bytes.
     const MOST: u64 = 64 << 20;
     let redis = Redis::start();
-    // One limit that admits, and one that denies the second request, so that the denial is cached.
+    // The limit `many` admits all requests. The limit `one` denies the second request of each identity, and the gateway
+    // caches this denial.
     let gateway = Gateway::start(&format!(
         "{}[limit.many]\nby = \"header:x-id\"\nquota = \"100/24h\"\n[limit.one]\nby = \"header:x-id\"\nquota = \"1/24h\"\n\
          [[route]]\nname = \"many\"\npath = \"/many\"\nlimits = [\"many\"]\nrespond = {{ status = 200 }}\n\
          [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"one\"]\nrespond = {{ status = 200 }}\n",
         redis.store()
     ));
-    // Nine in ten identities use the limit that admits, one in ten the one that denies.
+    // Of the identities, 90 % use the limit `many` and 10 % the limit `one`.
     let identities = operations() / CLIENTS / BATCH * CLIENTS * BATCH;
     std::thread::scope(|scope| {
         for client in 0..CLIENTS {
@@ -76,16 +78,16 @@ fn skewed_gateway_clocks_change_no_decision() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (hour, window) = (3600 * SECOND as i64, 3650 * 86_400 * SECOND);
     let decisions = Cell::new(0);
-    // Identity, cost and gateway of a call.
+    // Each call has an identity, a cost, and the index of a gateway.
     let step = (0..3u128, 0..12u64, 0..5usize);
     property(operations() / 20, 30, prop::collection::vec(step, 1..60), |calls| {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let right = redis_store(&redis, "right", Clock::Store);
-        // A clock that is wrong by an hour is realistic. If the store used these clocks, an error of a whole window
-        // would reset each limit.
+        // Some gateways have a clock that is wrong by an hour, which is realistic. Others have an error of a whole
+        // window, which would reset each limit if the store used the clocks of the gateways.
         let gateways = [0, hour, -hour, window as i64, -(window as i64)]
             .map(|off| redis_store(&redis, "wrong", Clock::Skewed(off)));
-        // Windows of ten years, so that none begins while the test runs.
+        // Each window is ten years long, so that no window begins during the test.
         for (name, rule) in every_algorithm(50, window) {
             let limit = Limit::new(name, rule);
             for (who, cost, gateway) in &calls {
@@ -182,7 +184,8 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
                         let status = client.get(&format!("/{n}")).status;
                         assert!([200, 429].contains(&status), "{status}");
                         admitted.fetch_add(u64::from(status == 200), Ordering::SeqCst);
-                        // Send more requests than the limits admit, but do not use the whole machine.
+                        // With this pause, the clients still send more requests than the limits admit, but do not use
+                        // the whole processor.
                         std::thread::sleep(Duration::from_millis(2));
                     }
                 });
@@ -193,7 +196,7 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
         eventually("all quotas are used up", spent);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // The test needs an outage of this length.
+        // Keep Redis down for this time.
         std::thread::sleep(Duration::from_secs(operations() as u64 / 12_500));
     });
     let (seconds, ended_us) = (began.elapsed().as_secs_f64(), unix_us());

@@ -1,4 +1,4 @@
-//! Client certificates: which clients connect, and which identity they have.
+//! Client certificates: which clients can connect, and which identity a client gets from its certificate.
 
 use std::path::Path;
 
@@ -13,12 +13,12 @@ use sluicegate::limiter::clock;
 
 const NAME: &str = "gate.test";
 
-/// A route with a limit by client certificate, and a route without limits.
+/// The route `who` has a limit by client certificate. The route `open` has no limits.
 const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
                       [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
                       [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
 
-/// Write the server certificate and the client CA to the folder. Return the listener configuration.
+/// Write the server certificate and the client CA certificates to the folder. Return the configuration of a listener.
 fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>) -> String {
     for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", authorities)] {
         std::fs::write(folder.join(name), content).unwrap();
@@ -54,7 +54,8 @@ fn client_auth_decides_which_certificates_connect() {
     ];
     for version in [&TLS12, &TLS13] {
         let status = |pair: Option<&Pair>, address, path| {
-            // A new TLS configuration resumes no session, so that the certificate is verified.
+            // Each connection uses a new TLS client configuration. It cannot resume a session, so the gateway verifies
+            // the certificate.
             ask(&tls(&[&server.der], pair, &[version]), address, NAME, path).map(|reply| reply.status)
         };
         for (what, pair, address, who, open) in [
@@ -116,10 +117,10 @@ fn certificates_of_one_subject_share_one_identity() {
     ] {
         assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is another identity");
     }
-    // An empty subject is not an identity, because the certificates of many clients may have one.
+    // An empty subject is not an identity, because many clients may have certificates with an empty subject.
     let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
     assert_eq!(ask(&client, gateway.address, NAME, "/who").unwrap().status, 401);
-    // The limit exempts this subject, in the text form that the manual documents.
+    // The limit exempts this subject. `exempt` contains it in the text form that the documentation describes.
     let monitor = tls(&[&server.der], Some(&one.client(&[(o, "Acme"), (cn, "monitor")], NOW)), &[&TLS13]);
     let reply = ask(&monitor, gateway.address, NAME, "/who").unwrap();
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{reply:?}");
@@ -178,7 +179,7 @@ fn session_does_not_outlive_its_certificate() {
     eventually("the certificate has expired", || now_s() > until);
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
         let mut connection = TlsClient::handshake(client, address, NAME).unwrap();
-        // rustls does not verify the certificate again on resumption.
+        // When rustls resumes a session, it does not verify the certificate again.
         assert_eq!(handshake_kind(&connection), rustls::HandshakeKind::Resumed);
         let _ =
             std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
@@ -211,7 +212,7 @@ fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
 
     std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
     eventually("the new CA is trusted", || gets_in(&of_new));
-    assert!(!gets_in(&of_old), "its session is not resumed");
+    assert!(!gets_in(&of_old), "a session of the old CA is not resumed");
     for (content, reason) in [
         ("", "there is no certificate"),
         ("garbage", "there is no certificate"),
@@ -353,7 +354,7 @@ fn missing_certificates_are_charged_to_limits_by_ip() {
         let with = reply(Some(&alice));
         assert_eq!((with.status, with.remaining("ip"), with.remaining("cert")), (200, 2, 99), "{limits}");
         assert_eq!([(); 4].map(|()| reply(None).status), [401, 401, 429, 429], "{limits}: on connections of their own");
-        assert_eq!(reply(Some(&alice)).status, 429, "{limits}: a certificate does not open what was closed");
+        assert_eq!(reply(Some(&alice)).status, 429, "{limits}: a certificate does not bypass the limit");
     }
 }
 
@@ -401,7 +402,8 @@ fn client_certificate_is_forwarded_where_the_upstream_is_told() {
             format!(":{}:", base64::engine::general_purpose::STANDARD.encode(der))
         };
         let ca = authority.certificate();
-        // The client sends its certificate alone, with the CA certificate, or no certificate.
+        // Three TLS client configurations: the client sends its certificate alone, its certificate with the CA
+        // certificate, or no certificate.
         let alone = tls(&[&server.der], Some(&alice), &[&TLS13]);
         let with_chain = tls_with_chain(&[&server.der], &alice, &[&alice.der, &ca.der]);
         let none = tls(&[&server.der], None, &[&TLS13]);
@@ -417,8 +419,8 @@ fn client_certificate_is_forwarded_where_the_upstream_is_told() {
                 let item: sfv::Item = sfv::Parser::new(certificate).parse().unwrap();
                 assert_eq!(item.bare_item.as_byte_sequence().unwrap(), &alice.der[..], "a Byte Sequence");
             }
-            // The gateway adds no certificate headers for the upstream `other`. It forwards the client's headers only
-            // if the client is a trusted proxy.
+            // For the upstream `other`, the gateway adds no certificate headers. It forwards the certificate headers of
+            // the client only if the client is a trusted proxy.
             let [seen, _, alias] = certificate_headers(&upstream, &mut client, "/other", &forged[..3]);
             assert_eq!((seen.len(), alias), (if trusted.is_empty() { 0 } else { 2 }, vec![]));
         }

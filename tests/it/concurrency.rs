@@ -1,5 +1,5 @@
-//! End-to-end tests of concurrency limits. A permit ends with the response body, the client's connection or the
-//! gateway. Until then, the gateway renews it.
+//! End-to-end tests of concurrency limits. The gateway releases a permit when the response body ends, the client
+//! disconnects or the gateway stops. During the request, the gateway renews the permit.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use crate::support::upstream::{read_head, serve};
 use crate::support::{assert_silent, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// An upstream that starts responses. The test ends them.
+/// An upstream that sends response headers and leaves the body open. The test ends the bodies.
 struct Streaming {
     address: SocketAddr,
     streams: Arc<Mutex<Receiver<TcpStream>>>,
@@ -33,7 +33,7 @@ impl Streaming {
         Streaming { address, streams: Arc::new(Mutex::new(streams)) }
     }
 
-    /// Return the upstream's side of the connection of the next request.
+    /// Wait for the next request at the upstream. Return the upstream's side of its connection.
     fn next(&self) -> TcpStream {
         self.streams.lock().unwrap().recv_timeout(crate::support::MAX_WAIT).unwrap()
     }
@@ -129,7 +129,7 @@ fn disconnected_client_releases_its_permit() {
 fn requests_cancelled_at_any_moment_leak_no_permit() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // With several connections the release of a permit may overtake the call that acquires it.
+    // With several connections to Redis, the release of a permit may overtake the call that acquires it.
     let store = redis.store() + "connections = 8\n";
     let gateway = Gateway::start(&config(&store, upstream.address, 1000, "30s"));
     std::thread::scope(|scope| {
@@ -139,8 +139,8 @@ fn requests_cancelled_at_any_moment_leak_no_permit() {
                 for _ in 0..50 {
                     let mut client = gateway.client();
                     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-                    // Dropping the client cancels the request while the gateway reads, checks or forwards it, or sends
-                    // the response. The pause varies this time.
+                    // Dropping the client cancels the request. Depending on the pause, the gateway is reading, checking
+                    // or forwarding the request at this time, or is sending the response.
                     std::thread::sleep(Duration::from_micros(250 * pause));
                 }
             });
@@ -161,8 +161,8 @@ fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     assert_eq!(gateway.get("/quick").status, 429);
     crate::support::signal(&redis.child, "STOP");
     drop(held);
-    // Open the breaker, so that the gateway decides locally. When the store continues, it runs the calls that it has
-    // received.
+    // Open the circuit breaker, so that the gateway decides locally. When the stopped Redis process continues, it
+    // executes the calls that it has received.
     eventually("the breaker opens", || {
         // Send these requests in parallel, because each one waits for the store timeout. The timeout is long enough for
         // all checks on a busy machine.
@@ -186,7 +186,7 @@ fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     for _ in 0..300 {
         assert_eq!(client.get("/quick").status, 200);
     }
-    // The gateway would send a pending release before its process ends.
+    // If permits still had to be released, the gateway would send the releases before its process ends.
     let redis = Redis::start_on(port).expect("the port is still free");
     eventually("the store decides", || gateway.log().contains("the store answers again"));
     gateway.terminate();
@@ -246,7 +246,8 @@ fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     dying.wait();
     assert_eq!(other.get("/quick").status, 429, "a killed gateway releases no permit");
     eventually("the permits have expired", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
-    // The last renewal of each permit was before the gateway was killed, and each permit expires one TTL later.
+    // The gateway renewed each permit for the last time before it was killed. A permit expires one TTL after its last
+    // renewal.
     assert!(killed.elapsed() < Duration::from_secs(6 + 2), "{:?}", killed.elapsed());
     drop(held);
 }
@@ -264,11 +265,12 @@ fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
                 let mut streams = [upstream.next(), upstream.next()];
                 let started = monotonic();
                 while started.elapsed() < Duration::from_secs(13) {
-                    assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
+                    assert_eq!(gateway.get("/quick").status, 429, "a permit is free after {:?}", started.elapsed());
                     for stream in &mut streams {
                         stream.write_all(b"1\r\nb\r\n").unwrap();
                     }
-                    // No permit may end during the loop, which takes more than two permit TTLs.
+                    // The gateway must keep both requests and their permits during the loop, which takes more than two
+                    // permit TTLs.
                     assert_silent(&mut streams[0], Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();
@@ -315,8 +317,8 @@ fn permit_is_charged_together_with_other_limits() {
     drop(hold(&gateway));
     eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
-    // The release of the permit of the last `/quick` may still be in flight. If the denied request held a permit, it
-    // would hold it for 30 s.
+    // Repeat the request, because the release of the permit of the last `/quick` may still be in flight. If the denied
+    // request held a permit, the permit would stay occupied for 30 s.
     eventually("a denied request holds no permit", || {
         gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1")
     });

@@ -62,7 +62,7 @@ fn has_in_order(path: &Path, text: &str, report: &str) {
     assert!(expectations > 0, "{} states no message", path.display());
 }
 
-/// Return the positions in a report: line and column.
+/// Return the line and the column of each finding in a report.
 fn places(report: &str) -> Vec<(u64, u64)> {
     let arrows = report.lines().filter_map(|line| line.trim_start().strip_prefix("--> "));
     let numbers = arrows.map(|place| {
@@ -73,7 +73,7 @@ fn places(report: &str) -> Vec<(u64, u64)> {
     numbers.collect()
 }
 
-/// Return the positions in the output of `--json`.
+/// Return the line and the column of each finding in the output of `--json`.
 fn places_of(findings: &Value) -> Vec<(u64, u64)> {
     let place = |finding: &Value| Some((finding["line"].as_u64()?, finding["column"].as_u64()?));
     findings.as_array().unwrap().iter().filter_map(place).collect()
@@ -88,12 +88,12 @@ fn suspicious_files_are_accepted_with_warnings() {
         let (code, out, report) = check(&path);
         assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
         has_in_order(&path, &text, &out);
-        // The report has no other warnings.
+        // The report contains no other warnings than those in the `#!` lines.
         let stated = text.lines().filter(|line| line.starts_with("#! warning: ")).count();
         let total = if stated == 1 { "\n1 warning\n".to_owned() } else { format!("\n{stated} warnings\n") };
         assert!(out.matches("\nwarning: ").count() == stated && out.ends_with(&total), "{}\n{out}", path.display());
         assert_eq!(places(&out).len(), stated, "each warning has a position: {}\n{out}", path.display());
-        // `--strict` exits with 1.
+        // With `--strict`, the exit code is 1 if there are warnings.
         assert_eq!(check_with(&path, &["--strict"]).0, Some(1), "{}", path.display());
         let (code, json, _) = check_with(&path, &["--json", "--strict"]);
         let json: Value = serde_json::from_str(&json).unwrap();
@@ -170,7 +170,7 @@ fn names_of_certificates_are_compared_with_the_addresses_of_this_machine() {
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     let (span, message) = warnings[1];
     assert!(span == "\"silent.test\"" && message.starts_with(&format!("`silent.test` {invalid}: no ")), "{message}");
-    // With `--offline`, no name is resolved.
+    // With `--offline`, `check` resolves no DNS names.
     let (code, out, _) = check_with(&path, &["--offline"]);
     assert!(code == Some(0) && out.contains("were not resolved, because of `--offline`"), "{out}");
     assert!(out.contains("for away.test, both.test") && !out.contains("resolves to"), "{out}");
@@ -275,8 +275,8 @@ fn unset_variables_and_invalid_consumers_are_reported() {
     }
 }
 
-/// Return a directory with a configuration file, and the path of the file. It contains `more`, and a listener and a
-/// route if `more` has none.
+/// Return a directory with a configuration file, and the path of the file. The file contains `more`. It also contains a
+/// listener and a route if `more` has none.
 fn directory_with(more: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -347,10 +347,11 @@ fn check_offline_accepts_unset_secrets_with_warnings() {
         assert!(out.contains(&format!("warning: environment variable `NOT_GIVEN_{name}` is not set")), "{out}");
     }
     assert!(out.ends_with("\n3 warnings\n"), "{out}");
-    // Without `--offline`, the command needs the secrets.
+    // Without `--offline`, `check` needs the values of the secrets.
     let (code, _, report) = check(&path);
     assert_eq!((code, report.matches("error: ").count()), (Some(2), 3), "{report}");
-    // A URL that consists of a variable is treated as a secret, too. All other values are needed even with `--offline`.
+    // A URL that consists of one variable also counts as a secret. `check` needs all other values even with
+    // `--offline`.
     let url = "[store]\nurl = \"${NOT_GIVEN}\"\n[log]\ntrace_endpoint = \"${NOT_GIVEN}\"\n";
     let (_directory, path) = directory_with(url);
     let (code, out, report) = check_with(&path, &["--offline"]);
@@ -374,7 +375,7 @@ fn commands_need_only_their_part_of_the_environment() {
     let (code, out, err) = said(&["key", "list"], "");
     assert!(code == Some(0) && out.contains("acme"), "{out}{err}");
     assert_eq!((err.matches("warning: ").count(), err.matches("error: ").count()), (4, 0), "{err}");
-    // `top` reads the configuration and then fails to connect.
+    // `top` accepts the configuration, and then cannot connect to the admin listener.
     let (code, _, err) = said(&["top"], "token");
     assert!(code == Some(1) && err.contains("cannot connect to http://127.0.0.1:1"), "{err}");
     // Without a token in the environment, `top` needs the token in the file.
@@ -389,7 +390,8 @@ fn commands_need_only_their_part_of_the_environment() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "no file is created");
 }
 
-/// Return the text with the key at this span renamed. A top-level key is renamed in all table headers.
+/// Return the text with the key at this span renamed. If the key is the first part of a table header, rename it in all
+/// table headers.
 fn renamed(text: &str, span: &Range<usize>, name: &str) -> String {
     let old = &text[span.clone()];
     let renamed = format!("{}{name}{}", &text[..span.start], &text[span.end..]);
@@ -417,8 +419,8 @@ fn values_of(value: &DeValue<'_>, keys: &mut Vec<Range<usize>>) {
     }
 }
 
-/// Rename each key of `valid/everything.toml`, and of tables that this file does not have: once to a misspelled key,
-/// and once to a name that is similar to no key.
+/// Rename each key of `valid/everything.toml`, and each key of the tables in `more`, which this file lacks. Each key is
+/// renamed twice: to a misspelling of the key, and to a name that resembles no key.
 #[test]
 fn unknown_key_gives_one_error() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/valid/everything.toml");
@@ -445,7 +447,7 @@ fn unknown_key_gives_one_error() {
         for name in [format!("{key}x"), "zzzzzzzz".to_owned()] {
             let Err(error) = load(renamed(&text, &span, &name)) else { continue };
             let error = error.to_string();
-            // Skip keys that are names of the administrator's choice, or keys of maps. They cause no such error.
+            // Skip names that the administrator chooses, and keys of maps, because any name is valid for them.
             if !error.contains(&format!("error: unknown key `{name}`")) {
                 continue;
             }

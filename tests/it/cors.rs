@@ -1,4 +1,4 @@
-//! CORS: preflights, and the headers of all responses of a route with a policy.
+//! CORS: preflight requests, and the CORS headers of all responses of a route with a CORS policy.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -25,7 +25,7 @@ fn values<'r>(reply: &'r Reply, name: &str) -> Vec<&'r str> {
     reply.headers.iter().filter(|(key, _)| key == name).map(|(_, value)| value.as_str()).collect()
 }
 
-/// Return the CORS headers and `Vary`, sorted.
+/// Return the CORS headers and `Vary` of a response, sorted by name.
 fn cors_headers(reply: &Reply) -> Vec<(&str, &str)> {
     let is_cors = |name: &str| name.starts_with("access-control-") || name == "vary";
     let headers = reply.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
@@ -34,7 +34,7 @@ fn cors_headers(reply: &Reply) -> Vec<(&str, &str)> {
     headers
 }
 
-/// Send a request over HTTP/2. Return the response in the form of an HTTP/1.1 response.
+/// Send a request over HTTP/2. Return the response as a [`Reply`], like a response over HTTP/1.1.
 fn over_http2(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)]) -> Reply {
     let mut request = Request::builder().method(method).uri(format!("http://gateway.test{path}"));
     for (name, value) in headers {
@@ -46,7 +46,7 @@ fn over_http2(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &
     Reply { status: status.as_u16(), headers: headers.collect(), body: body.to_vec() }
 }
 
-/// Send a request over HTTP/1.1 and over HTTP/2. The status and the CORS headers must be the same.
+/// Send a request over HTTP/1.1 and over HTTP/2. Both responses must have the same status and the same CORS headers.
 #[track_caller]
 fn ask(gateway: &Gateway, method: &str, path: &str, headers: &[(&str, &str)]) -> Reply {
     let reply = gateway.client().request(method, path, headers, b"");
@@ -198,13 +198,14 @@ fn preflight_belongs_to_the_route_of_the_requested_method() {
         reply.assert_problem(405, method);
         assert!(cors_headers(&reply).is_empty(), "{method}: {reply:?}");
     }
-    // Without `methods`, a policy allows only the methods that need no preflight. OPTIONS requests that are not
-    // preflights are forwarded.
+    // A CORS policy without `methods` allows only GET, HEAD and POST, which need no preflight. The gateway forwards
+    // OPTIONS requests that are not preflights.
     assert_eq!(values(&preflight(&gateway, "/both", EVIL, "PUT"), "access-control-allow-methods"), ["GET, HEAD, POST"]);
     assert_eq!(upstream.count(), 0);
     let plain = ask(&gateway, "OPTIONS", "/both", &[ORIGIN]);
     assert_eq!((plain.status, values(&plain, "access-control-allow-origin")), (299, vec!["*"]));
-    // Without a policy, the upstream answers preflights, and its headers are unchanged.
+    // On a route without a CORS policy, the gateway forwards preflights to the upstream and does not change the CORS
+    // headers of the response.
     let own = preflight(&gateway, "/own", APP, "PUT");
     assert_eq!((own.status, values(&own, "access-control-allow-origin")), (299, vec!["own"]));
 }
@@ -235,7 +236,8 @@ fn origins_that_are_not_allowed_get_no_cors_headers() {
         assert_eq!((reply.status, values(&reply, "access-control-allow-origin")), (204, expected), "{origin}");
         assert_eq!(cors_headers(&reply).len(), if allowed { 3 } else { 1 }, "{reply:?}");
     }
-    // A cache may reuse this response for a request with `Origin`, so it needs `Vary`.
+    // A cache could reuse the response to a request without `Origin` for a request with `Origin`. The response
+    // therefore needs `Vary: Origin`.
     let reply = ask(&gateway, "GET", "/", &[]);
     assert_eq!(cors_headers(&reply), [("vary", "Origin")]);
 }
@@ -283,7 +285,7 @@ fn every_response_of_the_route_has_the_cors_headers_once() {
         ]
         .concat(),
     );
-    // The limit admits the first request.
+    // The limit `once` admits only this request, so the next request to `/limited` is denied.
     assert_eq!(gateway.get("/limited").status, 200);
     let exposed = "Retry-After, x-total";
     let of_limits = "RateLimit, RateLimit-Policy, Retry-After, x-total";

@@ -19,17 +19,18 @@ fn consumer(name: &str, rest: &str) -> String {
     format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
 }
 
-/// Return the configurations of both stores: in memory, and this Redis.
+/// Return the `[store]` configurations of the in-memory store and of this Redis server.
 fn stores(redis: &Redis) -> [String; 2] {
     [String::new(), redis.store()]
 }
 
-/// Return the key `identify` for a route if its limit is by API key.
+/// Return the configuration key `identify` for a route whose limit counts by API key, or an empty string for other
+/// limits.
 fn identify(limit: &str) -> &'static str {
     if limit.contains("api-key") { "identify = [\"keys\"]\n" } else { "" }
 }
 
-/// Return a configuration with the limit `l` and a route `/r` with a direct response.
+/// Return a configuration with the limit `l` and a route `/r`. The gateway itself responds (`respond`).
 fn answered(limit: &str) -> String {
     format!(
         "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\n{}limits = [\"l\"]\nrespond = {{ status = 200 }}\n",
@@ -37,7 +38,7 @@ fn answered(limit: &str) -> String {
     )
 }
 
-/// Return a configuration with the limit `l` and a route `/r` to an upstream.
+/// Return a configuration with the limit `l` and a route `/r` that forwards requests to an upstream.
 fn proxied(limit: &str, upstream: &Upstream) -> String {
     format!(
         "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -96,7 +97,7 @@ fn reloaded_consumers_keep_their_usage() {
     let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
     assert_eq!(admitted(&gateway, Some("a"), 9), 3);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
-    // Replace the file by renaming a new one, like editors and Kubernetes.
+    // Replace the consumers file by writing a new file and renaming it, as editors and Kubernetes do.
     let replace = |text: &str| {
         let path = gateway.directory().join("consumers.toml");
         std::fs::write(path.with_extension("new"), text).unwrap();
@@ -105,12 +106,12 @@ fn reloaded_consumers_keep_their_usage() {
     replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
     eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
     assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five requests were used before the reload");
-    // An invalid file changes nothing.
+    // If the new consumers file is invalid, the gateway keeps the previous consumers.
     replace(&consumer("c", "tier = \"por\""));
     eventually("the fault is logged", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
-    // An empty file changes nothing either.
+    // An empty consumers file also counts as invalid.
     replace("");
     eventually("the fault is logged", || gateway.log().contains("no consumer has a key"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
@@ -143,7 +144,7 @@ fn cost_header_is_read_from_trusted_proxies_only() {
     assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
 }
 
-/// Respond with the status in `x-status` and the headers in `x-line` of the request.
+/// Respond with the status and the headers that the request contains in its headers `x-status` and `x-line`.
 fn respond_as_asked(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
@@ -203,7 +204,7 @@ fn failed_upstream_responses_are_refunded() {
     let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
-            // The route has two limits, of which only one has refunds.
+            // The route has two limits. Only the limit `back` has `refund_on`.
             let config = format!(
                 "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
                 proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
@@ -218,7 +219,7 @@ fn failed_upstream_responses_are_refunded() {
             }
         }
     }
-    // A 502 of the gateway itself is refunded as well.
+    // The gateway also refunds a request to which it responds with 502 itself.
     let free_port = crate::support::redis::free_port();
     let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
     let gateway =
@@ -234,12 +235,13 @@ fn refunds_of_slow_failures_cause_no_denials() {
         b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
     });
     for store in stores(&redis) {
-        // During a response of 200 ms, four tokens refill. They first repay the debt of other requests.
+        // While the upstream delays a response by 200 ms, four tokens refill. They first repay the debt of other
+        // requests, so they do not replace the refund of this request.
         let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
         let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
         let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
         assert_eq!(statuses, [503; 120], "each failure is refunded: at most twelve of twenty tokens are in use");
-        assert!(gateway.get("/r").remaining("l") >= 19, "nothing was lost");
+        assert!(gateway.get("/r").remaining("l") >= 19, "no token was lost");
     }
 }
 
@@ -252,7 +254,7 @@ fn request_with_max_wait_is_delayed_until_admitted() {
         let started = monotonic();
         let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
         assert_eq!(statuses, [200; 30], "no request is denied");
-        // The first request is admitted at once, the other 29 at one per 50 ms.
+        // The gateway admits the first request at once, and the other 29 at a rate of one per 50 ms.
         assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
     }
 }
@@ -267,7 +269,7 @@ fn wait_queue_is_first_in_first_out() {
     for (index, client) in clients.iter_mut().enumerate() {
         client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
         // The test cannot see the queue. The single worker reads connections in the order in which their bytes arrive.
-        // So when this request has a response, the earlier one is queued.
+        // So when this second request has a response, the gateway has queued the first one.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
     }
     for client in &mut clients {
@@ -305,14 +307,14 @@ fn request_rejected_by_a_full_queue_takes_no_tokens() {
     assert_eq!(gateway.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    // The queue is full after three calls: one for the first request, and two for the queued one.
+    // The queue is full after three calls to Redis: one for the first request, and two for the queued request.
     eventually("the queue is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
         full.assert_problem(429, "the queue is full");
         assert_eq!(full.header("retry-after"), Some("20"), "the client must wait until the queue is empty");
     }
-    assert_eq!(redis.calls("evalsha"), 3, "no call was made for them");
+    assert_eq!(redis.calls("evalsha"), 3, "requests that find the queue full cause no call");
     assert_eq!(waiting.reply().unwrap().status, 200);
 }
 
@@ -401,7 +403,8 @@ fn openai_and_anthropic_headers_replace_those_of_the_upstream() {
     let values = |name: &str| -> Vec<&str> {
         reply.headers.iter().filter(|(other, _)| other == name).map(|(_, value)| value.as_str()).collect()
     };
-    // Clients of these APIs expect a single number in each header.
+    // Client libraries of OpenAI and Anthropic expect a single number in each of these headers, so the gateway replaces
+    // the upstream's value.
     assert_eq!(values("x-ratelimit-remaining-requests"), ["9"]);
     assert_eq!(values("anthropic-ratelimit-requests-limit"), ["10"]);
     assert_eq!(values("x-ratelimit-remaining-tokens"), ["120000"], "the gateway has no limit of tokens");
@@ -433,7 +436,8 @@ fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
 
 #[test]
 fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() {
-    // Two minutes refill 20 tokens: two requests of cost 10 can wait, although `max_queue` is 1000.
+    // In `max_wait` (2 minutes), 20 tokens refill. Only two requests of cost 10 can wait, although `max_queue` is 1000
+    // by default.
     let limit = "by = \"global\"\nquota = \"10/min\"\nburst = 10\ncost = 10\nmax_wait = \"2m\"";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     assert_eq!(gateway.get("/r").status, 200);

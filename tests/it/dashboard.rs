@@ -21,7 +21,7 @@ fn gateway(token: &str) -> Gateway {
     )))
 }
 
-/// A client that reads the event stream.
+/// A client that reads the event stream of the dashboard.
 struct Events(Client);
 
 impl Events {
@@ -91,7 +91,7 @@ fn event_of_a_second_has_its_requests_and_decisions() {
         assert_eq!((&decisions["allowed"], &decisions["denied"]), (&3.into(), &2.into()), "{limit}");
         assert_eq!(limit["shadow"], false, "{limit}");
     }
-    // Each route and each upstream has the number of its requests since the start of the gateway.
+    // For each route and each upstream, the event contains the number of requests since the start of the gateway.
     assert_eq!(last["routes"][0], json!({ "route": "hello", "allowed": 3, "denied": 2, "errors": 0 }), "{last}");
     assert_eq!(last["routes"][1], json!({ "route": "gone", "allowed": 0, "denied": 0, "errors": 1 }), "{last}");
     assert_eq!(last["upstreams"], json!([{ "upstream": "gone", "requests": 1, "errors": 1 }]), "{last}");
@@ -109,7 +109,7 @@ fn event_of_a_second_has_its_requests_and_decisions() {
     assert!(last["connections"]["max"].as_u64() > Some(0), "{last}");
     let quiet = events.second();
     assert_eq!((kinds(&quiet["second"]), &quiet["second"]["p50_ms"]), ([0; 3], &Value::Null), "{quiet}");
-    // A later subscriber gets the whole history without gaps or repetitions.
+    // A client that subscribes later first gets the whole history, without gaps or repetitions.
     let (_, mut later) = Events::follow(&gateway, &[HERE]);
     let (_, before) = later.next().unwrap();
     let told = before["seconds"].as_array().unwrap();
@@ -149,7 +149,7 @@ fn interval_has_the_requests_of_its_seconds_and_the_decisions_of_each_limit() {
     assert!(last["interval"]["p95_ms"].as_f64() > Some(0.0), "{last}");
     let decisions: Vec<_> = last["limits"].as_array().unwrap().iter().map(|limit| &limit["interval"]).collect();
     assert_eq!(decisions, [&json!([3, 2]), &json!([3, 2])], "{last}");
-    // The history for a later subscriber contains the interval.
+    // The history that a client gets when it subscribes later contains this interval.
     let (_, mut later) = Events::follow(&gateway, &[HERE]);
     let (_, history) = later.next().unwrap();
     assert_eq!(history["intervals"], json!([last["interval"]]), "{history}");
@@ -162,7 +162,7 @@ fn dashboard_has_a_content_security_policy() {
     let gateway = gateway("");
     let page = ask(&gateway, "/");
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
-    // The page has no inline script or style, and only URLs of its own files.
+    // The page must not contain inline scripts, inline styles, or URLs of other hosts.
     for forbidden in ["<style", "style=", "<script>", "onclick", "onload", "http:", "https:", "//"] {
         let text = page.text().replace("http://www.w3.org/2000/svg", "");
         assert!(!text.contains(forbidden), "{forbidden} in {text}");
@@ -182,7 +182,7 @@ fn dashboard_has_a_content_security_policy() {
         for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
             assert!(!text.contains(markup), "{file} makes markup of text: {markup}");
         }
-        // A module imports others, some of them more than once.
+        // Follow the imports of each module. Several modules may import the same module.
         for module in text.lines().filter_map(|line| line.split(" from \"./").nth(1)?.strip_suffix("\";")) {
             let module = format!("/{module}");
             if !files.contains(&module) {

@@ -1,31 +1,37 @@
-//! Known defects of rate limiters. The named tests show that Sluicegate does not have them:
+//! Each item describes a known defect of rate limiters, and names a test which shows that Sluicegate does not have this
+//! defect:
 //!
-//! - Counting and setting the TTL are two commands, so a crash can leave a key without TTL:
+//! - Two separate commands increment the counter and set its TTL, so a crash between them leaves a key without TTL:
 //!   `killed_gateway_leaves_no_key_without_ttl`.
 //! - Every request extends the TTL, so steady traffic below the limit is locked out:
 //!   `extended_ttl_does_not_lock_out_steady_traffic`.
-//! - Denied requests are added to the log, so memory grows and the lockout never ends: `denials_take_no_memory` in
-//!   `invariants.rs`.
-//! - The members of a sorted set are timestamps, so requests in the same microsecond count once:
+//! - Denied requests are added to the log of requests, so memory grows and the lockout never ends:
+//!   `denials_take_no_memory` in `invariants.rs`.
+//! - The log of requests is a sorted set of timestamps, so several requests in the same microsecond count as one:
 //!   `burst_at_one_instant_is_counted_in_full`.
 //! - The key expires between two commands, which locks the client out permanently:
 //!   `key_that_expires_between_two_calls_does_not_lock_out`.
-//! - Many requests pass the check before the first one is counted: `concurrent_first_requests_admit_exactly_the_limit`.
-//! - The key contains only the minute of the hour, so it is the same an hour later:
+//! - Many concurrent requests pass the check before the first one is counted:
+//!   `concurrent_first_requests_admit_exactly_the_limit`.
+//! - The key contains only the minute of the hour, so a window one hour later has the same key:
 //!   `window_an_hour_later_has_its_own_count`.
 //! - Each gateway uses its own clock, so several gateways admit more than the limit:
 //!   `gateways_with_different_clocks_admit_the_limit_once`.
 //! - The TTL is shorter than the refill time, so a client gets a full burst too early:
 //!   `key_outlives_the_refill_of_its_bucket`.
-//! - Each month has 30 days, and weeks start on Thursday: `calendar_months_have_their_own_length`.
-//! - One limit denies a request, but another limit is charged: `denied_request_is_charged_to_no_limit` in `limits.rs`.
-//! - A reply is lost, and the repeated call is charged again: `call_without_reply_is_charged_once` in `distributed.rs`.
-//! - A script that is missing after SCRIPT FLUSH causes an error: `script_flush_under_load_causes_no_error` in
+//! - Every month is treated as 30 days, and weeks start on Thursday, the weekday of the Unix epoch:
+//!   `calendar_months_have_their_own_length`.
+//! - One limit denies a request, but the request is charged to another limit: `denied_request_is_charged_to_no_limit`
+//!   in `limits.rs`.
+//! - A reply of Redis is lost, and the repeated call is charged a second time: `call_without_reply_is_charged_once` in
+//!   `distributed.rs`.
+//! - Clients get errors because a script is missing after SCRIPT FLUSH: `script_flush_under_load_causes_no_error` in
 //!   `distributed.rs`.
 //! - Retry-After is rounded down, so a client that waits for this time is denied again:
 //!   `client_that_waits_for_retry_after_is_admitted` in `limits.rs`.
-//! - A refund after the end of the window creates a negative key that never expires: `late_refund_creates_no_key`.
-//! - The gateway crashes, and its requests in flight count forever:
+//! - A refund after the end of the window creates a key with a negative count that never expires:
+//!   `late_refund_creates_no_key`.
+//! - The gateway crashes, and its requests in flight occupy a concurrency limit forever:
 //!   `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs`.
 //! - While the store is down, all clients get errors or wait for seconds:
 //!   `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies`
@@ -49,7 +55,7 @@ use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use sluicegate::limiter::quota::CalendarUnit;
 use sluicegate::limiter::verdict::Operation;
 
-/// Start a gateway with these limits on `/r`. It calls Redis for every request.
+/// Start a gateway with these limits on `/r`. Without a denial cache, the gateway calls Redis for every request.
 fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("\"l{n}\"")).collect();
@@ -206,7 +212,7 @@ async fn gateways_with_different_clocks_admit_the_limit_once() {
     let hour = 3600 * SECOND as i64;
     let gateways =
         [Clock::Store, Clock::Skewed(hour), Clock::Skewed(-hour)].map(|clock| redis_store(&redis, "skew", clock));
-    // Windows of ten years, so that none begins while the test runs.
+    // Each window is ten years long, so that no window begins during the test.
     for (name, rule) in every_algorithm(50, 3650 * 86_400 * SECOND) {
         let limit = Limit::new(name, rule);
         let (mut admitted, mut last) = (0, 0);
@@ -259,7 +265,7 @@ async fn calendar_months_have_their_own_length() {
         (CalendarUnit::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
         (CalendarUnit::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
-        // In this time zone, daylight saving time is half an hour.
+        // In this time zone, daylight saving time moves the clock by only half an hour.
         (CalendarUnit::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
         // Weeks start on Monday.
         (CalendarUnit::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
@@ -333,7 +339,7 @@ fn busy_redis_causes_no_client_error() {
     std::thread::scope(|scope| {
         let mut blocker = redis.connection();
         let script = scope.spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut blocker));
-        // At first, Redis does not reply. Later it replies BUSY.
+        // While the script runs, Redis does not reply at first. Later, it replies with the error BUSY.
         eventually("requests are admitted without the store", || !decided_by_store());
         let killed = || redis::cmd("SCRIPT").arg("KILL").exec(&mut redis.connection()).is_ok();
         eventually("the script is killed", killed);
@@ -344,9 +350,10 @@ fn busy_redis_causes_no_client_error() {
 
 #[test]
 fn no_two_identities_share_a_key() {
-    // Characters of the key syntax: the tag of a header value, delimiters, and a byte of a length.
+    // Characters that have a meaning in keys: `h` tags a header value, `{`, `}` and `:` are delimiters, and NUL is a
+    // byte of an encoded length.
     const LETTERS: [&str; 5] = ["h", "{", "}", ":", "\0"];
-    /// Return all texts of up to `length` of these letters.
+    /// Return all strings of at most `length` of these characters.
     fn texts(length: u32) -> Vec<String> {
         let mut all = vec![String::new()];
         let mut last = all.clone();

@@ -1,4 +1,4 @@
-//! Several gateways on one Redis: exact limits, keys without personal data, and outages.
+//! Several gateways that share one Redis server: exact limits, keys without personal data, and outages of Redis.
 
 use std::process::Command;
 
@@ -14,8 +14,8 @@ use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 
-/// Return a configuration with a long store timeout and `on_store_error = "deny"`. So a late reply of the store admits
-/// no request.
+/// Return a configuration with a long store timeout and `on_store_error = "deny"`. If the store fails or replies too
+/// late, the gateway rejects the request with 503 instead of admitting it.
 fn config(url: &str, limit: &str) -> String {
     format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
@@ -44,7 +44,7 @@ fn two_gateways_admit_exactly_the_limit() {
         assert_eq!(statuses.len(), 5000);
         assert_eq!(count(&statuses, 503), 0, "{limit}: no store errors");
         let admitted = count(&statuses, 200);
-        // A token bucket of 100 per 24 h refills one token every 864 s.
+        // A token bucket of 100 per 24 h refills one token every 864 s, so no token refills during the test.
         assert_eq!((admitted, count(&statuses, 429)), (100, 4900), "{limit}");
     }
     redis.assert_every_key_expires();
@@ -257,8 +257,8 @@ fn log_says_why_redis_is_unusable() {
 fn call_without_reply_is_charged_once() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
-    // The gateway has one worker. Another worker could still be connecting when replies are dropped, and would open the
-    // breaker.
+    // The gateway has only one worker. A second worker could still be connecting to Redis when the relay drops replies.
+    // This would open the circuit breaker.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"1s\"\n\
          [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\

@@ -1,5 +1,5 @@
-//! DNS names of upstreams: the gateway uses all resolved addresses and follows changes. If the resolver fails, it keeps
-//! the known addresses.
+//! DNS names of upstreams: the gateway uses all resolved addresses and follows changes. If the resolver fails, the
+//! gateway keeps the known addresses.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -18,7 +18,7 @@ use sluicegate::upstream::cluster::UpstreamCluster;
 use sluicegate::upstream::dns::DnsCache;
 use sluicegate::upstream::endpoint::Endpoint;
 
-/// Return an upstream cluster for each server, compiled from a configuration.
+/// Compile a configuration with one upstream per server. Return the upstream clusters.
 fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
@@ -33,7 +33,8 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     config.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
-/// Resolve the names of the clusters until the end of the test. Return when each name was looked up once.
+/// Start a thread that resolves the DNS names of the clusters until the end of the test. Return when each name has been
+/// looked up once.
 fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
     let (names, directory) = (DnsCache::new(fleets), dns.resolver(search));
     let (first, looked_up) = channel::<Infallible>();
@@ -62,10 +63,10 @@ fn reload_keeps_resolved_addresses() {
     let settings = fleets(&["api.test:80"])[0].settings.clone();
     let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
     let other = fleets(&["other.test:80", "API.test:81"]);
-    // This cache sends no DNS queries: it gives the known addresses to the new clusters.
+    // This `DnsCache` does not run, so it sends no DNS queries. It only gives the known addresses to the new clusters.
     drop(DnsCache::new(&[after.clone(), other[1].clone()]));
     assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.endpoints());
-    assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
+    assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same DNS name");
 }
 
 #[test]
@@ -116,7 +117,7 @@ fn failing_resolver_keeps_the_last_addresses() {
     cases.iter().for_each(|(name, say)| dns.set_both(name, say));
     let before = names.map(|name| dns.query_times(name).len());
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
-        // Wait for three more queries: the one in flight, a failed one, and one after it.
+        // Wait for three more queries: the query in flight, a failed query, and the query after the failure.
         eventually(name, || dns.query_times(name).len() >= before + 3);
         assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
@@ -185,7 +186,7 @@ fn localhost_is_resolved_from_the_hosts_file() {
 
 #[test]
 fn unknown_host_name_is_503() {
-    // The resolver sends no query for names below `invalid` (RFC 6761 §6.4).
+    // The resolver sends no query for names that end in `.invalid` (RFC 6761 §6.4).
     let gateway = gateway("no-such-server.invalid");
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");

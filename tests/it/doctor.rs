@@ -12,7 +12,7 @@ use crate::support::{MAX_WAIT, signal, upstream};
 use serde_json::Value;
 use sluicegate::limiter::clock::monotonic;
 
-/// The algorithms. The configuration has one limit of each, so that it needs all Redis permissions.
+/// All algorithms. The configuration has one limit per algorithm, so that the gateway needs all Redis permissions.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
@@ -21,7 +21,7 @@ struct Examined {
     out: String,
 }
 
-/// Run `sluicegate doctor` on the store at a URL.
+/// Run `sluicegate doctor` for the store at `url`.
 fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Examined {
     run("doctor", "", url, timeout, arguments, variables)
 }
@@ -56,10 +56,10 @@ fn run(
     Examined { code: output.status.code(), out: String::from_utf8(output.stdout).unwrap() }
 }
 
-/// A check of `doctor`: name, status, finding and advice.
+/// A check in the report of `doctor`: name, status, finding and advice.
 type Check = (String, String, String, Option<String>);
 
-/// Return the exit code, and the checks of the only server.
+/// Run `doctor` for a store with one Redis server. Return the exit code and the checks of this server.
 fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     let examined = examine(url, timeout, &["--json"], &[]);
     let report: Value = serde_json::from_str(&examined.out).unwrap();
@@ -82,7 +82,7 @@ fn checks(url: &str) -> (Option<i32>, Vec<Check>) {
     checks_with(url, "5s")
 }
 
-/// Return the exit code, and the status and the text of one check.
+/// Run `doctor`. Return the exit code, and the status and the text of the check `name`.
 fn check(url: &str, name: &str) -> (Option<i32>, String, String) {
     let (code, checks) = checks(url);
     let found = checks.iter().find(|check| check.0 == name).unwrap_or_else(|| panic!("no {name} in {checks:?}"));
@@ -93,8 +93,8 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap_or_else(|e| panic!("{words:?}: {e}"));
 }
 
-/// Create the Redis user `name` with the ACL rules of the manual and the password `secret`. Return the store URL with
-/// this user, and the ACL rules.
+/// Create the Redis user `name` with the ACL rules from `docs/how-to/redis.md` and the password `secret`. Return the
+/// store URL with this user, and the ACL rules.
 fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let start = format!("ACL SETUSER {name} ");
@@ -269,8 +269,8 @@ fn no_check_is_skipped_for_the_doctor_user() {
 fn each_missing_permission_of_the_manual_is_named() {
     let redis = Redis::start();
     let (url, words) = user_of_the_manual(&redis, "gateway");
-    // The gateway works without these permissions. It ignores the replies to these commands, or needs them only for
-    // databases other than 0.
+    // The gateway works without these permissions. It ignores the replies to HELLO and CLIENT SETNAME, and needs SELECT
+    // only for databases other than 0.
     let spare = ["+hello", "+client|setname", "+select"];
     let rights: Vec<_> = words.iter().filter(|word| word.starts_with('+') && !spare.contains(&word.as_str())).collect();
     assert_eq!(rights.len(), 26, "{rights:?}");
@@ -303,7 +303,8 @@ fn stream_of_quota_events_needs_a_permission_and_its_key() {
     };
     for (grant, expected) in [
         ("+xadd", "failed"),
-        // `+xadd` alone is not sufficient, because the key of the stream does not start with the prefix of the limits.
+        // `+xadd` alone is not sufficient. The user also needs access to the key of the stream, because this key does
+        // not start with the prefix of the limits.
         ("-xadd", "failed"),
         ("~sluicegate:events", "failed"),
         ("+xadd", "ok"),
@@ -319,8 +320,9 @@ fn stream_of_quota_events_needs_a_permission_and_its_key() {
     assert_eq!((code, status.as_str()), (Some(0), "ok"), "without a stream: {found}");
 }
 
-/// Start a relay that can delay the replies of the server, and return its URL. For each piece of a reply, it calls
-/// `hold` with the number of the piece (from 0) and its bytes.
+/// Start a relay to the Redis server at `port`, and return the URL of the relay. The relay can delay replies of the
+/// server. For each piece of data that it reads from the server, it calls `hold` with the number of the piece (from 0)
+/// and its bytes.
 fn relay(port: u16, hold: impl Fn(usize, &[u8]) + Send + Sync + 'static) -> String {
     let address = upstream::serve(move |mut client| {
         let mut server = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -463,7 +465,8 @@ fn overrides_without_persistence_are_a_warning() {
     command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
     assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "appendonly", "no"]);
-    // Without permission for INFO, the reply to CONFIG GET is sufficient.
+    // If the Redis user has no permission for INFO, the reply to CONFIG GET is sufficient to detect missing
+    // persistence.
     let (url, _) = user_of_the_manual(&redis, "doctor");
     command(&redis, &["ACL", "SETUSER", "doctor", "-info"]);
     command(&redis, &["DEL", "rl:overrides"]);

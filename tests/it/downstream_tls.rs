@@ -57,7 +57,8 @@ async fn certificate_is_chosen_by_server_name() {
         ("two.test", "two.pem", true),
         ("deep.two.test", "two.pem", true),
         ("two.test", "one.pem", false),
-        // For an unknown name, the gateway sends the first certificate, which does not match the name.
+        // For an unknown server name, the gateway sends the first certificate. It does not match the name, so the
+        // client rejects it.
         ("other.test", "one.pem", false),
         ("other.test", "two.pem", false),
     ] {
@@ -105,8 +106,8 @@ fn http2_over_tls_without_alpn_is_rejected() {
 
 /// Return a ClientHello for version 3.`minor`. TLS 1.0 is version 3.1, and TLS 1.1 is version 3.2 (RFC 5246 §7.4.1.2).
 fn hello(minor: u8) -> Vec<u8> {
-    // The cipher suites are ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256, without compression. The
-    // extensions contain groups, point formats and signature algorithms.
+    // The ClientHello offers the cipher suites ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256, and no
+    // compression. Its extensions are groups, point formats and signature algorithms.
     let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
     let groups = [0, 10, 0, 4, 0, 2, 0, 23, 0, 11, 0, 2, 1, 0, 0, 13, 0, 4, 0, 2, 4, 3];
     let body = [&body[..], &[0, groups.len() as u8], &groups].concat();
@@ -156,8 +157,8 @@ fn connection_without_a_handshake_is_closed() {
     }
 }
 
-/// Return a ClientHello with an invalid server name. TLS libraries do not send one, so replace a valid name of the same
-/// length.
+/// Return a ClientHello with an invalid server name. TLS libraries do not send invalid names. So create a ClientHello
+/// with a valid name, and replace this name by an invalid one of the same length.
 fn hello_for(name: &str) -> Vec<u8> {
     let valid = "x".repeat(name.len() - 5) + ".test";
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -305,7 +306,8 @@ fn expiry_of_each_certificate_is_a_metric() {
     let page = ask(&gateway, "/metrics");
     let name = "sluicegate_tls_certificate_not_after_seconds";
     let found: Vec<_> = page.text().lines().filter(|line| line.starts_with(name)).collect();
-    // 1 January 2098 and 2099, from `date -u -d 2098-01-01 +%s`.
+    // The certificates expire on 1 January 2098 and 2099. The numbers are the output of `date -u -d 2098-01-01 +%s`,
+    // and of the same command for 2099.
     let expected = [("192.0.2.7", 4_039_372_800_u64), ("a.test", 4_070_908_800)]
         .map(|(subject, time)| format!("{name}{{name=\"{subject}\",source=\"file\"}} {time}"));
     assert_eq!(found, expected);

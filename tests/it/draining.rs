@@ -1,6 +1,6 @@
-//! After SIGTERM, 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in
+//! After SIGTERM, 200 requests in flight finish: requests over HTTP/1.1 and HTTP/2, and event streams (fault 27 in
 //! docs/testing.md). New connections do not delay the end of the process, and connections in the listen backlog are
-//! served. If `accept_grace` is set, the gateway accepts connections for this time first.
+//! served. If `accept_grace` is set, the gateway continues to accept connections for this time after SIGTERM.
 #![allow(clippy::disallowed_methods)] // a test measures a time
 
 use std::io::Write;
@@ -53,7 +53,8 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
     for stream in &mut streams {
         stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
-        // The response headers have arrived. The rest of the response follows after the signal.
+        // The response headers have arrived. The upstream sends the rest of the response after the gateway has received
+        // SIGTERM.
         replies.push(stream.head().unwrap());
     }
     let second = std::thread::spawn(move || {
@@ -212,7 +213,7 @@ fn accept_grace_ends_by_itself_and_is_that_of_the_active_configuration() {
     let config = |grace: &str| format!("[server]\naccept_grace = \"{grace}\"\n{}", says("x"));
     let mut gateway = Gateway::start(&config("1h"));
     gateway.put(&config("1500ms"));
-    eventually("it is reloaded", || gateway.log().contains("configuration reloaded"));
+    eventually("the configuration is reloaded", || gateway.log().contains("configuration reloaded"));
     let started = Instant::now();
     gateway.terminate();
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
@@ -233,7 +234,7 @@ fn signal_during_the_drain_ends_the_process_at_once() {
     client.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
     eventually("a request is in flight", || server.running() == 1);
     gateway.terminate();
-    eventually("it drains", || gateway.log().contains("stopping after the requests in flight"));
+    eventually("the gateway drains", || gateway.log().contains("stopping after the requests in flight"));
     assert!(gateway.child.try_wait().unwrap().is_none(), "the gateway waits for the request in flight");
     gateway.terminate();
     assert_eq!(gateway.wait().code(), Some(1), "{}", gateway.log());

@@ -1,7 +1,7 @@
 //! Runs `examples/embed.rs` as a process. This example uses the limiter in an HTTP service without the gateway.
 //!
-//! `cargo test` builds the example, but `cargo test --test it` does not. In this case, run `cargo build --example
-//! embed` first.
+//! `cargo test` builds the example. `cargo test --test it` does not build it, so run `cargo build --example embed`
+//! first.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -56,7 +56,8 @@ impl Drop for Embed {
     }
 }
 
-/// Send `requests` concurrent requests of one client to each process. Return the number of responses by status.
+/// Send `requests` concurrent requests from one client address to each process. Return the number of responses by
+/// status.
 fn send_concurrently(processes: &[&Embed], requests: usize) -> BTreeMap<u16, usize> {
     let replies: Vec<_> = thread::scope(|scope| {
         let send = |process: &Embed| process.get_from([127, 0, 0, 1]).status;
@@ -76,7 +77,7 @@ fn send_concurrently(processes: &[&Embed], requests: usize) -> BTreeMap<u16, usi
 
 #[test]
 fn memory_store_admits_the_quota_of_each_client() {
-    // A token refills in 12 minutes.
+    // With a quota of 5 per hour, a token refills in 12 minutes.
     let embed = Embed::start(&["--quota", "5/hour"]);
     let mut client = Client::connect(embed.address);
     for remaining in (0..5).rev() {

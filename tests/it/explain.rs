@@ -19,7 +19,7 @@ use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::explain::Explainer;
 use sluicegate::tools::explain::limits::RedisCounters;
 
-/// Random numbers from a seed, so that a run can be repeated.
+/// A generator of random numbers. Its seed makes a run repeatable.
 struct Random(u64);
 
 impl Random {
@@ -45,7 +45,8 @@ const HOSTS: [&str; 4] = ["", "api.test", "*.test", "*.b.test"];
 const PATHS: [&str; 7] =
     ["/v1/items", "/v1/items/{id}", "/v1/items/{id}/parts/{part}", "/v1/{*rest}", "/{*rest}", "/v1/items/me", "/{id}"];
 
-/// Methods and values of the header `x-version` for routes that share a path. The routes are not ambiguous.
+/// Each element defines routes that share a path, by their methods and their required value of the header `x-version`.
+/// An empty string means any. No two routes of an element are ambiguous.
 const CHOICES: [&[(&str, &str)]; 4] = [
     &[("", "")],
     &[("\"GET\"", ""), ("\"POST\", \"PUT\"", "")],
@@ -116,7 +117,8 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     let mut number = 0;
     for host in HOSTS {
         for path in PATHS {
-            // Half of the paths of a host have no route, so that other routes match.
+            // With a probability of 50 %, a path of a host has no route of its own. Requests for it then match other
+            // routes, or none.
             let choices = if random.happens(50) { random.of(&CHOICES) } else { &[] };
             for (methods, version) in choices {
                 number += 1;
@@ -241,7 +243,8 @@ fn as_logged(facts: &Value) -> Value {
     ])
 }
 
-/// Return the same parts of an access log record. If no route matched, take the client's address from the explanation.
+/// Return the parts of an access log record that [`as_logged`] returns for an explanation. If no route matched, use the
+/// client's address in the explanation instead of the one in the record.
 fn logged(line: &Value, facts: &Value) -> Value {
     let limits = line["limits"].as_array().into_iter().flatten();
     let limits = limits
@@ -338,7 +341,8 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
             for field in facts["response"]["headers"].as_array().unwrap() {
                 let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
                 match (name, value) {
-                    // The explanation hides configured values, and times in `RateLimit` may differ.
+                    // The explanation hides configured values, and the times in `RateLimit` may differ. For these
+                    // headers, check only that the response contains them.
                     (_, None) | ("ratelimit", _) => {
                         assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}")
                     }
@@ -366,7 +370,8 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
             routes.insert(format!("{seed} {}", line["route"]));
             denied += usize::from(line["status"] == 429);
         }
-        // For a single request and the final counters, the command prints the same explanation.
+        // For three of the requests, run the command `sluicegate explain`. With the same counters in Redis, its
+        // explanation must match the one of the library.
         for (asked, _) in said.iter().rev().filter(|(asked, _)| !asked.headers[0].1.contains('@')).take(3) {
             let facts = explained(&compiled, &remote, asked);
             let mut command = binary();
@@ -411,7 +416,7 @@ fn explain_charges_nothing() {
     }
 }
 
-/// Explain costs that are known only when the response arrives.
+/// Explain costs that the gateway knows only when the response arrives, and costs that exceed the quota.
 #[test]
 fn deferred_costs_and_costs_that_never_fit_are_explained() {
     let redis = Redis::start();
@@ -456,7 +461,8 @@ fn samples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/explain")
 }
 
-/// The output for each request must equal its file. `BLESS=1` rewrites the files.
+/// The output for each request must equal the file with the expected output. With `BLESS=1`, the test rewrites these
+/// files.
 #[test]
 fn output_of_each_request_matches_its_file() {
     for (name, arguments) in [
@@ -536,7 +542,7 @@ fn memory_store_counters_are_read_from_the_running_gateway() {
     );
     assert_eq!((&facts["decision"], &facts["limits"][0]["effective_quota"]["quota"]), (&Value::Null, &json!("3/day")));
     let text = std::fs::read_to_string(&file).unwrap();
-    // Write the port to another file, because the gateway watches the first one.
+    // Write a copy of the file with the port, because the gateway would reload a change of its own file.
     let file = gateway.directory().join("asked.toml");
     std::fs::write(&file, text.replacen("127.0.0.1:0", &gateway.admin().to_string(), 1)).unwrap();
     let explain = || explain(&file);

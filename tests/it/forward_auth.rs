@@ -22,8 +22,8 @@ fn response(status: &str, headers: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status}\r\n{headers}Content-Length: 0\r\n\r\n").into_bytes()
 }
 
-/// Start an authentication server. It admits requests with a cookie `s=USER` and responds with `X-User: USER`. It
-/// denies all other requests with 401.
+/// Start an authentication server. It admits requests with a cookie `s=USER`, and its response then contains `X-User:
+/// USER`. It denies all other requests with 401.
 fn session_server() -> Upstream {
     Upstream::responding(|seen| match seen.headers("cookie")[..] {
         [cookie] if cookie.starts_with("s=") => response("200 OK", &format!("X-User: {}\r\n", &cookie[2..])),
@@ -31,8 +31,8 @@ fn session_server() -> Upstream {
     })
 }
 
-/// Return a configuration with a provider `[auth.sso]` and a route for all paths that requires it. `auth` is the URL of
-/// the authentication server, and `keys` are further keys of the provider.
+/// Return a configuration with the provider `[auth.sso]` and a route for all paths. The route requires this provider.
+/// `auth` is the URL of the authentication server, and `keys` are further keys of the provider.
 fn config(auth: &str, keys: &str, upstream: &Upstream) -> String {
     format!(
         "[auth.sso]\nkind = \"forward\"\nurl = \"{auth}\"\nresponse_headers = [\"x-user\", \"x-plan\"]\n{keys}\n\
@@ -85,7 +85,7 @@ fn server_is_told_about_the_request_and_its_headers_reach_the_upstream() {
         &id,
     ];
     expected[1..].sort_unstable();
-    assert_eq!(lines, expected, "the canonical path that the upstream receives, and only configured headers");
+    assert_eq!(lines, expected, "the server receives the canonical path and only configured headers");
     assert!(told.body.is_empty());
     let seen = upstream.last();
     assert_eq!(seen.target(), "/b%20c/d?q=1&r");
@@ -93,7 +93,7 @@ fn server_is_told_about_the_request_and_its_headers_reach_the_upstream() {
     assert_eq!((seen.headers("x-more"), &*seen.body), (vec![], &b"body"[..]));
     assert_eq!(upstream.last().headers("x-request-id"), server.last().headers("x-request-id"));
     assert_eq!(upstream.last().headers("authorization"), ["Bearer opaque"], "forwarded by default");
-    // The next request uses the same connection to the server.
+    // The gateway also sends the next request of this client to the authentication server.
     let next = client.get("/next");
     assert_eq!((next.status, server.last().headers("x-forwarded-uri")), (200, vec!["/next"]));
 }
@@ -191,7 +191,7 @@ fn long_body_of_a_denial_is_not_sent_and_admissions_with_any_body_reuse_or_close
     }
 }
 
-/// Send the header lines without changes, and return the response.
+/// Send a request with exactly these header lines, and return the response.
 fn send_raw(gateway: &Gateway, path: &str, lines: &[&str]) -> Reply {
     let mut client = gateway.client();
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a\r\n{}\r\n\r\n", lines.join("\r\n")).as_bytes());
@@ -266,7 +266,7 @@ fn repeated_headers_with_a_single_value_are_rejected_before_the_server() {
     assert_eq!((told.headers("accept-language"), told.headers("cookie")), (vec!["de", "en"], vec!["a=1; b=2"]));
     // Headers that are not sent to the authentication server may occur more than once.
     assert_eq!(send_raw(&gateway, "/a", &["X-Other: a", "X-Other: b"]).status, 200);
-    // An HTTP/2 request with two `authorization` headers is rejected, too.
+    // The gateway also rejects an HTTP/2 request with two `authorization` headers.
     let request = http::Request::get("http://a.test/a").header("authorization", "Bearer a");
     let request = request.header("authorization", "Bearer b").body(&b""[..]).unwrap();
     assert_eq!(http2::ask(gateway.addresses()[0], [request])[0].status(), Some(400));
@@ -299,7 +299,8 @@ fn server_that_does_not_respond_denies_or_admits_as_configured() {
         ("connection refused", closed, true),
         ("no response", hanging, true),
         ("reset", resetting, true),
-        // A client may be able to cause invalid responses, so these never fail open.
+        // If the authentication server sends an invalid response, the gateway never fails open, because a client may be
+        // able to cause this response.
         ("garbage", garbage, false),
         ("another protocol", switching, false),
         ("two lengths", smuggling, false),
@@ -421,7 +422,8 @@ fn cached_admission_is_used_for_the_same_request_only() {
     };
     calls(&["GET", "/a?b", "h", "s=alice"], 1, "the first");
     calls(&["GET", "/a?b", "h", "s=alice"], 0, "the same");
-    // The server receives all of these and may base its decision on them.
+    // The authentication server receives each of these values and may base its decision on it. A request with another
+    // value therefore needs another call.
     calls(&["GET", "/a?b", "h", "s=bob"], 1, "another cookie");
     calls(&["POST", "/a?b", "h", "s=alice"], 1, "another method");
     calls(&["GET", "/a", "h", "s=alice"], 1, "another query");
@@ -486,8 +488,8 @@ fn denials_and_admissions_that_must_not_be_stored_are_not_cached() {
     });
 }
 
-/// Start a server whose responses wait until the test calls the returned function. Return the server, the number of its
-/// requests, and this function.
+/// Start a server that delays all responses until the test calls the returned function. Return the server, a counter of
+/// its requests, and this function.
 fn gated(answer: impl Fn(&Seen, usize) -> Vec<u8> + Send + Sync + 'static) -> (Upstream, Arc<AtomicUsize>, impl Fn()) {
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let (begun, inner) = (Arc::<AtomicUsize>::default(), gate.clone());
@@ -734,7 +736,7 @@ fn costs_of_responses_and_refunds_are_settled_for_both_calls() {
     assert_eq!(get("/"), [99, 93, 99, 93]);
     assert_eq!(get("/fail"), [99, 86, 99, 86], "refunded, and charged for the response");
     assert_eq!(get("/"), [98, 79, 98, 79]);
-    // If the cost is in a response header, a request that the server denies costs at least 1.
+    // For limits with `cost.response_header`, a request that the authentication server denies costs at least 1.
     assert_eq!(gateway.get("/").status, 401);
     eventually("the denied request is charged", || counts(&redis) == [2, 3, 21, 22]);
 }

@@ -80,7 +80,8 @@ fn next_event<T>(what: &str, events: &Receiver<T>) -> T {
     events.recv_timeout(MAX_WAIT).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
 }
 
-/// Discard the bytes from the other side until it closes the connection. Return false if the read fails otherwise.
+/// Discard received bytes until the peer closes or resets the connection. Return false if the read fails for another
+/// reason, such as a timeout.
 fn wait_for_close(stream: &mut TcpStream) -> bool {
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
@@ -143,7 +144,7 @@ fn hop_by_hop_headers_are_not_forwarded() {
         ("cookie", &["a=1; b=2"]),
         ("authorization", &["Bearer abc"]),
         ("x-api-key", &["key"]),
-        // The gateway sets its own headers even if `Connection` names them.
+        // The upstream receives the headers that the gateway sets, even if `Connection` names them.
         ("x-forwarded-for", &["127.0.0.1"]),
     ] {
         assert_eq!(seen.headers(name), values, "{name} in {}", seen.head);
@@ -324,7 +325,7 @@ fn method_and_body_are_forwarded_unchanged() {
         assert_eq!(seen.headers("transfer-encoding"), [""; 0], "{what}");
         assert_eq!(seen.headers("content-type"), ["text/x-test"], "{what}");
     }
-    // An empty body with `Content-Length: 0` keeps this header.
+    // If a request contains `Content-Length: 0`, the gateway forwards this header.
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
     assert_eq!(upstream.last().headers("content-length"), ["0"]);
@@ -427,7 +428,8 @@ fn responses_without_a_body_have_none() {
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/304" => b"HTTP/1.1 304 Not Modified\r\nETag: \"e\"\r\n\r\n".to_vec(),
-        // The Content-Length of a 304 is the one of the response to an unconditional GET.
+        // The Content-Length of a 304 response is the length that the body of the response to an unconditional GET
+        // would have.
         "/304-length" => b"HTTP/1.1 304 Not Modified\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty" => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty-chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n0\r\n\r\n".to_vec(),
@@ -496,7 +498,7 @@ fn chunked_bodies_are_forwarded_both_ways() {
     old.send(&request("1.0", "Content-Length: 5\r\n", "hello"));
     let reply = old.reply().unwrap();
     assert_eq!((reply.text(), reply.header("transfer-encoding")), ("hello", None));
-    // The gateway forwards chunks when they arrive, not when the body is complete.
+    // The gateway forwards each chunk as soon as it arrives, and does not wait for the end of the body.
     let (go_on, wait) = channel();
     let wait = Mutex::new(wait);
     let slow = serve(move |mut stream| {
@@ -546,7 +548,8 @@ fn response_with_two_framings_is_502_or_read_as_chunks() {
         });
         let gateway = gateway(upstream);
         let reply = gateway.get("/");
-        // RFC 9112 §6.3: the chunks override Content-Length, or the response is rejected.
+        // According to RFC 9112 §6.3, Transfer-Encoding overrides Content-Length. The gateway may also reject the
+        // response.
         if reply.status != 502 {
             assert_eq!((reply.status, reply.text()), (200, "hello"), "{framing}");
         }
@@ -753,7 +756,7 @@ fn disconnected_client_cancels_the_upstream_request() {
             let closed = wait_for_close(&mut stream);
             tell.send(if closed { "closed" } else { "still open" }).unwrap();
         });
-        // Without buffering, the upstream receives half of the body.
+        // Without a request buffer, the gateway forwards the first half of the body before it receives the second half.
         let gateway = Gateway::start(&format!("[server]\nrequest_buffer = \"0B\"\n{}", config(upstream, "")));
         let mut client = gateway.client();
         client.send(request.as_bytes());
@@ -776,7 +779,7 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").unwrap();
         stream.set_write_timeout(Some(MAX_WAIT)).unwrap();
         let chunk = chunks(&noise(1000));
-        // The response is endless, so only a closed connection ends it.
+        // Send an endless response until the gateway closes the connection.
         let error = loop {
             if let Err(error) = stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]) {
                 break error.kind();
@@ -1055,7 +1058,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
         count.fetch_add(1, Ordering::Relaxed);
         while read_request(&mut stream).is_some() && stream.write_all(&ok()).is_ok() {}
     });
-    // Pauses between requests are longer than this timeout, so idle connections are closed.
+    // The pauses between requests are longer than this timeout, so the gateway closes idle upstream connections.
     let gateway = Gateway::start(&config(upstream, "pool_idle_timeout = \"1ms\""));
     let mut client = gateway.client();
     assert_eq!(client.get("/").text(), "ok");
@@ -1154,7 +1157,7 @@ fn only_safe_requests_are_sent_twice() {
         ("DELETE", "", false),
         ("PATCH", "order", false),
         ("PURGE", "", false),
-        // The first attempt consumes the body, so the gateway cannot retry.
+        // The first attempt has consumed the body, so the gateway cannot send the request again.
         ("GET", "query", false),
     ]
     .into_iter()

@@ -1,4 +1,5 @@
-//! Generated files and texts: the configurations of `init`, shell completions, man pages, and the examples in the help.
+//! Generated files and texts: the configurations that `sluicegate init` writes, shell completions, man pages, and the
+//! examples in the help.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -83,7 +84,7 @@ fn closed_standard_output_is_no_error() {
     }
 }
 
-/// Return each command with its manual page.
+/// Return each command with its man page.
 fn man_pages() -> Vec<(Vec<String>, String)> {
     let folder = tempfile::tempdir().unwrap();
     let output = binary().arg("man").arg(folder.path()).output().unwrap();
@@ -161,7 +162,8 @@ fn examples_of_the_help_work() {
          [acme]\naccept_terms = true\ndirectory = \"https://127.0.0.1:1/\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
          [[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = [\"localhost\"] }}\n"
     );
-    // The consumer has two keys, so that one is left after `key revoke`. The admin API knows only consumers with keys.
+    // The consumer has two keys, so that one is left after the example of `key revoke`. The admin API lists only
+    // consumers with keys.
     let consumers =
         format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:2f9c41d07ab3{:052}\", \"sha256:{:064}\"]\n", 0, 1);
     let files = [

@@ -1,4 +1,4 @@
-//! Header rules: variables in the values of headers, and headers of rejections.
+//! Header rules: variables in header values, and rules for the headers of rejections.
 
 use std::fmt::Write;
 
@@ -18,8 +18,8 @@ fn hash(key: &str) -> String {
     })
 }
 
-/// Start a gateway with two consumers and one route. The route has a limit by API key, which also admits anonymous
-/// clients.
+/// Start a gateway with two consumers and one route. The route has a limit by API key. Clients without a key count as
+/// anonymous.
 fn gateway(upstream: &Upstream, route: &str) -> Gateway {
     let consumers = format!(
         "[[consumer]]\nname = \"acme\"\nkeys = [\"{}\"]\n[[consumer]]\nname = \" J\u{f6}rg\\r\\nx-evil: 1%\"\nkeys = [\"{}\"]\n",
@@ -83,8 +83,8 @@ fn variable_without_content_removes_the_header_and_its_aliases() {
     for (key, user, account) in [
         (None, None, None),
         (Some("key-of-acme"), Some("acme"), Some("user=acme")),
-        // Control characters, `%` and non-ASCII characters of a name are percent-encoded, so that a name cannot end the
-        // header.
+        // The gateway percent-encodes control characters, `%` and non-ASCII characters of a consumer's name. A name
+        // thus cannot end the header line and begin a new one.
         (Some("key-of-joerg"), Some("%20J%C3%B6rg%0D%0Ax-evil: 1%25"), Some("user=%20J%C3%B6rg%0D%0Ax-evil: 1%25")),
     ] {
         let headers: Vec<_> = forged.into_iter().chain(key.map(|key| ("X-Api-Key", key))).collect();
@@ -110,8 +110,7 @@ fn upstream_headers_of_the_same_name_are_replaced_or_removed() {
     assert_eq!((reply.header("x-user"), reply.header("x-route")), (None, Some("items.v1")));
 }
 
-/// Return a configuration with a route for each reason for which the gateway rejects requests. Each route has the
-/// header rules `rules`.
+/// Return a configuration with one route per kind of rejection. Each route has the header rules `rules`.
 fn rejecting(rules: &str) -> String {
     let mut text = format!(
         "[limit.one]\nby = \"ip\"\nquota = \"1/24h\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/24h\"\n\

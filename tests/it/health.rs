@@ -20,7 +20,7 @@ fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Ga
 
 const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_threshold = 2, healthy_threshold = 2";
 
-/// Send `count` GETs that all succeed. Return how many this server received.
+/// Send `count` GET requests, which must all succeed. Return how many of them `server` received.
 fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
     let before = server.count();
     let mut client = gateway.client();
@@ -66,8 +66,8 @@ fn reload_keeps_the_health_of_servers_and_checks_new_ones() {
     let gateway = Gateway::start(&with_admin(&config("")));
     ill.set(Behaviour::Respond(500));
     eventually("the server is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
-    // Reload with a second upstream, then with other settings. After the reload, the server counts as unhealthy even
-    // before its next check.
+    // Reload the configuration with a second upstream, then with another setting. After each reload, the unhealthy
+    // server must get no request, even before its next health check.
     for lines in [other.as_str(), "response_timeout = \"7s\""] {
         reloads(&gateway, &config(lines));
         assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
@@ -84,14 +84,15 @@ fn no_healthy_server_is_503_until_one_is_back() {
     let gateway = gateway(&[one, two], 1, health, "");
     one.stop();
     two.stop();
-    eventually("both are closed", || gateway.log().matches("server is unhealthy").count() == 2);
+    eventually("both servers are unhealthy", || gateway.log().matches("server is unhealthy").count() == 2);
     let reply = gateway.get("/");
     reply.assert_problem(503, "no healthy server");
     assert_eq!(reply.header("retry-after"), Some("2"), "the interval, in whole seconds");
     two.start_again();
     let back = Instant::now();
     eventually("one is healthy", || gateway.get("/").status == 200);
-    // Two intervals plus a tenth. The rest is reserve for a busy machine.
+    // The server is healthy again after at most two intervals of 1.5 s plus 10 %. The additional 1.65 s are a reserve
+    // for a busy machine.
     assert!(back.elapsed() < Duration::from_millis(3300 + 1650), "{:?}", back.elapsed());
 }
 
@@ -146,7 +147,7 @@ fn recovered_server_returns_with_slow_start() {
     assert!((20..40).contains(&share), "{share} of 220");
 }
 
-/// Start another gateway as an HTTP/2 server.
+/// Start another gateway that serves as an HTTP/2 upstream. Its health check succeeds only at `path`.
 fn http2_server(path: &str) -> Gateway {
     Gateway::start(&format!(
         "[[route]]\nname = \"health\"\npath = \"{path}\"\nrespond = {{ status = 200, body = \"well\" }}\n\
@@ -168,7 +169,7 @@ fn http2_upstream_is_health_checked_over_http2() {
     for _ in 0..20 {
         assert_eq!(client.request("POST", "/any", &[], b"").text(), "/healthz");
     }
-    // After the end of this gateway, its port refuses connections. No request is in flight.
+    // Stop this gateway, so that its port refuses connections. No request is in flight at this time.
     drop(other);
     for number in 0..20 {
         assert_eq!(client.get("/healthz").status, 200, "GET {number}");

@@ -16,8 +16,8 @@ fn gateway(upstream: &Upstream) -> Gateway {
     ))
 }
 
-/// Send the bytes and return the status of the first response. Return `None` if the connection is reset first, which
-/// can happen while the client still sends.
+/// Send the bytes and return the status of the first response. Return `None` if the gateway resets the connection
+/// before the response arrives. This can happen while the client still sends.
 fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
@@ -27,7 +27,8 @@ fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     std::str::from_utf8(&first[9..]).unwrap().parse().ok()
 }
 
-/// Cases: name, RFC section, an invalid request up to the empty line, and the status of the rejection.
+/// Each case has a name, an RFC with a section, an invalid request up to the empty line, and the status of the
+/// rejection.
 const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("no version", "9112 3", b"GET /", 400),
     ("no target", "9112 3", b"GET HTTP/1.1", 400),
@@ -107,11 +108,11 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         for (name, head, expected) in &huge {
             let found = status(&gateway, &[&head[..], b"\r\n\r\n"].concat());
-            // The client may miss the response only if it sends far more than the limit.
+            // The client may miss the response only if it sends far more bytes than the size limit of the headers.
             let reset = found.is_none() && head.len() > 64 << 10;
             assert!(reset || found.is_some_and(|status| expected.contains(&status)), "{name}: {found:?}");
-            // Send the same bytes without the end of the headers. The gateway rejects headers that exceed the buffer
-            // while they arrive.
+            // Send the same bytes without the end of the headers. If headers exceed the gateway's buffer, the gateway
+            // rejects them before they are complete.
             if head.len() >= 40 << 10 {
                 let found = status(&gateway, &[&head[..], b"a"].concat());
                 assert!(
@@ -123,7 +124,7 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         refused
     };
-    // In the first rounds, the gateway allocates buffers that stay allocated.
+    // Measure the memory after three rounds, because the gateway keeps the buffers that it allocates in them.
     for _ in 0..3 {
         round();
     }
@@ -177,8 +178,8 @@ fn content_that_looks_like_a_response_of_the_parser_stays() {
     }
 }
 
-/// A request up to the empty line, the section of RFC 9110, and the result: the `Host` and the target that the upstream
-/// receives, or the status of the rejection.
+/// A case: a request up to the empty line, a section of RFC 9110, and the result. The result is the `Host` and the
+/// target that the upstream receives, or the status of the rejection.
 type Case = (&'static str, &'static str, Result<(&'static str, &'static str), u16>);
 
 const HOSTS: &[Case] = &[
@@ -201,7 +202,7 @@ const HOSTS: &[Case] = &[
         Ok(("b.test", "/")),
     ),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nX_Host: b.test\r\nHost_: c.test", "7.2", Ok(("a.test", "/"))),
-    // ---- no host, or no single host
+    // ---- requests without a host, or with several hosts
     ("GET / HTTP/1.1", "7.2", Err(400)),
     ("GET http://b.test/ HTTP/1.1", "7.2", Err(400)),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nHost: b.test", "7.2", Err(400)),
@@ -253,7 +254,7 @@ const HOSTS: &[Case] = &[
     ("GET /a%0d%0ax:y HTTP/1.1\r\nHost: a.test", "7.1", Err(400)),
     ("GET /a%252Fb HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a%252Fb"))),
     ("GET /a;x/b HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a;x/b"))),
-    // ---- methods that gateways do not serve
+    // ---- methods that the gateway does not serve
     ("CONNECT b.test:443 HTTP/1.1\r\nHost: b.test:443", "9.3.6", Err(501)),
     ("CONNECT / HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),
     ("CONNECT http://b.test/ HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),

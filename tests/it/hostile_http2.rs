@@ -37,7 +37,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Encode a field as a literal without indexing or Huffman coding (RFC 7541 §6.2.2).
+/// Encode a header field as a literal without indexing and without Huffman coding (RFC 7541 §6.2.2).
 fn field(name: &[u8], value: &[u8]) -> Vec<u8> {
     let text = |text: &[u8]| match text.len() {
         length @ ..127 => [&[length as u8], text].concat(),
@@ -73,7 +73,7 @@ enum End {
 }
 use End::{Gone, Reset, Status};
 
-/// h2 uses this code for nearly all errors, even if the RFC specifies another one.
+/// The crate h2 sends this code for nearly all errors, even if the RFC specifies another code.
 const PROTOCOL_ERROR: u32 = 1;
 const FLOW_CONTROL_ERROR: u32 = 3;
 const STREAM_CLOSED: u32 = 5;
@@ -106,7 +106,7 @@ impl Http2 {
         Some((head[3], u32::from_be_bytes(head[5..9].try_into().unwrap()), payload))
     }
 
-    /// Read until this stream ends.
+    /// Read frames until this stream ends, and return how it ended.
     fn end_of(&mut self, stream: u32) -> End {
         loop {
             let Some((kind, id, payload)) = self.next() else { return Gone(0) };
@@ -156,7 +156,8 @@ fn gateway(upstream: &Upstream) -> Gateway {
 const GOOD: &[Field<'_>] =
     &[(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/spoiled")];
 
-/// Cases: name, RFC section, fields that follow those of a valid request, and the expected end of the stream.
+/// Each case has a name, an RFC with a section, header fields that follow those of a valid request, and the expected
+/// end of the stream.
 const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a name in capitals", "9113 8.2.1", &[(b"X-Upper", b"1")], Gone(PROTOCOL_ERROR)),
     ("a name with a colon", "9113 8.2.1", &[(b"x:y", b"1")], Gone(PROTOCOL_ERROR)),
@@ -212,7 +213,8 @@ const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a Host that is none", "9110 7.2", &[(b"host", b"a.test\t/x")], Status(400)),
 ];
 
-/// Cases: name, RFC section, all pseudo-header fields of a request, and the expected end of the stream.
+/// Each case has a name, an RFC with a section, all pseudo-header fields of a request, and the expected end of the
+/// stream.
 const PSEUDO: &[(&str, &str, &[Field<'_>], End)] = &[
     (
         "no method",
@@ -361,7 +363,7 @@ fn malformed_http2_requests_reset_their_streams_and_are_not_forwarded() {
     let gateway = gateway(&upstream);
     let mut failures = String::new();
     let spoiled = FIELDS.iter().map(|(name, section, fields, end)| {
-        // The fields of the case follow those of the valid request.
+        // Append the fields of the case to those of the valid request.
         (*name, *section, [GOOD, *fields].concat(), *end)
     });
     let all = spoiled.chain(PSEUDO.iter().map(|(name, section, fields, end)| (*name, *section, fields.to_vec(), *end)));
@@ -490,7 +492,7 @@ fn http2_protocol_violations_end_the_stream_or_connection() {
         let mut connection = Http2::connect(&gateway);
         connection.send(&frames.concat());
         let found = connection.end_of(1);
-        // The upstream may have responded before the fault arrived.
+        // The upstream may have responded before the invalid frame arrived.
         let whole = name.ends_with("behind the end") && matches!(found, Status(200) | Reset(STREAM_CLOSED));
         if found != *expected && !whole {
             failures.push_str(&format!("{name} (RFC 9113 {section}): expected {expected:?}, found {found:?}\n"));
@@ -506,7 +508,8 @@ fn http2_protocol_violations_end_the_stream_or_connection() {
     println!("fault 5: {} protocol violations, 0 panics", cases.len());
 }
 
-/// Method, fields after the pseudo-header fields, body, and the headers that the upstream must receive.
+/// A request (its method, its fields after the pseudo-header fields, and its body), and the headers that the upstream
+/// must receive.
 type Downgrade =
     (&'static str, &'static [Field<'static>], &'static [u8], &'static [(&'static str, &'static [&'static str])]);
 
@@ -585,7 +588,7 @@ fn http2_request_is_forwarded_as_one_valid_http1_request() {
     println!("fault 5: {} requests forwarded as HTTP/1.1, 0 second requests", DOWNGRADES.len());
 }
 
-/// Spaces before and after a value, which are not part of it in HTTP/1.1 (RFC 9110 §5.5).
+/// Spaces and tabs before and after a header value. In HTTP/1.1, they are not part of the value (RFC 9110 §5.5).
 const EDGES: [(&str, &str); 8] =
     [("", " "), (" ", ""), (" ", " "), ("", "\t"), ("\t", ""), ("\t ", " \t"), ("   ", ""), ("", "   ")];
 
@@ -645,8 +648,8 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
             assert_eq!((answers[0].status(), answers[1].status()), (None, Some(200)), "{what}");
             assert_eq!(upstream.count(), count + 1, "{what}: a malformed request is not forwarded");
             refused += 1;
-            // In HTTP/1.1, spaces around values do not change the request: it has the same limits and route, and the
-            // upstream receives the same bytes.
+            // In HTTP/1.1, spaces around a value do not change its meaning. The same limits and the same route must
+            // apply, and the upstream must receive the same bytes.
             let lines: Vec<_> = USES
                 .iter()
                 .map(|(other, value)| match *other == name {
@@ -757,7 +760,8 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let fields: &[Field<'_>] =
         &[(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/large")];
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(fields)));
-    // Send WINDOW_UPDATE frames like curl and browsers, but for every 2 KiB: about 32,000 frames in total.
+    // Send WINDOW_UPDATE frames as curl and browsers do, but for every 2 KiB of received data. These are about 32,000
+    // frames in total.
     let mut received = 0;
     while received < 32 << 20 {
         let mut head = [0; 9];
@@ -775,8 +779,8 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     }
 }
 
-/// Send POST requests over one connection, one after the other. Each body has DATA frames of these sizes. Return the
-/// number of requests that got a response.
+/// Send POST requests over one connection, one after the other. Each body consists of DATA frames with these sizes in
+/// bytes. Return the number of requests that got a response.
 fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -797,8 +801,8 @@ fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     })
 }
 
-/// h2 closes a connection if more short DATA frames are buffered than allowed. In this test, the frames of one request
-/// after the other are buffered.
+/// The crate h2 closes a connection if it has buffered too many short DATA frames. In this test, requests follow one
+/// another, so the frames of only one request are buffered at a time.
 #[test]
 fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
     let upstream = Upstream::start();
@@ -816,8 +820,8 @@ fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
     assert_eq!(uploads(&gateway, &[1; 900], 1), 1, "a connection may send 900 short frames at once");
 }
 
-/// The cost of a flood is bounded: the gateway closes each connection after a number of frames, and serves other
-/// requests meanwhile.
+/// The cost of a PING flood is bounded: the gateway closes each flooding connection after a number of frames. During
+/// the floods, it serves the requests of other clients.
 #[test]
 #[allow(clippy::disallowed_methods)] // the budget grows with time
 fn client_is_served_during_ping_floods() {
@@ -834,7 +838,8 @@ fn client_is_served_during_ping_floods() {
                     let begun = Instant::now();
                     let (answered, end) = flood_of_pings(gateway);
                     assert_eq!(end, Gone(ENHANCE_YOUR_CALM), "after {answered} answers");
-                    // The gateway answers 1,000 PINGs at once and 200 per second. A few more may be in flight.
+                    // The gateway answers 1,000 PINGs at once, and then 200 per second. A few more answers may be in
+                    // flight.
                     let most = 1_200 + 200 * (1 + begun.elapsed().as_secs());
                     assert!(answered <= most, "{answered} answers of {most}");
                     let _ = tell.send(());
@@ -854,7 +859,7 @@ fn client_is_served_during_ping_floods() {
     assert_eq!(upstream.count(), 300);
 }
 
-/// Send PINGs until the connection ends. Return the number of acknowledgements and the end.
+/// Send PINGs until the connection ends. Return the number of acknowledgements, and how the connection ended.
 fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
     let mut connection = Http2::connect(gateway);
     let mut sender = connection.stream.try_clone().unwrap();

@@ -1,5 +1,5 @@
-//! Forged and ambiguous identities: each client has one bucket, whatever its requests contain. Faults 6 and 9 to 13 in
-//! docs/testing.md.
+//! Forged and ambiguous identities: a client cannot get a second bucket or the bucket of another client. These are the
+//! faults 6 and 9 to 13 in docs/testing.md.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -18,7 +18,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 /// these tests.
 const PROXY: &str = "127.0.0.9";
 
-/// Return a limit whose window starts with the first request, so that it cannot end during the test.
+/// Return a limit per hour. The window starts with the first request, so it does not end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
@@ -39,7 +39,7 @@ fn from(address: &str, gateway: &Gateway) -> Client {
     Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address)
 }
 
-/// Send the requests in batches. Return the number of responses with 200.
+/// Send the requests in batches of 50. Return the number of responses with the status 200.
 fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     let mut admitted = 0;
     for batch in requests.chunks(50) {
@@ -53,7 +53,7 @@ fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     admitted
 }
 
-/// Spellings of the same path (RFC 3986 §6.2.2) and host.
+/// Request targets that are equivalent (RFC 3986 §6.2.2): different spellings of one path and one host.
 const SPELLINGS: [&str; 14] = [
     "/limited/7",
     "//limited/7",
@@ -87,7 +87,7 @@ fn all_spellings_of_a_path_share_one_bucket() {
         .collect();
     let first = admitted(&mut client, &requests[..40]);
     assert_eq!(first, 40);
-    // Send the targets over HTTP/2, where they are equivalent as well.
+    // Over HTTP/2, these request targets must share the same bucket.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
         let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
@@ -130,7 +130,7 @@ fn all_spellings_of_a_resource_share_one_route_and_bucket() {
     route("stripped", "path = \"/v1:x/s/{*rest}\"\nstrip_prefix = \"/v1:x\"");
     route("rewritten", "path = \"/v1:x/r/{*rest}\"\nrewrite = \"/to%3A/{rest}\"");
     for (index, byte) in DELIMITERS.chars().enumerate() {
-        // A segment of a route cannot contain `*`.
+        // The path of a route cannot contain a literal `*`, so use a placeholder.
         let segment = if byte == '*' { "{star}".to_owned() } else { format!("{byte}x") };
         route(&format!("d{index}"), &format!("hosts = [\"api.test.\"]\npath = \"/d/{segment}\"\nlimits = [\"all\"]"));
     }
@@ -193,14 +193,14 @@ fn all_spellings_of_a_resource_share_one_route_and_bucket() {
     println!("fault 9: {spellings} spellings of resources");
 }
 
-/// The `Cookie` headers of a request, and the result: the number of requests that the bucket of `victim` has counted,
-/// or the status of the rejection.
+/// Each case has the `Cookie` headers of a request, and the result. The result is the number of requests that the
+/// bucket of `victim` has counted, or the status of the rejection.
 const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=victim"], Ok(1)),
     (&["a=1;sid=victim"], Ok(2)),
     (&["a=1;  sid=victim ;b=2"], Ok(3)),
     (&["xsid=other; sid=victim; sidx=other; SID=other"], Ok(4)),
-    // Python, Go and PHP read these values in the same way.
+    // From these cookies, Python, Go and PHP also read the value `victim`.
     (&["sid=\"victim\""], Ok(5)),
     (&["sid=%76ict%69m"], Ok(6)),
     (&["sid= victim"], Ok(7)),
@@ -318,7 +318,7 @@ fn forged_x_forwarded_for_gives_no_second_bucket() {
     ));
     let request = |n: usize, client: &str, mapped: &str| {
         let junk = format!("{}.{}.{}.{}", n % 223 + 1, n % 251, n % 241, n % 239);
-        // The client's values come first, the value of the proxy is the last.
+        // The first values are those of the client. The last value is the one that the proxy appends.
         let lines = match n % 12 {
             0 => format!("X-Forwarded-For: {client}\r\n"),
             1 => format!("X-Forwarded-For: {junk}, {client}\r\n"),
@@ -337,7 +337,7 @@ fn forged_x_forwarded_for_gives_no_second_bucket() {
     };
     let all: Vec<_> = (0..1000).map(|n| request(n, "198.51.100.7", "::FFFF:C633:6407")).collect();
     let through_the_proxy = admitted(&mut from(PROXY, &gateway), &all);
-    // An untrusted client sends the same headers, which are ignored.
+    // An untrusted client sends the same headers. The gateway ignores them.
     let claimed: Vec<_> =
         (0..1000).map(|n| request(n, &format!("203.0.113.{}", n % 250), "::ffff:cb00:7101")).collect();
     let untrusted = admitted(&mut from("127.0.0.3", &gateway), &claimed);
@@ -377,7 +377,8 @@ fn addresses_of_one_ipv6_network_share_one_bucket() {
     assert_eq!((one, both), (QUOTA, QUOTA));
 }
 
-/// API keys with characters that have a meaning in other contexts: Redis keys, header lists, escapes, shells, SQL, Lua.
+/// API keys with characters that have a special meaning in Redis keys, lists in headers, escape sequences, shells, SQL
+/// or Lua.
 const KEYS: &[&[u8]] = &[
     b"a",
     b"A",
@@ -524,7 +525,7 @@ fn forged_user_header_spends_no_quota_of_the_user() {
     let reply = from(PROXY, &gateway).get_with("/named", &alice);
     println!("fault 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
     assert_eq!(reply.remaining("per-user"), 98);
-    // The upstream receives the user name only in requests of the trusted proxy.
+    // The gateway forwards the user header only in requests of the trusted proxy.
     for lines in spoofed {
         let mut untrusted = from("127.0.0.30", &gateway);
         untrusted.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
@@ -604,7 +605,7 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
             }
         }
     }
-    // Headers whose names are not aliases are forwarded.
+    // The gateway forwards headers whose names are similar but not aliases.
     client.get_with(
         "/x",
         &[
@@ -624,8 +625,8 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     println!("fault 6: {aliases} requests with aliases, 0 forwarded");
 }
 
-/// Headers that the gateway sets or trusts are forwarded even if `Connection` names them (RFC 9110 §7.6.1), because a
-/// proxy in front may forward `Connection`.
+/// The gateway forwards headers that it sets or trusts, even if `Connection` names them (RFC 9110 §7.6.1). A proxy in
+/// front of the gateway may have forwarded the `Connection` header of a client.
 #[test]
 fn connection_header_and_aliases_do_not_alter_gateway_headers() {
     let upstream = Upstream::start();
@@ -701,7 +702,7 @@ fn connection_header_and_aliases_do_not_alter_gateway_headers() {
         let folded = |line: &&str| line.split(':').next().unwrap().contains(['_', '.']);
         assert_eq!(seen.head.lines().skip(1).filter(folded).count(), 0, "{lines}: {}", seen.head);
         assert_eq!(seen.body, b"hello", "{lines}");
-        // If the client is untrusted, the gateway forwards none of these headers, and sets its own ones.
+        // If the client is untrusted, the gateway removes these headers from the request and sets its own.
         let mut untrusted = from("127.0.0.3", &gateway);
         untrusted.send(request.as_bytes());
         assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");

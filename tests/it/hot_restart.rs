@@ -1,4 +1,4 @@
-//! Hot restart, and the socket activation and notifications of service managers (systemd).
+//! Hot restart, and the interface to systemd: socket activation and notifications.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use crate::support::reload::{ADMIN, ask, says, with_admin};
 use crate::support::server::{Behaviour, Server};
 use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
-/// The process that a hot restart has started. It is killed at the end of the test.
+/// The process that a hot restart has started. Dropping this value kills the process.
 pub(crate) struct Successor(String);
 
 impl Successor {
-    /// Return the process that replaces a gateway, once it serves.
+    /// Wait until the process that replaces a gateway serves requests. Return this process.
     fn of(gateway: &Gateway) -> Successor {
         let id = || new_process_id(&gateway.log());
         eventually("another process serves", || id().is_some());
@@ -28,7 +28,7 @@ impl Successor {
     }
 }
 
-/// Return the process ID in the last log message of a hot restart.
+/// Return the ID of the new process from the last log message of a hot restart.
 fn new_process_id(log: &str) -> Option<String> {
     let (_, rest) = log.rsplit_once(r#""hot restart: the new process is serving","pid":"#)?;
     rest.split_once('}').map(|(id, _)| id.to_owned())
@@ -67,7 +67,7 @@ fn hot_restart_under_load_fails_no_request() {
                     let (mut client, mut statuses) = (Client::connect(address), Vec::new());
                     while !over.load(Ordering::SeqCst) {
                         let reply = client.get(path);
-                        // The clients with index 4 and 5 open a connection per request.
+                        // The clients with the indexes 4 and 5 open a new connection for each request.
                         if index > 3 || reply.header("connection") == Some("close") {
                             client = Client::connect(address);
                         }
@@ -84,7 +84,7 @@ fn hot_restart_under_load_fails_no_request() {
             eventually(what, || answered.load(Ordering::SeqCst) > before + 500);
         };
         more("requests are answered");
-        // A change that a reload rejects takes effect in a new process.
+        // A reload would reject this change of `server.workers`. After a hot restart, the new process applies it.
         gateway.put(&format!("[server]\nworkers = 3\n{}", config("two")));
         let first = hot_restart(&mut gateway);
         more("the new process answers");
@@ -180,7 +180,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
         let first = hot_restart(&mut gateway);
-        // 40 connections are enough to reach each listening socket.
+        // 40 connections are enough to reach each listening socket of the gateway.
         let all = |what: &str| {
             for _ in 0..40 {
                 assert_eq!(gateway.get("/says").status, 200, "{layout}, {before} to {after}: {what}");
@@ -197,7 +197,8 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
     }
 }
 
-/// Start a gateway as systemd does: a socket as descriptor 3, and its process ID in the environment.
+/// Start a gateway as systemd does: with a listening socket as file descriptor 3, and with the gateway's process ID in
+/// the environment variable `LISTEN_PID`.
 fn activated(config: &str, socket: TcpListener) -> Gateway {
     let socket = std::sync::Mutex::new(Some(socket));
     Gateway::start_socket(config, |path| {

@@ -1,4 +1,5 @@
-//! HTTP/2 upstreams: one connection for all requests, gRPC end to end, and the end of streams and connections.
+//! HTTP/2 upstreams: one connection for all requests, gRPC calls from client to upstream, and how streams and
+//! connections end.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
@@ -14,25 +15,25 @@ use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
 
-/// What the server does besides responding.
+/// What the test server does with a request in addition to responding.
 #[derive(Clone, Copy)]
 enum Then {
     GoOn,
-    /// GOAWAY: this request is the last of the connection.
+    /// Send GOAWAY, so that this request is the last one of the connection.
     GoAway,
     /// Close the connection during the request.
     Drop,
     Reset(Reason),
 }
 
-/// An HTTP/2 server that records the connection of each request.
+/// An HTTP/2 server that records each request and the number of its connection.
 struct Server {
     address: SocketAddr,
     seen: Arc<Mutex<Vec<(usize, http::request::Parts)>>>,
 }
 
 impl Server {
-    /// Start a server. `then` and `answer` get the number of the request, from 0.
+    /// Start a server. `then` and `answer` are called with the number of the request, counted from 0.
     fn start<Fut: Future<Output = ()> + 'static>(
         then: impl Fn(usize) -> Then + Send + Clone + 'static,
         answer: impl Fn(usize, Request<RecvStream>, SendResponse<Bytes>) -> Fut + Send + Clone + 'static,
@@ -77,7 +78,7 @@ impl Server {
         Server { address, seen }
     }
 
-    /// Start a server that responds with the body of the request.
+    /// Start a server that returns the body of each request in its response.
     fn echo(then: impl Fn(usize) -> Then + Send + Clone + 'static) -> Server {
         Server::start(then, |_, request, respond| async move {
             let (body, _) = read(&mut request.into_body()).await;
@@ -85,7 +86,7 @@ impl Server {
         })
     }
 
-    /// Return the number of the connection of each request so far.
+    /// For each request so far, return the number of its connection.
     fn connections(&self) -> Vec<usize> {
         self.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect()
     }
@@ -106,7 +107,7 @@ fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
     stream.send_data(body.into(), true).unwrap();
 }
 
-/// Start a gateway with one worker, so that there is one upstream connection.
+/// Start a gateway with one worker, so that it opens only one connection to the upstream.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
     Gateway::start(&format!(
@@ -148,7 +149,8 @@ fn one_http2_connection_carries_all_requests() {
     let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
     assert_eq!(last.uri, "http://shop.example:81/");
     assert_eq!(last.headers["content-length"], body.len().to_string());
-    // An HTTP/1.0 client need not send `Host`. Then `:authority` is the address of the upstream.
+    // An HTTP/1.0 client need not send `Host`. Without `Host`, the gateway sends the address of the upstream as
+    // `:authority`.
     let mut client = gateway.client();
     client.send(b"GET /old HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
@@ -156,7 +158,7 @@ fn one_http2_connection_carries_all_requests() {
     assert_eq!(last.uri.to_string(), format!("http://{}/old", server.address));
 }
 
-/// Encode a gRPC message: a flag for no compression, the length, and the bytes.
+/// Encode a gRPC message: a flag that means no compression, the length, and the bytes.
 fn message(bytes: &[u8]) -> Bytes {
     [&[0][..], &(bytes.len() as u32).to_be_bytes(), bytes].concat().into()
 }
@@ -173,7 +175,8 @@ fn map(name: &'static str, value: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
 }
 
-/// Echo each message when it arrives. The method `Fail` returns an error without messages.
+/// A gRPC server: it returns each message as soon as the message arrives. The method `Fail` returns an error without
+/// messages.
 async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     let head = Response::builder().header("content-type", "application/grpc+proto");
     if request.uri().path().ends_with("/Fail") {
@@ -192,8 +195,7 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
     stream.send_trailers(trailers).unwrap();
 }
 
-/// A gRPC server may respond only after the last message. A gRPC client may pause longer than the client of another
-/// upload.
+/// A gRPC client may pause between messages. For other uploads, the gateway times out if the client pauses for as long.
 #[test]
 fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
@@ -206,7 +208,7 @@ fn grpc_streams_may_pause_and_other_uploads_may_not() {
                 let (response, mut body) = client.send_request(request, false).unwrap();
                 body.send_data(message(b"first"), false).unwrap();
                 tokio::time::sleep(Duration::from_secs(7)).await;
-                // The gateway may have closed the stream.
+                // Ignore the result, because the gateway may have closed the stream.
                 let _ = body.send_data(message(b"second"), true);
                 response.await.unwrap().status().as_u16()
             }
@@ -268,12 +270,12 @@ fn grpc_trailers_are_forwarded() {
         let (_, trailers) = read(&mut body).await;
         let trailers = trailers.unwrap();
         assert_eq!((&trailers["grpc-status"], &trailers["x-asked"]), (&"0".parse().unwrap(), &"1".parse().unwrap()));
-        // An error consists of trailers only.
+        // A gRPC error response consists of trailers only.
         let (response, _) = client.send_request(call("Fail"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"5".parse().unwrap()));
         assert!(response.into_body().is_end_stream());
-        // The fourth request is over the limit.
+        // The fourth request exceeds the limit.
         let (response, _) = client.send_request(call("Unary"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
@@ -449,7 +451,7 @@ fn idle_connection_is_closed_and_a_closed_one_is_not_reused() {
     let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
     let mut client: Client = gateway.client();
     assert_eq!(client.get("/").status, 200);
-    // The test needs a pause without events before the next request.
+    // Wait until the idle upstream connection exceeds `pool_idle_timeout`.
     std::thread::sleep(Duration::from_millis(400));
     assert_eq!(client.get("/").status, 200);
     assert_eq!(server.connections(), [0, 1]);

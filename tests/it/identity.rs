@@ -1,5 +1,5 @@
-//! End-to-end tests of identities: addresses, proxies, user headers, API keys, cookies, and identities of several
-//! parts.
+//! End-to-end tests of identities: client addresses, trusted proxies, user headers, API keys, cookies, and identities
+//! that consist of several parts.
 
 use std::net::IpAddr;
 
@@ -13,21 +13,21 @@ use serde_json::json;
 
 const PROXY: &str = "127.0.0.9";
 
-/// Return a limit whose window starts with the first request, so that it cannot end during the test.
+/// Return a limit per hour. The window starts with the first request, so it does not end during the test.
 fn limit(name: &str, quota: u64, rest: &str) -> String {
     format!(
         "[limit.{name}]\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"{quota}/hour\"\n{rest}\n"
     )
 }
 
-/// Return a route `/NAME` with a direct response.
+/// Return a route for the path `/NAME`. The gateway itself responds (`respond`).
 fn route(name: &str, limits: &str) -> String {
     format!(
         "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nrespond = {{ status = 200, body = \"{name}\" }}\n"
     )
 }
 
-/// Return a route `/NAME` with a direct response and these providers in `identify`.
+/// Return a route for the path `/NAME` with these providers in `identify`. The gateway itself responds (`respond`).
 fn identified(name: &str, providers: &str, limits: &str) -> String {
     route(name, limits) + &format!("identify = [{providers}]\n")
 }
@@ -117,8 +117,8 @@ fn peers_have_separate_buckets_by_address() {
     }
 }
 
-/// A name and a list of requests. Each request has the values of the tested header, and the remaining quota (of 100)
-/// after the request.
+/// A group has a name and a list of requests. Each request has the values of the tested header, and the expected
+/// remaining quota (of 100) after the request.
 type Group = (&'static str, &'static [(&'static [&'static str], u64)]);
 
 fn assert_groups(gateway: &Gateway, header: &str, groups: &[Group]) {
@@ -230,7 +230,7 @@ fn client_address_is_read_from_the_configured_header() {
             route("limited", "\"hourly\"")
         ));
         assert_groups(&gateway, header, groups);
-        // With this `header`, the gateway ignores `X-Forwarded-For`.
+        // If `client_ip.header` names another header, the gateway ignores `X-Forwarded-For`.
         let other = [("X-Forwarded-For", "203.0.113.1")];
         let left = from(PROXY, &gateway).get_with("/limited", &other).remaining("hourly");
         assert_eq!(from(PROXY, &gateway).get("/limited").remaining("hourly"), left - 1, "{header}");
@@ -338,7 +338,7 @@ fn consumer_has_one_bucket_for_all_its_keys() {
             assert!(!reply.text().contains(key), "{what}: a key is never repeated: {}", reply.text());
         }
     }
-    // The seven requests rejected with 401 are charged to the address.
+    // The seven requests that got 401 were charged to the limit `per-ip`.
     let reply = client.get_with("/keyed", &[("X-Api-Key", "alice-1")]);
     assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 988));
     // On a route without a provider, the gateway does not read keys.
@@ -354,7 +354,8 @@ fn missing_and_unknown_keys_follow_the_configuration() {
     let eve: &[(&str, &str)] = &[("X-Api-Key", "eve")];
     let mallory: &[(&str, &str)] = &[("X-Api-Key", "mallory")];
     let none: &[(&str, &str)] = &[];
-    // The peer, the headers, and the result: the remaining quota (of 100), or the status of the rejection.
+    // Each request has the address of the client, the headers, and the result: the remaining quota (of 100), or the
+    // status of the rejection.
     for (settings, requests) in [
         (
             "on_missing = \"anonymous\"",
@@ -388,7 +389,7 @@ fn missing_and_unknown_keys_follow_the_configuration() {
                 ("127.0.0.3", eve, Ok(98)),
                 ("127.0.0.2", mallory, Ok(99)),
                 ("127.0.0.2", alice, Ok(99)),
-                // A key that equals the name of a consumer is not that consumer.
+                // An API key that equals the name of a consumer does not identify this consumer.
                 ("127.0.0.2", &[("X-Api-Key", "alice")], Ok(99)),
                 ("127.0.0.2", none, Err(401)),
                 ("127.0.0.2", &[("X-Api-Key", "eve"), ("X-Api-Key", "mallory")], Err(400)),
@@ -448,17 +449,17 @@ fn tuple_of_parts_is_one_identity() {
         ("127.0.0.2", "/pair", &[("X-Tenant", "b")], Some(99)),
         ("127.0.0.3", "/pair", &[("X-Tenant", "a")], Some(99)),
         ("127.0.0.3", "/pair", &[], None),
-        // The boundary between two parts matters: `ab` and `c` is another identity than `a` and `bc`.
+        // The boundary between two parts matters: the parts `ab` and `c` are another identity than `a` and `bc`.
         ("127.0.0.2", "/names", &[("X-A", "ab"), ("X-B", "c")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "a"), ("X-B", "bc")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "c"), ("X-B", "ab")], Some(99)),
         ("127.0.0.3", "/names", &[("X-B", "c"), ("X-A", "ab")], Some(98)),
         ("127.0.0.2", "/names", &[("X-A", "ab")], None),
-        // A header that contains a list is one value. If the header occurs twice, the request is rejected, because
-        // servers interpret this differently.
+        // A header that contains a list is one value. If the header occurs twice, the gateway rejects the request,
+        // because servers differ in which value they use.
         ("127.0.0.2", "/names", &[("X-A", "1"), ("X-A", "2"), ("X-B", "c")], None),
         ("127.0.0.2", "/names", &[("X-A", "1, 2"), ("X-B", "c")], Some(99)),
-        // Two limits apply to these routes. The first one has a bucket per route.
+        // Two limits apply to each of these routes. The first limit has one bucket per route.
         ("127.0.0.2", "/one", &[], Some(99)),
         ("127.0.0.3", "/one", &[], Some(98)),
         ("127.0.0.2", "/other", &[], Some(99)),
@@ -596,7 +597,7 @@ fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
         ("127.0.0.2", &[], None),
         ("127.0.0.3", &[], Some(0)),
         ("127.0.0.3", &named, Some(0)),
-        // A value that looks like an address is not that address.
+        // A header value that looks like an address is another identity than the client with this address.
         ("127.0.0.4", &[("X-Tenant", "127.0.0.2")], Some(1)),
     ] {
         let reply = from(peer, &gateway).get_with("/limited", lines);
@@ -690,7 +691,8 @@ fn exempt_values_apply_to_their_source_only() {
                 (&[key("other-key"), ("x-tenant", "batch")], "/r", false),
             ][..],
         ),
-        // Two headers are two sources. Names of headers are case-insensitive.
+        // The exempt value applies to the header `x-role` only, not to `x-tenant`. Names of headers are
+        // case-insensitive.
         (
             r#""header:x-tenant", "header:x-role""#,
             "header:X-Role=a=b",
@@ -738,7 +740,7 @@ fn tiers_inherit_quota_and_burst_unless_set() {
     let mut file = String::new();
     for (name, size, _) in sizes {
         tiers.push(format!("{name} = {{ {size} }}"));
-        // Configure the same quota once as a tier and once as the consumer's own quota.
+        // Configure the same quota for two consumers: for one by its tier, for the other as its own quota.
         for (kind, line) in [("tier", format!("tier = \"{name}\"")), ("own", format!("limit.l = {{ {size} }}"))] {
             let (consumer, key) = (format!("{kind}-{name}"), format!("{kind}-{name}-key"));
             file.push_str(&consumers(&[(&consumer, &[&key])]));
@@ -825,8 +827,9 @@ fn invalid_credentials_are_charged_to_limits_without_credentials() {
         assert_eq!(statuses, [401, 401, 401, 429, 429], "{what}");
         assert_denied(&client.get_with("/r", &headers), "per-ip", what);
         assert_eq!(from("127.0.0.2", &gateway).get_with("/r", &headers).status, 401, "{what}: another address");
-        // From this address, failed attempts have exhausted the limit `per-ip`, which then denies valid credentials,
-        // too. From another address, a request with a valid credential is charged to all limits.
+        // The failed attempts from this address have exhausted the limit `per-ip`. The limit therefore also denies
+        // requests from this address that have valid credentials. From another address, a request with a valid
+        // credential is charged to all limits.
         let right = if by == "api-key" { ("x-api-key", "alice-1") } else { ("authorization", &*valid) };
         assert_denied(&client.get_with("/r", &[right]), "per-ip", what);
         let reply = from("127.0.0.3", &gateway).get_with("/r", &[right]);

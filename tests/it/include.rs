@@ -1,4 +1,5 @@
-//! Included files: errors name the file and the line, and the file watcher notices changed, new and removed files.
+//! Included configuration files: errors name the file and the line, and the file watcher notices changed, new and
+//! removed files.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -40,7 +41,7 @@ fn check(files: &[(&str, &str)]) -> (Option<i32>, String) {
     run(directory.path(), &["check"])
 }
 
-/// Start a gateway in a new directory.
+/// Write the files to a new directory, and start a gateway there.
 fn start(files: &[(&str, &str)]) -> (tempfile::TempDir, Gateway) {
     let directory = tempfile::tempdir().unwrap();
     put(directory.path(), files);
@@ -145,7 +146,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![
                 "`server` is not valid in an included file",
                 "routes/a.toml:1:2",
-                "move it to gateway.toml: an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]",
+                "move `server` to gateway.toml: an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]",
             ],
         ),
         (
@@ -298,7 +299,8 @@ fn changed_new_and_removed_files_are_reloaded() {
     let reloads = || metric(&gateway, "config_reloads_total{result=\"ok\"}");
     let before = reloads();
     put(directory.path(), &[("routes/c.toml~", "no toml")]);
-    // The file watcher compares all files at once. So when it has seen this later change, it has seen both.
+    // The file watcher compares all files in one pass. When the gateway has applied this later change, the file watcher
+    // has also seen the earlier one.
     put(directory.path(), &[("routes/c.toml", &route("c"))]);
     eventually("a file beside it", || status("/c") == 200);
     assert_eq!(reloads() - before, 1.0);

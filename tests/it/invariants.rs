@@ -1,31 +1,36 @@
-//! The invariants of the limiter on random cases: the scripts in a real Redis and the Rust model, on a virtual clock.
+//! Tests of the invariants of the limiter with random cases. On a virtual clock, they compare the scripts in a real
+//! Redis with the Rust model.
 //!
-//! A failed assertion names its invariant:
+//! The message of a failed assertion contains the number of the invariant:
 //!
 //!  1. The scripts and the model give the same reply, field by field.
-//!  2. A denied request and a peek change no state and extend no TTL. Exception: if the rate was lowered, the first
-//!     denial records when the lower rate applies.
-//!  3. A request that arrives one µs before the end of the returned retry delay is denied. At the end of the delay, it
-//!     is admitted.
-//!  4. A request whose cost is the remaining quota is admitted. A cost of one more token is denied.
-//!  5. A request is charged to all limits or to none. A shadow limit does not affect the other limits.
+//!  2. A denied request and a peek change no state and extend no TTL. Exceptions: if the clock was set back or the rate
+//!     was lowered, the first denial repairs the state.
+//!  3. A request that arrives 1 µs before the end of the returned retry delay is denied. A request at the end of the
+//!     delay is admitted.
+//!  4. A request whose cost equals the remaining quota is admitted. A request that costs one token more is denied.
+//!  5. A request is charged to all of its limits or to none. A shadow limit does not affect the other limits.
 //!  6. The admitted cost stays within the formula of the algorithm.
-//!  7. A client that waits for the retry delay is admitted, unless another client sends requests meanwhile.
+//!  7. A client that waits for the retry delay is admitted, unless other requests of the same identity arrive
+//!     meanwhile.
 //!  8. If the clock is set back, clients are locked out for at most the time in which a full state resets.
-//!  9. Every key has a TTL: the time until its state resets, plus one second.
-//! 10. Taking k tokens at once equals k requests of one token, including the state.
-//! 11. A refund creates no key and gains no quota: the debt of a bucket is never less than without the charge. If
-//!     refunds overlap, the admitted cost in a time span, without refunded cost, exceeds the formula by at most the
-//!     refunds of earlier charges.
+//!  9. Every key has a TTL: the time until its state resets, plus half a second to one second. A call that sets a TTL
+//!     adds one second.
+//! 10. A call that takes k tokens has the same result and leaves the same state as k requests that cost one token each.
+//! 11. A refund creates no key and gives a client no additional quota: the debt of a bucket is never less than without
+//!     the charge. In each time span, the admitted cost less the refunded cost exceeds the formula by at most the
+//!     refunds of charges before this span.
 //! 12. Concurrent clients are admitted exactly up to the limit (`parallel_clients_are_admitted_exactly` in `store.rs`).
 //! 13. Every number in the scripts is an exact integer.
-//! 14. Denials take no memory, and the database is empty after all TTLs.
-//! 15. A change of the rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2
-//!     parts. A lower rate restores at most the debt that the earlier rate repaid in half a second.
-//! 16. The usage totals of the scripts equal those of the model: the charges of each day less refunds.
+//! 14. Denied requests need no memory in Redis, and Redis contains no keys after all TTLs.
+//! 15. A change of the rate forgives no debt of a bucket. The debt is converted exactly, or rounded up by at most 2
+//!     parts (fractions of a token). If the rate is lowered, the debt grows by at most the amount that the earlier rate
+//!     repaid in half a second.
+//! 16. The usage totals of the scripts equal those of the model. A total is the sum of the charges of a day, less
+//!     refunds.
 //!
-//! `permits.rs` has more random cases for concurrency permits.
-//! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
+//! `permits.rs` contains more random cases for concurrency permits. `OPERATIONS=1000000` makes the tests run longer (as
+//! in `make test-long`), and `SEED=…` repeats a run.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -54,10 +59,11 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
-/// Number of cases that run concurrently. Round trips to Redis take most of the time, and concurrent cases share them.
+/// Number of cases that run concurrently. Round trips to Redis take most of the time. Concurrent cases send their
+/// commands together, and thus share round trips.
 const AT_ONCE: usize = 24;
 
-/// Run cases concurrently. A panic of a case fails the test.
+/// Run cases concurrently. Return the total number of operations. A panic in a case fails the test.
 fn side_by_side(plays: impl IntoIterator<Item = impl Future<Output = usize> + 'static>) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let local = tokio::task::LocalSet::new();
@@ -92,13 +98,13 @@ struct Trial {
     play: Play,
     stores: Stores,
     keys: Keys,
-    /// A store that checks each limit alone: the result without the other limits of the request.
+    /// A second model that checks each limit alone. It gives the result that a request without other limits would have.
     alone: MemoryStore,
     prefix: String,
     time: Time,
 }
 
-/// A peek at both stores, and the check of its result.
+/// A peek at both stores at the time `at`, and the assertion about its result.
 struct Peek<'a> {
     at: u64,
     charges: Vec<Charge<'a>>,
@@ -126,7 +132,7 @@ impl Trial {
             let keys: Vec<_> = self.play.limits.iter().map(|limit| limit.key(&self.prefix, step.identity)).collect();
             let asked = monotonic();
             let verdict = self.stores.call(operation, &charges).await;
-            assert_eq!(verdict.now_us, now, "invariant 1, the instant of the decision");
+            assert_eq!(verdict.now_us, now, "invariant 1, the time of the decision");
             let Some(seen) = self.keys.look(&keys, asked).await else { return made };
             let elapsed_ms = asked.elapsed().as_millis() as u64 + 1;
             for (((charge, seen), key), outcome) in charges.iter().zip(&seen).zip(&keys).zip(&verdict.outcomes) {
@@ -152,14 +158,16 @@ impl Trial {
                     (operation, charge.rule),
                     (Operation::Refund { .. }, Rule::SlidingLog(_) | Rule::Concurrency(_))
                 ) {
-                    // A refund removes entries from a log or a set of permits, whose TTL stays unchanged.
+                    // Refunds to a log or a set of permits are exempt from this check: they remove entries without
+                    // changing the TTL.
                     let kept = seen.after.is_none() || seen.before == seen.after;
                     let (before, after) = (ends(charge.rule, &seen.before), ends(charge.rule, &seen.after));
                     let slack = after.map(|ends| ends.saturating_sub(now + outcome.reset_us));
                     // If the key outlives the new state by half a second to a second, the script keeps its TTL.
                     let written = before == after && slack.is_some_and(|slack| (500_000..1_001_000).contains(&slack));
                     assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
-                    // At another rate, the script may write the same bytes. Then the state lasts longer.
+                    // If the rate has changed, the script may write the same bytes again. The state then has a new end
+                    // nevertheless.
                     let denied = verdict.granted == 0 || denies(*outcome);
                     let later = operation == Operation::Check && charge.mode.is_deferred();
                     let rewritten = written && !denied && !later && operation != Operation::Peek;
@@ -204,8 +212,8 @@ impl Trial {
         lowered: bool,
         what: &dyn Fn() -> String,
     ) {
-        // A denial moves a state from the future to the present, and converts a state of a higher rate to the lower
-        // rate.
+        // A denial repairs a state. It moves a time from the future to the present, and converts a state of a higher
+        // rate to the lower rate.
         let moved = (self.play.behind || lowered) && denies(outcome);
         let denied = verdict.granted == 0 || denies(outcome);
         if operation == Operation::Peek || denied && !moved {
@@ -217,8 +225,9 @@ impl Trial {
         }
     }
 
-    /// Check each charge of the request alone, in `alone`. If the request is denied, only the limits that denied it are
-    /// checked; the others get a peek. The results stay equal only if requests are charged to all limits or to none.
+    /// Perform each charge of the request alone in the store `alone`, and compare the results. If the request is
+    /// denied, check only the limits that denied it, and peek at the others. The results stay equal only if requests
+    /// are charged to all limits or to none.
     fn all_or_nothing(&self, operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) {
         if operation == Operation::Check {
             let mut binding = charges.iter().zip(&verdict.outcomes).filter(|(charge, _)| !charge.mode.is_shadow());
@@ -269,10 +278,10 @@ impl Trial {
                 }
             })
         };
-        // After an unconditional charge, or if the limit was lowered, the debt may exceed the limit. Then even a cost
-        // of 0 is denied.
+        // After an unconditional charge, or if the limit was lowered, the debt may exceed the limit. In this case, even
+        // a request of cost 0 is denied.
         let even_nothing = |_: &Charge<'_>, left: Outcome| !denies(left);
-        // A request needs one permit, whatever its cost is.
+        // For concurrency limits, a request needs exactly one permit, whatever its cost is.
         let a_lease =
             |charge: &Charge<'_>, left: Outcome| matches!(charge.rule, Rule::Concurrency(_)) && left.remaining > 0;
         let remaining = costing(&mut left.iter().map(|left| left.remaining));
@@ -286,8 +295,8 @@ impl Trial {
 
     fn retries_are_exact<'a>(&self, keys: &[Vec<u8>], charges: &[Charge<'a>], verdict: &Verdict) -> Vec<Peek<'a>> {
         let now = self.play.now;
-        // A key expires by the rate at which its state was written. If the rate was lowered later, a retry delay may
-        // end after the key expires.
+        // The expiry of a key depends on the rate at which its state was written. If the rate was lowered later, a
+        // retry delay may end after the key has expired.
         let reckoned = |charge: &Charge<'_>, key: &Vec<u8>, wait: u64| {
             let changed = self.time == Time::GoesOn && matches!(charge.rule, Rule::TokenBucket(_));
             self.keys.ends.get(key).filter(|_| changed).is_none_or(|ends| now + wait < *ends)
@@ -313,7 +322,8 @@ impl Trial {
         let wait = binding().map(|((_, outcome), _)| outcome.retry_us).max().unwrap_or(0);
         let ever = binding()
             .all(|((charge, outcome), key)| outcome.status != Status::CostTooLarge && reckoned(charge, key, wait));
-        // A denied request moves a state from the future to the present only if this state denies it.
+        // If the clock was set back, a denied request repairs only the states that denied it. Invariant 7 does not
+        // apply in this case.
         if verdict.granted == 0 && ever && !self.play.behind {
             let what = format!("invariant 7, a client that waits is admitted: {charges:#?} {verdict:?}");
             let again = binding().map(|((charge, _), _)| Charge {
@@ -342,15 +352,17 @@ fn is_numbers(rule: &Rule) -> bool {
     !matches!(rule, Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_))
 }
 
-/// Return the expiry of the key, which its state contains. A DUMP starts with the type and the length of the value.
+/// Return the expiry time of the key, which is part of the state. The output of DUMP starts with the type and the
+/// length of the value.
 fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
     let state = dump.as_deref().filter(|_| is_numbers(rule))?;
     assert_eq!(state[..2], [0, 32], "an uncompressed string of 32 bytes");
     Some(u64::from_le_bytes(state[2..10].try_into().unwrap()))
 }
 
-/// The states in Redis. The clock of Redis is not the virtual clock of the test. So after each call, `look` sets a TTL
-/// of years: the key stays until the test deletes it, and a TTL that a call sets is visible.
+/// The states in Redis. Redis expires keys by its own clock, not by the virtual clock of the test. After each call,
+/// `look` therefore sets a TTL of years. The key stays until the test deletes it, and the test sees each TTL that a
+/// call sets.
 struct Keys {
     connection: redis::aio::MultiplexedConnection,
     known: HashMap<Vec<u8>, Vec<u8>>,
@@ -392,7 +404,7 @@ impl Keys {
     }
 
     /// Return the effects of the calls since an instant. Return `None` if the machine paused for so long that a key may
-    /// have expired in Redis. Then the case proves nothing.
+    /// have expired in Redis. In this case, the test case proves nothing and ends.
     async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
@@ -435,7 +447,7 @@ struct Admitted {
     debts_before_us: Vec<u64>,
 }
 
-/// A refund to one limit, with the instant of the charge.
+/// A refund to one limit, with the times of the refund and of the charge.
 struct Refund {
     at: u64,
     charged_at: u64,
@@ -455,7 +467,7 @@ fn admitted_cost_less_refunds_stays_within_the_formula() {
     });
 }
 
-/// Run requests and refunds of admitted charges on a clock that moves forward.
+/// Run requests, and refunds of admitted requests, on a clock that only moves forward.
 async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
@@ -515,8 +527,8 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     operations
 }
 
-/// Assert that the admitted costs are within the formula of the algorithm at the last entry. An entry of `history` is
-/// an instant in µs and a cost.
+/// Assert that the admitted costs are within the formula of the algorithm at the time of the last entry. An entry of
+/// `history` is a time in µs and a cost.
 fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
     let refunded = !refunds.is_empty();
     let now = history.last().unwrap().0;
@@ -528,7 +540,7 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
             for &(from, _) in history {
                 let used = u128::from(since(from)) * u128::from(bucket.parts);
                 let refilled = u128::from(bucket.refill) * u128::from(now - from);
-                // Quota of charges before `from` that was refunded after `from` may be used again.
+                // If a charge before `from` was refunded after `from`, its quota may be used again.
                 let earlier = refunds.iter().filter(|refund| refund.at >= from && refund.charged_at < from);
                 let again: u64 = earlier.map(|refund| refund.cost).sum();
                 let most = u128::from(bucket.burst + again) * u128::from(bucket.parts) + refilled;
@@ -586,15 +598,15 @@ struct Refunding {
 /// Which part of a charge is refunded, and when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum How {
-    /// The cost, before any other charge.
+    /// Refund the whole cost before any other charge.
     AtOnce,
-    /// The cost, after other charges.
+    /// Refund the whole cost after other charges.
     Late,
-    /// One of several tokens that were taken together. This many tokens were taken after it.
+    /// Refund one of the tokens that one call took. The field is the number of tokens that the call took after it.
     One(u64),
-    /// All tokens that were taken together, with one refund per token.
+    /// Refund all tokens that one call took, with one refund per token.
     Each,
-    /// The last tokens of those that were taken together: this many.
+    /// Refund the last tokens that one call took. The field is the number of these tokens.
     Last(u64),
 }
 
@@ -630,8 +642,8 @@ fn refund_leaves_no_less_debt_than_without_the_charge() {
     });
 }
 
-/// Run a case with two identities. The first one is charged everything, the second one everything except the refunded
-/// charges. Return `None` if the machine paused.
+/// Run a case with two identities. The first identity gets all charges and the refunds, the second one only the charges
+/// that are not refunded. Return `None` if the machine paused for too long.
 async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usize> {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
@@ -686,8 +698,8 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let with = owed_us(&call(now, Operation::Peek, with).await?);
     let without = owed_us(&call(now, Operation::Peek, without).await?);
     assert!(with >= without, "invariant 11, a refund gains nothing: {case:?}: {with} and {without} µs");
-    // If tokens were taken together and an earlier one is refunded, the refund ignores that the later ones keep the
-    // bucket from filling. Then the refund is incomplete.
+    // If one call took several tokens and only an earlier one is refunded, the refund ignores that the later tokens
+    // keep the bucket from filling. In this case, the refund is incomplete.
     let last = !matches!(case.how, How::One(1..));
     if last && between.iter().all(|(_, cost)| *cost == 0) {
         // Refunds are rounded to whole µs, to the disadvantage of the client.
@@ -706,7 +718,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     Some(operations)
 }
 
-/// Return the start of the day, week or month of an instant, computed from its date.
+/// Return the start of the day, week or month that contains the time `now`, computed from its calendar date.
 fn calendar_start(windows: &str, now: u64) -> u64 {
     let (unit, zone) = windows.split_once('@').unwrap();
     let zone = jiff::tz::TimeZone::get(zone).unwrap();
@@ -726,7 +738,7 @@ fn calendar_start(windows: &str, now: u64) -> u64 {
 #[test]
 fn clock_set_back_locks_out_no_longer_than_a_full_state() {
     let server = Rc::new(Redis::start());
-    // The clock is set back by microseconds to years.
+    // The clock is set back by 1 µs to about 8 years.
     let back = (0..6usize, 1..100u64).prop_map(|(unit, count)| {
         count * [1, 1000, SECOND, 3600 * SECOND, 86_400 * SECOND, 31 * 86_400 * SECOND][unit]
     });
@@ -782,7 +794,7 @@ fn taking_k_tokens_equals_k_checks_of_one() {
 }
 
 async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -> usize {
-    // A call cannot take several permits at once.
+    // One call cannot take several permits, so leave out concurrency limits.
     case.rules.retain(|rule| !matches!(rule, Rule::Concurrency(_)));
     if case.rules.is_empty() {
         return 0;
@@ -810,7 +822,8 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
         }
         let granted: u64 = singles.iter().map(|single| single.granted).sum();
         assert_eq!(taken.granted, granted, "invariant 10, as many tokens: {:#?}", charges(0, wanted));
-        // The reply equals the reply to the last admitted request, or to the first request if none was admitted.
+        // The reply to the call must equal the reply to the last admitted request, or to the first request if none was
+        // admitted.
         if let Some(told) = singles.get((granted as usize).saturating_sub(1)) {
             assert_eq!(taken.outcomes, told.outcomes, "invariant 10, the same reply");
         }
@@ -825,7 +838,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
 }
 
 impl Keys {
-    /// Return the content of a key without its TTL, for any Redis type.
+    /// Return the content of a key of any Redis type, without the expiry time that a state may contain.
     async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<Vec<u8>> {
         let mut command = match rule {
             Rule::SlidingLog(_) => redis::cmd("LRANGE"),
@@ -942,7 +955,7 @@ fn new_rate_converts_debt_exactly_and_revives_none() {
     });
 }
 
-/// Run a case with both stores. Return `None` if the machine paused.
+/// Run a case with both stores. Return `None` if the machine paused for too long.
 async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize> {
     let Resizing { old, new, cost, .. } = *case;
     let stores = Stores::new(server, prefix);
@@ -957,7 +970,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
         keys.look(std::slice::from_ref(&name), asked).await.map(|_| verdict)
     };
     let charged = call(&mut keys, START, Operation::Charge, before.charge(0, cost)).await?;
-    // A part of a token refills before the rest is charged.
+    // Charge one more token after a seventh of the reset time, so that the debt may contain a fraction of a token.
     let charged_at = START + charged.outcomes[0].reset_us / 7;
     let charged = call(&mut keys, charged_at, Operation::Charge, before.charge(0, 1)).await?;
     let lasts = charged.outcomes[0].reset_us;
@@ -986,7 +999,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     call(&mut keys, now, Operation::Charge, after.charge(0, 0)).await?;
     let state = keys.state(&after.rule, &name).await;
     let numbers: Vec<_> = state[0].as_chunks().0.iter().map(|bytes| u128::from(u64::from_le_bytes(*bytes))).collect();
-    // The whole burst is admitted if the debt is 0.
+    // If the check of the whole burst was admitted, the debt was 0.
     let debt = if verdict.granted == 0 { numbers[1] } else { 0 };
 
     let what = format!("{case:?}: {debt} parts, {at_old_rate} with the old rate, {at_new_rate} with the new one");
@@ -1032,7 +1045,7 @@ fn denials_take_no_memory() {
             }
         }
     };
-    // The first requests let the buffers of connections grow.
+    // Measure the memory after the first 5,000 requests, because they let the buffers of connections grow.
     flood(0, 5000);
     let before = (memory(&server), server.keys().len(), stores.memory.len());
     flood(5000, denials);
@@ -1050,7 +1063,7 @@ fn denials_take_no_memory() {
     }
 }
 
-/// Return the bytes allocated by Redis.
+/// Return the number of bytes that Redis has allocated.
 fn memory(server: &Redis) -> u64 {
     let info: String = redis::cmd("INFO").arg("memory").query(&mut server.connection()).unwrap();
     info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
@@ -1061,7 +1074,8 @@ fn database_is_empty_after_all_ttls() {
     let server = Redis::start();
     let stores = Stores::new(&server, "end");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    // Just before the year ends in Berlin, so that the calendar window ends with the others.
+    // Start 50 ms before the end of the year in Berlin, so that the calendar window ends about as early as the other
+    // windows.
     stores.clock.set("2027-12-31T22:59:59.95Z".parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64);
     let limits = every_algorithm(5, 100_000).map(|(name, rule)| Limit::new(name, rule));
     let charges: Vec<_> = limits.iter().map(|limit| limit.charge(0, 5)).collect();

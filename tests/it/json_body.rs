@@ -25,7 +25,7 @@ fn routed(upstream: &Upstream, server: &str, more: &str) -> String {
     )
 }
 
-/// A limit of 3 requests per hour, whose limit key is a value of the body.
+/// A limit of 3 requests per hour. `by` selects the value of the JSON body that is the limit key.
 fn limited(by: &str, limit: &str) -> String {
     format!(
         "[limit.l]\nby = {by}\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n{limit}\n\
@@ -205,10 +205,15 @@ fn streams_of_one_connection_occupy_a_quarter_of_the_memory_for_bodies() {
     let upstream = Upstream::start();
     let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"";
     let gateway = Gateway::start(&routed(&upstream, server, ""));
-    // One connection may use a quarter of `max_buffered`, 64 KiB. Two of the three incomplete bodies fit.
+    // One connection may use a quarter of `max_buffered`, which is 64 KiB. Only two of the three incomplete bodies of
+    // 30,000 bytes fit, so the gateway rejects one of them.
     let status = http2::first_status_of_unfinished(gateway.addresses()[0], "http://a.test/chat", &[b' '; 30_000], 3);
     assert_eq!(status, 503);
-    assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200, "another connection has room");
+    assert_eq!(
+        post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status,
+        200,
+        "another connection has its own share of the memory"
+    );
 }
 
 /// Open a connection from an address and send 30,000 bytes of a body that never ends.
@@ -232,21 +237,22 @@ fn connections_of_one_network_occupy_a_quarter_of_the_memory_for_bodies() {
     let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"\nmax_connections_per_ip = 1000";
     let proxies = "[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&routed(&upstream, server, proxies));
-    // One client network may use a quarter of 256 KiB. Two bodies of 30,000 bytes leave no room for 10,000 bytes.
+    // One client network may use a quarter of `max_buffered`, which is 64 KiB. The two incomplete bodies of 30,000
+    // bytes leave no room for a body of 10,000 bytes.
     let mut waiting = [(); 2].map(|()| unfinished(&gateway, "127.0.0.2"));
     eventually("the share is used up", || {
         let is_full = post_from(&gateway, "127.0.0.2", &[]) == 503;
         let rejected: Vec<_> =
             waiting.iter_mut().filter_map(|client| client.stream.fill_buf().is_ok().then_some(client)).collect();
         let are_waiting = rejected.is_empty();
-        // If a request of this loop took the memory first, the gateway rejected one of the other bodies: send that one
-        // again.
+        // The request above may take the memory before an incomplete body arrives. In this case, the gateway has
+        // rejected the incomplete body: send it again.
         rejected.into_iter().for_each(|client| *client = unfinished(&gateway, "127.0.0.2"));
         is_full && are_waiting
     });
     assert_eq!(post_from(&gateway, "127.0.0.3", &[]), 503, "127.0.0.2 and 127.0.0.3 are one network");
-    assert_eq!(post_from(&gateway, "127.0.0.4", &[]), 200, "another network has room");
-    // 127.0.0.9 is a trusted proxy: memory is counted per client address in `X-Forwarded-For`.
+    assert_eq!(post_from(&gateway, "127.0.0.4", &[]), 200, "another network has its own share of the memory");
+    // 127.0.0.9 is a trusted proxy: the gateway counts memory per client address in `X-Forwarded-For`.
     assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "127.0.0.2")]), 503);
     assert_eq!(post_from(&gateway, "127.0.0.9", &[("x-forwarded-for", "192.0.2.1")]), 200);
     let proxied = [(); 4].map(|()| unfinished(&gateway, "127.0.0.9"));
@@ -271,7 +277,7 @@ fn announced_bodies_occupy_no_memory_before_they_arrive() {
         })
         .collect();
     assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200);
-    // Only bytes that have arrived count. The bytes of this body exceed the memory for bodies.
+    // Only bytes that have arrived count as used memory. The bytes of the following body exceed `max_buffered`.
     let mut sender = gateway.client();
     sender.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
     sender.send(format!("10000\r\n{}\r\n", " ".repeat(1 << 16)).repeat(10).as_bytes());

@@ -86,11 +86,11 @@ fn tokens_get_503_until_the_first_key_set_arrives_and_nothing_else_waits() {
     let gateway = Gateway::start(&config(&issuer.url(), ""));
     assert_eq!(gateway.get("/open").status, 200, "the gateway starts while the issuer hangs");
     let reply = ask(&gateway, &key);
-    reply.assert_problem(503, "no keys yet");
+    reply.assert_problem(503, "the gateway has not fetched the keys");
     assert_eq!(reply.header("retry-after"), Some("1"));
     assert!(reply.header("x-request-id").is_some());
-    assert_eq!(gateway.get("/limited").status, 401, "without a token");
-    assert_eq!(get(&mut gateway.client(), "Bearer opaque").status, 401, "no JWT");
+    assert_eq!(gateway.get("/limited").status, 401, "a request without a token");
+    assert_eq!(get(&mut gateway.client(), "Bearer opaque").status, 401, "a bearer token that is not a JWT");
     issuer.publish(&[&key]);
     eventually("the keys arrive", || ask(&gateway, &key).status == 200);
     assert!(gateway.log().contains("key set fetched"), "{}", gateway.log());
@@ -139,8 +139,9 @@ fn rotation_under_load_fails_no_request() {
         };
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
         for next in 1..keys.len() {
-            // The first rotation signs tokens with the new key at once: the first such token triggers a fetch. Each
-            // later rotation publishes the new key one refresh before its first use, as issuers do.
+            // The first rotation signs tokens with the new key at once, and the first of these tokens triggers a fetch.
+            // Each later rotation publishes the new key, waits for a refresh, and only then signs tokens with it, as
+            // issuers do.
             issuer.publish(&[&keys[next - 1], &keys[next]]);
             if next > 1 {
                 let fetches = issuer.fetches();
@@ -199,7 +200,7 @@ fn server_that_fails_or_sends_garbage_leaves_the_last_keys_in_force() {
     let fetched = metric(&gateway, "sluicegate_jwks_refreshes_total{provider=\"tokens\",result=\"ok\"}");
     assert!(failed >= 10.0 && fetched >= 1.0, "{failed} {fetched}");
     assert!(metric(&gateway, "sluicegate_jwks_last_success_timestamp_seconds{provider=\"tokens\"}") > 1e9);
-    // Keys that cannot be used do not prevent the use of the other keys in the set.
+    // Unusable keys in a set do not prevent the use of the other keys in this set.
     let mut set: Value = serde_json::from_str(&key_set(&[&other])).unwrap();
     let unusable = [
         json!({ "kty": "RSA", "kid": "small", "n": "AQAB", "e": "AQAB" }),

@@ -174,9 +174,9 @@ fn invalid_tokens_are_rejected_and_never_charged() {
     assert_invalid(&refused, "malformed", "", "the scheme alone");
     let line = format!("Bearer {valid}");
     let twice = client.get_with("/limited", &[("Authorization", &line), ("authorization", &line)]);
-    twice.assert_problem(400, "two fields");
+    twice.assert_problem(400, "two Authorization headers");
     let other = client.get_with("/limited", &[("Authorization", &line), ("authorization", "Basic YTpi")]);
-    other.assert_problem(400, "two fields of different schemes");
+    other.assert_problem(400, "two Authorization headers with different schemes");
 
     assert_eq!(remaining(&get(&mut client, &valid)), (999, 999), "a rejected request uses no quota");
 }
@@ -346,7 +346,7 @@ fn subjects_of_two_issuers_share_a_bucket_unless_the_limit_is_by_issuer() {
     }
 }
 
-/// Return whether a key is trusted.
+/// Return whether the gateway accepts a token that is signed with this key.
 fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
     match get(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
         200 => true,
@@ -355,7 +355,7 @@ fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
     }
 }
 
-/// Start a gateway whose JWKS file is in a directory of the test, next to its access log.
+/// Start a gateway. Its JWKS file and its access log are in the same directory of the test.
 fn following(folder: &Path, file: &str) -> Gateway {
     let jwt = format!("jwks_file = \"{}\"\nissuer = \"{ISSUER}\"\naudience = \"api\"", folder.join(file).display());
     let log = format!("[log]\naccess = \"{}\"\n", folder.join("access.log").display());
@@ -376,7 +376,7 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
     put(folder.path(), "jwks.json", &key_set(&[&old]));
     let gateway = following(folder.path(), "jwks.json");
     let reloads = || gateway.log().matches("reloaded").count();
-    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "the old key is used at first");
 
     put(folder.path(), "jwks.json", &key_set(&[&new]));
     eventually("the new key is used", || is_trusted(&gateway, &new));
@@ -396,9 +396,10 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
         assert!(is_trusted(&gateway, &new) && !is_trusted(&gateway, &old), "{reason}: the keys do not change");
     }
-    // A missing file leaves the keys unchanged. The gateway logs it once, even if other files of the directory change.
+    // A missing file leaves the keys unchanged. The gateway logs the missing file once, even if other files of the
+    // directory change.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
-    eventually("the loss is detected", || gateway.log().contains("cannot read the file"));
+    eventually("the removal of the file is detected", || gateway.log().contains("cannot read the file"));
     assert!(is_trusted(&gateway, &new), "the keys do not change");
     put(folder.path(), "other.json", "");
     put(folder.path(), "jwks.json", &key_set(&[&last]));
@@ -417,8 +418,8 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
 
 #[test]
 fn replaced_symlink_of_jwks_takes_effect() {
-    // Kubernetes mounts files like this: `jwks.json` → `..data/jwks.json`, `..data` → a directory with a generated
-    // name.
+    // Kubernetes mounts files through two symlinks: `jwks.json` → `..data/jwks.json`, and `..data` → a directory with a
+    // generated name.
     let folder = tempfile::tempdir().unwrap();
     let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();
     let revision = |name: &str, key: &Key| {
@@ -430,7 +431,7 @@ fn replaced_symlink_of_jwks_takes_effect() {
     link("..2026_01", "..data");
     link("..data/jwks.json", "jwks.json");
     let gateway = following(folder.path(), "jwks.json");
-    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "the old key is used at first");
     revision("..2026_02", &new);
     link("..2026_02", "..data_tmp");
     std::fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();

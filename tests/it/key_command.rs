@@ -31,7 +31,7 @@ fn key(folder: &Path, arguments: &[&str], input: &str) -> Said {
     let mut command = binary();
     command.current_dir(folder).arg("key").args(arguments);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // The process may have ended without reading its input.
+    // Ignore write errors: the process may have ended without reading its input.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     let output = child.wait_with_output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
@@ -69,9 +69,9 @@ fn running_gateway_reads_new_keys() {
     let first = new(&["--create", "--tier", "pro"]);
     eventually("the new key works", || status(&first) == 200);
     let second = new(&[]);
-    eventually("the second one works", || status(&second) == 200);
+    eventually("the second key works", || status(&second) == 200);
     assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
-    eventually("the first one is rejected", || status(&first) == 401);
+    eventually("the first key is rejected", || status(&first) == 401);
     assert_eq!(status(&second), 200);
     // `revoke` with a fingerprint also removes the last key.
     let list = key(gateway.directory(), &["list"], "");
@@ -182,7 +182,7 @@ fn invalid_file_or_name_changes_nothing() {
     for (consumers, arguments, code, expected) in [
         ("[[consumer]\n", &["new", "--consumer", "acme"][..], 2, "consumers.toml:1:"),
         ("[[consumer]]\nname = \"acme\"\nkeys = [\"acme-key\"]\n", &["list"], 2, "this is not the hash of a key"),
-        (&good, &["new", "--consumer", "amce"], 1, "did you mean `acme`? --create adds one"),
+        (&good, &["new", "--consumer", "amce"], 1, "did you mean `acme`? to add a consumer, use --create"),
         (&good, &["new", "--consumer", "acme", "--create"], 1, "the consumer `acme` exists already"),
         (&good, &["new", "--consumer", "b", "--create", "--tier", "por"], 2, "did you mean `pro`?"),
         (&good, &["revoke", "111111"], 1, "several keys have a hash that begins with 111111"),
@@ -196,9 +196,9 @@ fn invalid_file_or_name_changes_nothing() {
         assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
         assert!(!said.err.contains("sg_live_0123"), "the message contains the key: {}", said.err);
         assert_eq!(read(&path), consumers, "{arguments:?}");
-        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing remains");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "no temporary file remains");
     }
-    // The command fails if the configuration has another error or names no consumers file.
+    // The command fails if the gateway configuration has an error or names no consumers file.
     let (directory, path) = folder(None);
     let gateway = directory.path().join("gateway.toml");
     std::fs::write(&gateway, read(&gateway) + "[server]\nworkers = -1\n").unwrap();

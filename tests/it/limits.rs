@@ -413,7 +413,7 @@ fn decisions_on_one_process_are_exact_under_concurrency() {
     {
         let limit =
             format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
-        // `24h` is a window aligned to the Unix epoch. A `day` would be a calendar window.
+        // Windows of `24h` are aligned to the Unix epoch. Windows of a `day` would follow the calendar.
         let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
         let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
         let statuses = crate::support::client::load(&[gateway.address], 32, 3200, "/all", &[]);
@@ -463,7 +463,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     }
     for _ in 0..10 {
         let denied = client.get("/all");
-        denied.assert_problem(429, "the narrow one is exhausted");
+        denied.assert_problem(429, "the narrow limit is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["l11"]));
         assert_eq!(items(&denied, "ratelimit")[0].1[0], ("r".to_owned(), 0));
         assert_eq!(items(&denied, "ratelimit").len(), 1, "only the violated limit is reported");
@@ -491,7 +491,7 @@ fn binding_limit_is_the_one_with_the_smallest_share_left() {
     let mut client = gateway.client();
     (0..7).for_each(|_| assert_eq!(client.get("/many").status, 200));
     let reply = client.get("/all");
-    // 2 of 10 is a smaller share than 1 of 2.
+    // 2 remaining of 10 is a smaller share than 1 remaining of 2.
     assert_eq!((reply.header("ratelimit-limit"), reply.header("ratelimit-remaining")), (Some("10"), Some("2")));
 }
 
@@ -524,7 +524,8 @@ fn small_memory_store(wide: &str) -> Gateway {
 
 #[test]
 fn memory_of_one_limit_does_not_evict_states_of_another() {
-    // `wide` is hardly used, or it is exhausted and its states outlive those of `login`.
+    // In the first case, the quota of `wide` is hardly used. In the other cases, it is exhausted, and its states expire
+    // after those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
         let gateway = small_memory_store(wide);
         let mut client = gateway.client();
@@ -559,7 +560,7 @@ fn full_memory_store_follows_on_store_error() {
             (admitted, !admitted, 0),
             "{terms}: {statuses:?}"
         );
-        // The store keeps states with charges: `q=0`, charged above, is not admitted again.
+        // The store does not evict states with charges: `q=0` was charged above, so it is denied.
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
         assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");

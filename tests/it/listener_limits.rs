@@ -27,10 +27,10 @@ use tokio::net::TcpStream as AsyncStream;
 
 const UPLOAD: usize = 10 << 20;
 
-/// Additional delay of a timeout on a busy machine that the tests accept.
+/// Maximum additional delay of a timeout that the tests accept, because the machine may be busy.
 const LATE: Duration = Duration::from_secs(4);
 
-/// One route to an upstream, and several routes that never read the body.
+/// Return one route to an upstream, and several routes that never read the request body.
 fn routes(upstream: SocketAddr, all: &str) -> String {
     format!(
         "[limit.once]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1/year\"\n\
@@ -85,7 +85,7 @@ fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String
         }
     }
     let mut answer = Vec::new();
-    // Read errors after the response do not matter.
+    // Ignore read errors: the gateway may reset the connection after it has sent the response.
     let _ = stream.read_to_end(&mut answer);
     String::from_utf8_lossy(&answer).into_owned()
 }
@@ -169,7 +169,7 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool, body: Bytes) -> Opt
 fn uploading_client_reads_every_early_response() {
     let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
-        // An upstream that responds without reading the body and then closes its side of the connection.
+        // Respond without reading the body, then close the sending direction of the connection.
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 507 Full\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfull").unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
@@ -200,7 +200,7 @@ fn uploading_client_reads_every_early_response() {
         answer.starts_with("HTTP/1.1 507 ") && answer.ends_with("full"),
         "the client gets the response of the upstream: {answer}"
     );
-    // The gateway rejects a header section that is too long without reading all of it.
+    // If a header section is too long, the gateway rejects it without reading the rest.
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     let _ = stream.write_all(format!("GET / HTTP/1.1\r\nx-long: {}", "x".repeat(1 << 20)).as_bytes());
     let mut answer = Vec::new();
@@ -238,9 +238,13 @@ fn complete_request_keeps_the_connection() {
     for _ in 0..3 {
         client.send(b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
         let reply = client.reply().expect("the connection continues");
-        assert_eq!((reply.status, reply.header("connection")), (200, None), "in chunks");
+        assert_eq!((reply.status, reply.header("connection")), (200, None), "a chunked body keeps the connection");
         let reply = client.request("POST", "/up/", &[], b"hi");
-        assert_eq!((reply.status, reply.header("connection")), (200, None), "by length");
+        assert_eq!(
+            (reply.status, reply.header("connection")),
+            (200, None),
+            "a body with Content-Length keeps the connection"
+        );
     }
 }
 
@@ -300,15 +304,15 @@ fn body_larger_than_max_body_is_413() {
         assert_eq!(reply.header("connection"), Some("close"));
         assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees an aborted request");
     }
-    // An HTTP/2 body without Content-Length.
+    // Send an HTTP/2 body without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);
     client.send(&frame(HEADERS, END_HEADERS, 1, &block("POST", "/small", &[]))).unwrap();
     for _ in 0..3 {
         client.send(&frame(DATA, 0, 1, &vec![b'x'; 16 << 10])).unwrap();
     }
     let head = client.until(HEADERS, 1).expect("a response");
-    // The response's first header is `:status`, encoded as a literal with an indexed name (RFC 7541 §6.2.2, Appendix
-    // A).
+    // The first header of the response is encoded as a literal with an indexed name (RFC 7541 §6.2.2). Index 8 of the
+    // static table is `:status` (Appendix A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
     assert_eq!(
         client.until(RST_STREAM, 1).expect("the stream ends").payload,
@@ -430,7 +434,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     while begun.elapsed() < MAX_WAIT {
         match stream.read(&mut [0; 1024]) {
             Ok(0) => return begun.elapsed(),
-            // A SETTINGS frame of HTTP/2 or a TLS handshake message.
+            // The gateway has sent a SETTINGS frame of HTTP/2 or a TLS handshake message: keep waiting.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(_) => return begun.elapsed(),
@@ -480,7 +484,8 @@ fn incomplete_head_closes_the_connection_at_header_timeout() {
 const IDLE: Duration = Duration::from_millis(500);
 const IDLE_SERVER: &str = "[server]\nbody_idle_timeout = \"500ms\"\nworkers = 1\n";
 
-/// An upstream that sends the headers and a first piece of the body, then the pieces that the test provides.
+/// Start an upstream that sends the headers and a first piece of the body, then each piece that the test sends to the
+/// channel.
 fn streaming(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
     let pieces = Mutex::new(pieces);
     serve(move |mut stream| {
@@ -535,7 +540,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     ] {
         let mut client = gateway.client();
         client.send(start);
-        // Two pauses of half the timeout. Each piece restarts the timeout.
+        // Pause twice for half of the timeout. Each piece restarts the timeout.
         for piece in [&b"a"[..], b"b"].iter().filter(|_| what == "by length") {
             std::thread::park_timeout(IDLE / 2);
             client.send(piece);
@@ -549,7 +554,8 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     assert_eq!(upstream.count(), 0);
 }
 
-/// An upstream that sends an endless body. The receiver gets a message when a connection of the upstream ends.
+/// Start an upstream that sends an endless body. The returned receiver gets a message when a connection to the upstream
+/// ends.
 fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
@@ -609,7 +615,7 @@ fn unread_http2_stream_is_reset_alone() {
         client.get(1, "/up/");
         client.get(3, "/respond");
         ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
-        // With a window of 0, even the response of two bytes is blocked.
+        // With a flow-control window of 0, even the response of two bytes is blocked.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
             let frame = client.next().expect("the streams are reset");
@@ -643,7 +649,7 @@ fn slow_uploads_hold_no_request_permit_of_an_upstream() {
         let mut slow: Vec<_> = (0..PERMITS).map(|_| gateway.client()).collect();
         slow.iter_mut().for_each(|client| client.send(post(length).as_bytes()));
         if is_free {
-            // The upstream has received no slow request: its permits are free, and other requests succeed.
+            // The upstream has received none of the slow requests: its permits are free, and other requests succeed.
             for _ in 0..20 {
                 assert_eq!(gateway.get("/up/").status, 200, "{what}");
             }
@@ -714,14 +720,16 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     });
 }
 
-/// 100 unread streams on each of 12 connections take at most as much memory as in HAProxy.
+/// Responses on 100 streams that the client does not read, on each of 12 connections, take at most as much memory as in
+/// HAProxy.
 #[test]
 fn unread_http2_responses_take_little_memory() {
     const CONNECTIONS: usize = 12;
     const STREAMS: usize = 100;
     /// HAProxy 2.6 takes 47 MiB for the same streams.
     const MOST: u64 = 48 << 20;
-    // With the largest window, only the socket blocks. With a window of 0, only the streams block.
+    // With the largest flow-control window, only the full socket buffer blocks the responses. With a window of 0, only
+    // flow control blocks them.
     for window in [(1 << 31) - 1, 0] {
         let growth = memory_of_unread_streams(CONNECTIONS, STREAMS, window);
         println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
@@ -729,7 +737,8 @@ fn unread_http2_responses_take_little_memory() {
     }
 }
 
-/// Return by how many bytes the memory of the gateway grows when clients do not read these streams.
+/// Open `streams` streams on each of `connections` connections and do not read them. Return by how many bytes the
+/// memory of the gateway grows.
 fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> u64 {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
@@ -786,7 +795,7 @@ fn request_bodies_beyond_max_buffered_are_streamed() {
         let mut slow: Vec<_> = (0..3).map(|_| gateway.client()).collect();
         let head = b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 60000\r\n\r\n";
         slow.iter_mut().for_each(|client| client.send(head));
-        eventually("two of three are streamed", || upstream.heads.lock().unwrap().len() == before + 2);
+        eventually("two of three bodies are streamed", || upstream.heads.lock().unwrap().len() == before + 2);
         slow.iter_mut().for_each(|client| client.send(&[b'x'; 60_000]));
         for mut client in slow {
             assert_eq!(client.reply().unwrap().status, 200);
@@ -814,7 +823,7 @@ fn one_client_network_gets_half_of_the_connections_by_default() {
             held.push(client);
         }
     }
-    // Other networks still get connections, and loopback addresses are not counted.
+    // Other networks still get connections. Connections from loopback addresses are not counted.
     for from in ["192.0.2.2", "127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"] {
         let (client, status) = connect(from);
         assert_eq!(status, Some(200), "{from}");

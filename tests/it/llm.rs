@@ -16,7 +16,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 
-// === A provider: the tokens of a response are those that the request body asks for under `mock` ===
+// === The provider: each response uses as many tokens as `mock` in the request body sets ===
 
 /// How the provider responds. The client sets these values under `mock` in the request body.
 #[derive(Clone)]
@@ -232,7 +232,7 @@ fn response_parts(path: &str, order: &Order) -> (&'static str, Vec<String>) {
 
 const QUOTA: u64 = 100_000;
 
-/// A limit of `quota` tokens per hour on all paths.
+/// Return a configuration with a limit of `quota` tokens per hour on all paths.
 fn config(store: &str, provider: SocketAddr, quota: u64, cost: &str, limit: &str) -> String {
     format!(
         "{store}[log]\nformat = \"json\"\naccess = \"access.log\"\n\
@@ -253,12 +253,13 @@ fn post(gateway: &Gateway, path: &str, body: &Value) -> Reply {
     gateway.client().request("POST", path, &[ID, ("content-type", "application/json")], body.to_string().as_bytes())
 }
 
-/// Return the remaining tokens. The request has no body and costs nothing.
+/// Return the remaining tokens. The request that reads them has no body and costs nothing.
 fn remaining(gateway: &Gateway) -> u64 {
     gateway.client().get_with("/v1/models", &[ID]).remaining("tokens")
 }
 
-/// Assert the remaining tokens. Wait for them, because the gateway settles the cost only after the end of the response.
+/// Assert that `expected` tokens remain. Retry, because the gateway settles the cost only after the end of the
+/// response.
 fn assert_remaining(gateway: &Gateway, expected: u64, what: &str) {
     let mut last = 0;
     eventually(&format!("{what}: {expected} tokens remain"), || {
@@ -485,7 +486,7 @@ fn client_that_leaves_pays_for_what_was_streamed() {
     eventually("the abort is settled", || remaining(&gateway) > QUOTA - 500);
     let left = remaining(&gateway);
     assert_eq!(left, QUOTA - input - 4);
-    eventually("it is logged", || records(&gateway).len() == 1);
+    eventually("the request is logged", || records(&gateway).len() == 1);
     let record = &records(&gateway)[0];
     let limit = &record["limits"][0];
     assert_eq!((&record["model"], &record["complete"]), (&json!("m"), &json!(false)));
@@ -524,13 +525,13 @@ fn stream_without_usage_is_estimated_and_response_without_either_keeps_its_reser
         assert_eq!(post(&gateway, CHAT, &body).status, 200);
         assert_remaining(&gateway, expected, usage);
     }
-    // The response is compressed although the gateway did not accept that. The gateway does not decode it and charges
-    // the reservation.
+    // The response is compressed although the gateway sent `Accept-Encoding: identity`. The gateway does not decode it
+    // and charges the reservation.
     let body = json!({"max_tokens": 100, "mock": {"raw": "\u{1f}gzip", "coding": "gzip"}});
     expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
     assert_eq!(post(&gateway, CHAT, &body).status, 200);
     assert_remaining(&gateway, expected, "compressed");
-    // A usage report that the provider repeats adds nothing.
+    // If the provider repeats a usage report, the cost does not increase.
     let report = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":6}}\n\n";
     let body = json!({"max_tokens": 100, "mock": {"raw": report.repeat(20), "type": "text/event-stream"}});
     expected -= 11;
@@ -571,7 +572,7 @@ fn provider_that_never_ends_is_cut_or_charged_until_the_client_leaves() {
     }
     drop(client);
     eventually("the excess is charged", || remaining(&finishing) <= QUOTA - input - events);
-    eventually("it is logged", || records(&finishing).len() == 1);
+    eventually("the request is logged", || records(&finishing).len() == 1);
     let record = &records(&finishing)[0];
     assert_eq!((&record["complete"], &record["limits"][0]["estimated"]), (&json!(false), &json!(true)));
 }
@@ -605,7 +606,7 @@ fn settlement_is_made_after_an_outage_of_redis() {
     });
     provider.release();
     assert!(client.reply_rest().ends_with("data: [DONE]\n\n"));
-    eventually("it is logged", || records(&gateway).len() == 1);
+    eventually("the request is logged", || records(&gateway).len() == 1);
     let _redis = persistent();
     eventually("the store decides", || metric(&gateway, "sluicegate_store_up") == 1.0);
     assert_remaining(&gateway, QUOTA - 24, "settled after the outage");
@@ -623,7 +624,7 @@ fn upstream_error_is_refunded_by_refund_on() {
             "the header shows the quota after the refund"
         );
     }
-    eventually("they are logged", || records(&gateway).len() == 4);
+    eventually("the four requests are logged", || records(&gateway).len() == 4);
     assert!(records(&gateway).iter().all(|record| record["limits"][0]["settled"] == 0));
     let keeping = Gateway::start(&config("", provider.address, QUOTA, "", "refund_on = []"));
     let body = json!({"max_tokens": 500, "mock": {"status": 500}});
@@ -632,7 +633,7 @@ fn upstream_error_is_refunded_by_refund_on() {
     assert_remaining(&keeping, QUOTA - reserved, "the reservation stays");
     let unreachable = Gateway::start(&config("", "127.0.0.1:1".parse().unwrap(), QUOTA, "", ""));
     assert_eq!(post(&unreachable, CHAT, &json!({"max_tokens": 500})).status, 502);
-    eventually("it is logged", || records(&unreachable).len() == 1);
+    eventually("the request is logged", || records(&unreachable).len() == 1);
     assert_eq!(records(&unreachable)[0]["limits"][0]["settled"], 0);
 }
 
@@ -724,8 +725,8 @@ fn killed_gateway_leaves_the_reservation() {
     assert_eq!(remaining(&other), 10_000 - reserved);
 }
 
-/// The remaining tokens are always the quota minus the settled costs. The settled costs are the tokens that the
-/// provider issued to completed requests.
+/// The remaining tokens are always the quota minus the settled costs. The settled cost of a completed stream is the
+/// number of tokens that the provider issued. An aborted stream settles to at most its reservation.
 #[test]
 fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
     const CLIENTS: u64 = 64;
@@ -785,7 +786,7 @@ fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
     let complete: u64 = records.iter().filter(|record| record["complete"] == true).filter_map(&settled).sum();
     let total: u64 = records.iter().filter_map(&settled).sum();
     assert!(total <= quota, "{total} of {quota}");
-    // The stream of a client that aborted may already have been complete.
+    // If a client aborted, the gateway may already have received the complete stream.
     assert!(complete >= ended && total - complete <= issued_at_most.into_inner(), "{complete} {ended} {total}");
     let incomplete = records.iter().filter(|record| record["complete"] == false && settled(record).is_some());
     for record in incomplete.clone() {
@@ -812,7 +813,7 @@ fn metrics_count_reserved_and_settled_costs() {
     let settled = |source: &str| {
         metric(&gateway, &format!("sluicegate_limit_settled_total{{route=\"r\",limit=\"tokens\",source=\"{source}\"}}"))
     };
-    eventually("both are settled", || settled("reported") == 15.0 && settled("estimated") > 5.0);
+    eventually("both requests are settled", || settled("reported") == 15.0 && settled("estimated") > 5.0);
     assert_eq!(settled("reserved"), 0.0);
     assert!(metric(&gateway, "sluicegate_limit_reserved_total{route=\"r\",limit=\"tokens\"}") > 1000.0);
 }

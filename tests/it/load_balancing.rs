@@ -51,8 +51,8 @@ fn random_follows_weights() {
         // Send one request at a time: no server has more requests in flight than the other.
         let mut client = gateway.client();
         (0..2000).for_each(|_| assert_eq!(client.get("/").status, 200));
-        // The expected count is 500, with a standard deviation of 19.4. A deviation of seven times that occurs once in
-        // 10¹¹ runs.
+        // The expected count is 500, with a standard deviation of 19.4. A deviation of 7 standard deviations occurs
+        // once in 10¹¹ runs.
         let count = one.count();
         assert!((364..=636).contains(&count), "{balance}: {count} of 2000 with a quarter of the weight");
         assert_eq!(count + two.count(), 2000);
@@ -103,14 +103,17 @@ fn hash_balance_keeps_keys_on_their_server() {
         assert!(now != 2 && (*before == 2 || now == *before), "`{key}` went from {before} to {now}");
     }
     servers[2].start_again();
-    eventually("its keys are restored", || keys.iter().zip(&owners).all(|(key, before)| owner(key) == *before));
+    eventually("the restarted server gets its keys again", || {
+        keys.iter().zip(&owners).all(|(key, before)| owner(key) == *before)
+    });
 }
 
 #[test]
 fn stopped_server_fails_no_request() {
     let [gone, there] = &Server::start_many();
     gone.stop();
-    // A POST can also be sent to another server, because a refused connection has received nothing of it.
+    // The gateway may also retry a POST on the other server, because the server that refused the connection received no
+    // byte of the request.
     let gateway = gateway(&[gone, there], "balance = \"round-robin\"\nretries = 0");
     let mut client = gateway.client();
     for number in 0..200 {
@@ -121,7 +124,7 @@ fn stopped_server_fails_no_request() {
     assert_eq!(gateway.log().matches("server is unreachable").count(), 1, "{}", gateway.log());
     gone.start_again();
     let back = Instant::now();
-    eventually("it is used again", || client.get("/").status == 200 && gone.count() > 0);
+    eventually("the restarted server is used again", || client.get("/").status == 200 && gone.count() > 0);
     assert!(back.elapsed() < Duration::from_secs(5), "after {:?}", back.elapsed());
 }
 
@@ -133,7 +136,7 @@ fn all_servers_down_is_502_until_one_is_back() {
     two.stop();
     for _ in 0..3 {
         let reply = gateway.get("/");
-        reply.assert_problem(502, "no server");
+        reply.assert_problem(502, "no server is reachable");
         assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
     }
     two.start_again();
@@ -142,7 +145,7 @@ fn all_servers_down_is_502_until_one_is_back() {
 
 #[test]
 fn slow_connect_is_overtaken_by_another_server() {
-    // This server never accepts a connection. Once its backlog is full, connects neither succeed nor fail.
+    // This server never accepts a connection. Once its backlog is full, connection attempts neither succeed nor fail.
     let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     silent.listen(0).unwrap();
@@ -200,7 +203,7 @@ fn post_is_never_repeated_while_servers_restart() {
                 server.start_again();
                 server.set(Behaviour::Reset);
                 server.set(Behaviour::Respond(200));
-                // At least ten requests reach this server before the next one stops.
+                // At least ten requests reach this server before the next server stops.
                 let before = server.count();
                 while server.count() < before + 10 && !done.load(Ordering::SeqCst) {
                     std::thread::yield_now();
@@ -263,7 +266,7 @@ fn consecutive_errors_eject_a_server_for_a_time() {
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":3,"), "{}", gateway.log());
     ill.set(Behaviour::Respond(200));
-    eventually("it is used again", || client.get("/").status == 200 && ill.count() > 3);
+    eventually("the ejected server is used again", || client.get("/").status == 200 && ill.count() > 3);
     assert!(gateway.log().contains("ejection of server ended"), "{}", gateway.log());
     // After each success, consecutive errors are counted from zero.
     for _ in 0..4 {
@@ -288,7 +291,7 @@ fn response_timeouts_count_as_errors_for_ejection() {
     let gateway = gateway(&[silent, one, two], lines);
     let mut client = gateway.client();
     let late = (0..30).filter(|_| client.get("/").status == 504).count();
-    // On a busy machine, other servers may time out as well. The silent server gets exactly two requests.
+    // On a busy machine, requests to other servers may time out as well. The silent server gets exactly two requests.
     assert_eq!(silent.count(), 2, "{late} of 30 were late");
     assert!(late >= 2);
 }
@@ -336,16 +339,16 @@ fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
     };
     let answered = |client: &Client| client.stream.get_ref().peek(&mut [0]).is_ok();
     let _first = ask();
-    eventually("it is busy", || server.running() == 1);
+    eventually("the server is busy", || server.running() == 1);
     let mut waiting: Vec<_> = (0..5).map(|_| ask()).collect();
-    eventually("three are rejected by the full queue", || {
+    eventually("the full queue rejects three requests", || {
         waiting.iter().filter(|client| answered(client)).count() == 3
     });
     let (mut refused, mut in_line): (Vec<_>, Vec<_>) = waiting.drain(..).partition(answered);
     for client in &mut refused {
         client.stream.get_ref().set_nonblocking(false).unwrap();
         let reply = client.reply().unwrap();
-        reply.assert_problem(503, "no room");
+        reply.assert_problem(503, "the queue is full");
         assert_eq!(reply.header("retry-after"), Some("1"));
     }
     // The client of one of the two queued requests closes its connection.
@@ -377,9 +380,9 @@ fn queued_requests_time_out_with_connect_timeout() {
     let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"300ms\"");
     let mut first = gateway.client();
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is busy", || server.running() == 1);
+    eventually("the server is busy", || server.running() == 1);
     let started = Instant::now();
-    gateway.get("/").assert_problem(503, "no room in time");
+    gateway.get("/").assert_problem(503, "the queue timeout expires");
     assert!(started.elapsed() >= Duration::from_millis(290), "{:?}", started.elapsed());
     server.set(Behaviour::Respond(200));
     assert_eq!(first.reply().unwrap().status, 200);
@@ -467,7 +470,7 @@ fn server_lost_with_idle_connections_is_skipped_and_ejected() {
     gone.start_again();
     let before = gone.count();
     (0..12).for_each(|_| assert_eq!(client.get("/").status, 200));
-    assert_eq!(gone.count(), before, "it is ejected for a minute");
+    assert_eq!(gone.count(), before, "the server stays ejected for a minute");
 }
 
 #[test]
@@ -513,7 +516,7 @@ fn ejected_server_returns_with_slow_start() {
     let lines = "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"100ms\" }\nslow_start = \"10m\"";
     let gateway = gateway_by_one_worker(servers, lines);
     let mut client = gateway.client();
-    eventually("it is ejected", || {
+    eventually("the server is ejected", || {
         client.get("/");
         gateway.log().contains("is ejected")
     });
@@ -536,7 +539,7 @@ fn skipped_server_is_tried_when_all_others_failed() {
     let gateway = gateway_by_one_worker(servers, "retries = 1");
     let mut client = gateway.client();
     one.stop();
-    eventually("it is skipped", || {
+    eventually("the unreachable server is skipped", || {
         assert_eq!(client.get("/").status, 200);
         gateway.log().contains("server is unreachable")
     });
@@ -562,7 +565,7 @@ fn drained_servers_do_not_count_for_the_ejection_bound() {
     assert_eq!((drained.count(), also_drained.count()), (0, 0));
 }
 
-/// One worker, so that it uses the servers in turn, with one connection each.
+/// Start a gateway with one worker. It uses the servers in turn and keeps one connection to each of them.
 fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     Gateway::start(&format!(

@@ -63,7 +63,7 @@ fn parse_rfc5424(datagram: &[u8]) -> Message {
     };
     let (timestamp, host, app, process, id) = (next(32), next(255), next(48), next(128), next(32));
     assert_eq!(next(1), "-", "no structured data");
-    // FULL-DATE "T" TIME-HOUR ":" TIME-MINUTE ":" TIME-SECOND "." 1*6DIGIT "Z"
+    // The form of a timestamp in RFC 5424: FULL-DATE "T" TIME-HOUR ":" TIME-MINUTE ":" TIME-SECOND "." 1*6DIGIT "Z"
     let form: String = timestamp.chars().map(|sign| if sign.is_ascii_digit() { '0' } else { sign }).collect();
     assert_eq!(form, "0000-00-00T00:00:00.000000Z", "{timestamp}");
     let text = fields.next().expect("MSG").to_owned();
@@ -116,7 +116,7 @@ fn syslog_format_and_protocol_can_be_chosen() {
     assert!(line.contains(" 127.0.0.1 GET /r/a 200 ") && line.contains(" route=r ok "), "{line}");
     let (message, process) = text(", protocol = \"rfc3164\", facility = \"local7\"");
     let message = String::from_utf8(message).unwrap();
-    // `<190>Mmm dd hh:mm:ss TAG[PID]: MSG`
+    // The expected form is `<190>Mmm dd hh:mm:ss TAG[PID]: MSG`, which is RFC 3164 without a host name.
     let (header, line) = message.split_once("]: ").unwrap();
     let form: String = header.chars().map(|sign| if sign.is_ascii_digit() { '0' } else { sign }).collect();
     let (month, rest) = form.strip_prefix("<000>").unwrap().split_at(3);
@@ -156,7 +156,7 @@ fn restarted_daemon_loses_no_record_and_records_without_a_daemon_are_counted() {
         let third = listen(&socket);
         assert_eq!(gateway.get("/r/3").status, 200);
         assert!(String::from_utf8(receive(&third)).unwrap().contains("/r/3"));
-        eventually("it is logged", || gateway.log().contains("reconnected to the log socket"));
+        eventually("the new connection is logged", || gateway.log().contains("reconnected to the log socket"));
         assert_eq!(metric(&gateway, DROPPED), 4.0);
     }
 }
@@ -172,7 +172,7 @@ fn missing_daemon_is_a_warning_at_the_start() {
         gateway.log()
     );
     assert_eq!(gateway.get("/r/1").status, 200);
-    eventually("it is counted", || metric(&gateway, DROPPED) == 1.0);
+    eventually("the lost record is counted", || metric(&gateway, DROPPED) == 1.0);
     let listener = listen(&socket);
     assert_eq!(gateway.get("/r/2").status, 200);
     assert!(parse_rfc5424(&receive(&listener)).text.contains("/r/2"));
@@ -205,7 +205,8 @@ fn daemon_that_does_not_read_slows_no_request() {
     let socket = directory.path().join("log");
     let listener = listen(&socket);
     let gateway = Gateway::start(&to_socket("syslog", &socket, ""));
-    // More than fits into the queue of 8 MiB, the batch that is being delivered and the socket buffer together.
+    // These requests produce more log records than fit into the queue of 8 MiB, the batch in delivery and the socket
+    // buffer together.
     let (path, requests) = (format!("/r/{}", "x".repeat(8_000)), 3_000_u64);
     let mut client = gateway.client();
     for _ in 0..requests {
@@ -224,7 +225,8 @@ fn daemon_that_does_not_read_slows_no_request() {
             received += 1;
         }
     });
-    // All other records precede the `last` records. While the queue is full, `last` records are dropped too.
+    // The records of `/r/last` come after all records of the loop above. While the queue is full, records of `/r/last`
+    // are dropped as well.
     let mut last = 0;
     while !reading.is_finished() {
         assert_eq!(gateway.get("/r/last").status, 200);
@@ -332,7 +334,8 @@ fn large_journal_entry_is_a_memory_file() {
     assert_eq!(parse_journal_entry(&receive(&listener))["PATH"], "/r/small");
 }
 
-/// syslog has no memory files: the gateway loses this record but no other.
+/// A syslog record cannot be sent as a memory file. The gateway loses a record that is larger than a datagram, but no
+/// other record.
 #[test]
 fn record_beyond_a_datagram_is_lost_alone() {
     let directory = tempfile::tempdir().unwrap();
@@ -346,7 +349,7 @@ fn record_beyond_a_datagram_is_lost_alone() {
     for path in ["/r/one", "/r/two"] {
         assert!(parse_rfc5424(&receive(&listener)).text.contains(path));
     }
-    eventually("it is counted", || metric(&gateway, DROPPED) == 1.0);
+    eventually("the lost record is counted", || metric(&gateway, DROPPED) == 1.0);
 }
 
 /// Errors, denials, shadow denials and aborted requests are always logged. Of all other requests, the log has a sample.
@@ -356,7 +359,7 @@ fn sample_keeps_all_errors_and_a_share_of_the_successes() {
         use std::io::Write;
         read_request(&mut stream);
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc");
-        // The rest of the body is never sent: the response ends early.
+        // Do not send the rest of the body: the response ends early.
     });
     let ok = Upstream::start();
     let mut gateway = Gateway::start(&format!(

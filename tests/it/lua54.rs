@@ -1,5 +1,5 @@
-//! The scripts in Lua 5.4, in which integers are not doubles. Some other servers with the Redis protocol, such as
-//! Dragonfly, use this version of Lua.
+//! The gateway's Lua scripts, run with Lua 5.4, in which integers are not doubles. Some other servers with the Redis
+//! protocol, such as Dragonfly, use this version of Lua.
 
 #[path = "../support/lua.rs"]
 mod lua;
@@ -163,14 +163,14 @@ fn lua_5_4_counts_the_largest_limits() {
     }
 }
 
-// === Reservations that are settled to an actual cost, as those of LLM requests ===
+// === Reservations that are settled to an actual cost, like those of LLM requests ===
 
 /// A step of a client that reserves quota before it knows the cost.
 #[derive(Debug, Clone)]
 enum Step {
     /// Reserve this cost. A later step settles it to `actual`.
     Reserve { reserved: u64, actual: u64 },
-    /// Settle the reservation with this index, modulo the number of those in flight.
+    /// Settle the reservation with this index, modulo the number of reservations in flight.
     Settle(usize),
 }
 
@@ -207,9 +207,9 @@ struct Refunded {
     tokens: u64,
 }
 
-/// Return how many tokens a refund of `tokens` of this reservation can gain. The refund assumes that refill repaid the
-/// debt that existed before the reservation. It gains the part of this debt that other refunds have cancelled since
-/// then.
+/// Return how many tokens a refund of `tokens` to this reservation can credit beyond the correct number. The refund
+/// assumes that refill repaid the debt that existed before the reservation. If other refunds have cancelled a part of
+/// this debt since the reservation, this part is credited in excess.
 fn max_gain(refunded: &[Refunded], settled: &InFlight, tokens: u64) -> u64 {
     let cancels_debt_before = |refund: &&Refunded| refund.order < settled.order && refund.at >= settled.charged_at;
     refunded.iter().filter(cancels_debt_before).map(|refund| refund.tokens).sum::<u64>().min(tokens)
@@ -217,11 +217,11 @@ fn max_gain(refunded: &[Refunded], settled: &InFlight, tokens: u64) -> u64 {
 
 /// A client that reserves and settles never has more quota than a client that is charged the actual costs at once. The
 /// documented gain by overlapping refunds of a token bucket is the only exception. Both clients have the same quota if
-/// no reservations of a bucket overlap and no window ends in between, and both have the full quota in the end. The
-/// memory store and the scripts return equal verdicts.
+/// no reservations of a bucket overlap and no window ends between a reservation and its settlement. In the end, both
+/// have the full quota. The memory store and the scripts return equal verdicts.
 #[test]
 fn settled_reservations_never_drift_a_state() {
-    // At least 100,000 steps in every run.
+    // Run at least 100,000 steps.
     property(operations().max(100_000), STEPS, reserving(), |(rule, steps)| {
         let (lua, clock) = (Lua54::new(), Clock::manual(START));
         let model = MemoryStore::new(1000, clock.clone());
@@ -243,8 +243,8 @@ fn settled_reservations_never_drift_a_state() {
         const CHARGED: u128 = 2;
         let mut now = START;
         let mut in_flight: Vec<InFlight> = Vec::new();
-        // `is_exact`: both clients must have the same quota. `refunds`: the number of refunds, each of which may be
-        // rounded.
+        // `is_exact`: whether both clients must have the same quota. `refunds`: the number of refunds, each of which
+        // may be rounded.
         let (mut is_exact, mut refunds) = (true, 0);
         let (mut reservations, mut refunded, mut gain) = (0, Vec::new(), 0);
         let ends = (0..steps.len()).map(|_| (1, Step::Settle(0)));
@@ -272,12 +272,13 @@ fn settled_reservations_never_drift_a_state() {
                             gain += max_gain(&refunded, &settled, tokens);
                             refunded.push(Refunded { order, at: now, tokens });
                         }
-                        // The actual cost counts as charged before the refunded tokens.
+                        // The refund treats the actual cost as charged before the refunded tokens.
                         let debt_before_us = debt_before_us + limit.rule.refill_time_us(actual);
                         let charge = Charge { debt_before_us, ..limit.charge(SETTLING, reserved - actual) };
                         call(now, Operation::Refund { charged_at }, charge);
                         refunds += 1;
-                        // A refund has no effect if its window has ended. A sliding window still weighs the charge.
+                        // A refund has no effect if its window has ended. In a sliding window, however, the charge
+                        // still counts in part.
                         is_exact &=
                             !matches!(limit.rule, Rule::SlidingWindow(_)) || charged_at / length == now / length;
                     } else {
@@ -305,7 +306,7 @@ fn settled_reservations_never_drift_a_state() {
             }
         }
         assert!(in_flight.is_empty(), "all reservations are settled");
-        // The reset time is longer if the client is in debt beyond its quota.
+        // If the client owes more than its quota, the reset takes longer than `longest_reset`.
         let owed = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].reset_us;
         now += owed.max(longest_reset(&limit.rule)) + 1;
         let full = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].remaining;

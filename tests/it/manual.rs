@@ -48,7 +48,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("rust", "an example of a test, or a doctest: src/lib.rs"),
 ];
 
-/// Write the files that the page assumes.
+/// Create the files that the commands of the page need.
 fn provide(walk: &Walk, document: &str) {
     match document {
         "README.md" => {

@@ -10,7 +10,7 @@ use crate::support::upstream::Upstream;
 
 const VERSION: (&str, &str) = ("mcp-protocol-version", "2026-07-28");
 
-/// A limit of `quota` calls per hour in front of an MCP server.
+/// Return a configuration with a limit of `quota` calls per hour in front of an MCP server.
 fn config(store: &str, server: &Upstream, by: &str, quota: u64, limit: &str) -> String {
     format!(
         "{store}[limit.calls]\nby = {by}\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
@@ -55,7 +55,7 @@ fn each_tool_has_its_own_quota() {
     }
     let escaped = br#"{"jsonrpc":"2.0","id":1,"m\u0065thod":"tools\/call","params":{"n\u0061me":"\u0073earch"}}"#;
     assert_eq!(gateway.client().request("POST", "/mcp", &[], escaped).status, 429);
-    // Sessions continue although the limit is used up: these requests call no tool.
+    // MCP sessions continue although the limit is used up, because these requests call no tool.
     for _ in 0..5 {
         for (method, body) in [
             ("POST", json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}).to_string()),
@@ -94,7 +94,7 @@ fn denial_is_a_json_rpc_error_with_the_id_of_the_request() {
         assert_eq!(reply.json()["error"]["data"]["violated-policies"], json!(["calls"]));
     }
     let reply = post(&gateway, &[], &json!({"jsonrpc": "2.0", "id": 1, "method": "ping"}));
-    assert_eq!(reply.status, 200, "another method");
+    assert_eq!(reply.status, 200, "the request calls another method");
     let reply = gateway.client().request("POST", "/mcp", &[], b"{");
     rpc_error(&reply, 400, -32700, &Value::Null);
 }
@@ -131,7 +131,8 @@ fn headers_that_do_not_match_the_body_are_refused() {
         (vec![VERSION, method, ("mcp-name", "s\u{e4}")], new_call("s\u{e4}")),
         (vec![("mcp-protocol-version", "2025-06-18"), method, name], new_call("search")),
         (vec![method, name], new_call("search")),
-        // Headers must also match in revisions that do not define them, because another server may trust them.
+        // MCP headers must match the body even in protocol revisions that do not define these headers, because another
+        // server may trust them.
         (vec![method, ("mcp-name", "cheap")], call(1, "search")),
         (vec![VERSION], json!([call(1, "search")])),
     ] {
@@ -175,7 +176,7 @@ fn every_message_of_a_batch_is_counted() {
     rpc_error(&batch((0..1001).map(|id| call(id, "search")).collect()), 400, -32600, &Value::Null);
     rpc_error(&batch(Vec::new()), 400, -32600, &Value::Null);
     rpc_error(&batch(vec![json!([call(1, "search")])]), 400, -32600, &Value::Null);
-    assert_eq!(batch(vec![list]).status, 200, "no call");
+    assert_eq!(batch(vec![list]).status, 200, "the batch contains no call");
     let last = batch(vec![call(1, "search")]);
     assert_eq!(last.remaining("calls"), 997, "rejected batches are not charged");
 }

@@ -168,7 +168,7 @@ fn bodies_are_copied_up_to_the_maximum() {
         body.extend_from_slice(b"0\r\n\r\n");
         body
     };
-    // With 64 KiB, bodies are buffered before they are forwarded. With 0, they are streamed.
+    // With `request_buffer = "64KiB"`, bodies are buffered before they are forwarded. With `"0B"`, they are streamed.
     for buffer in ["64KiB", "0B"] {
         let (api, next) = (Upstream::start(), Upstream::start());
         let text = config(&api.url(), &next.url(), ", max_body = \"8B\"", "");
@@ -226,7 +226,7 @@ fn body_is_streamed_to_the_upstream_and_copied_when_it_is_complete() {
     eventually("the copy arrives", || next.count() == 1);
     assert_eq!(next.last().body, [[b'a'; 4096], [b'b'; 4096]].concat());
 
-    // If the client closes the connection within the body, no copy is sent.
+    // If the client closes the connection before the end of the body, no copy is sent.
     let mut leaving = gateway.client();
     leaving.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
     leaving.send(&chunk(b'a'));
@@ -239,7 +239,8 @@ fn body_is_streamed_to_the_upstream_and_copied_when_it_is_complete() {
 #[test]
 fn bodies_of_all_copies_are_bounded() {
     let (api, next) = (Upstream::start(), Server::start());
-    // Buffers are released at the end of the request. Hold two of them by incomplete uploads.
+    // The gateway releases the buffer of a copy at the end of its request. Two incomplete uploads keep two buffers in
+    // use.
     next.set(Behaviour::Hang);
     let text = config(&api.url(), &next.url(), ", max_body = \"1KiB\"", "");
     let gateway = one_worker(&format!("max_buffered = \"8KiB\"\nrequest_buffer = \"0B\"\n{text}"));
@@ -248,8 +249,9 @@ fn bodies_of_all_copies_are_bounded() {
         upload.send(b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 1024\r\n\r\n");
         upload.send(&[b'a'; 512]);
     }
-    eventually("both are forwarded", || api.heads.lock().unwrap().len() == 2);
-    // The copies of the two uploads occupy a quarter of 8 KiB, the maximum for all copies.
+    eventually("both uploads are forwarded", || api.heads.lock().unwrap().len() == 2);
+    // The copies of the two uploads use a quarter of `max_buffered` (2 of 8 KiB), the maximum for all copies. The copy
+    // of the next request is therefore dropped.
     assert_eq!(gateway.client().request("POST", "/", &[], b"x").status, 200);
     assert_eq!(dropped(&gateway, "max_buffered"), 1.0);
     assert_eq!(gateway.get("/without-body").status, 200);
@@ -258,7 +260,7 @@ fn bodies_of_all_copies_are_bounded() {
         assert_eq!(upload.reply().unwrap().status, 200);
     }
     next.set(Behaviour::Respond(200));
-    eventually("all others are copied", || sent(&gateway, "responded") == 3.0 && in_flight(&gateway) == 0.0);
+    eventually("all other requests are copied", || sent(&gateway, "responded") == 3.0 && in_flight(&gateway) == 0.0);
     assert_eq!(gateway.client().request("POST", "/", &[], b"x").status, 200);
     eventually("the bytes are free again", || sent(&gateway, "responded") == 4.0);
 }
@@ -287,8 +289,8 @@ fn upgrades_and_copies_are_not_mirrored() {
     let upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket")];
     assert_eq!(gateway.client().get_with("/", &upgrade).status, 200);
     assert_eq!(dropped(&gateway, "upgrade"), 1.0);
-    // A request with the mirror header is never mirrored, so that a loop of gateways ends. The header is forwarded only
-    // if it comes from a trusted proxy.
+    // A request with the mirror header is never mirrored, so that gateways that mirror to each other cause no endless
+    // loop. The header is forwarded only if it comes from a trusted proxy.
     for (client, seen) in [([127, 0, 0, 1], &[][..]), ([127, 0, 0, 9], &["1"])] {
         let mut client = Client::connect_from(client.into(), gateway.address);
         let marked = [("X-Sluicegate-Mirror", "1"), ("X_Sluicegate_Mirror", "1")];
@@ -312,14 +314,14 @@ fn rejected_requests_are_not_mirrored_and_copies_are_not_charged() {
         assert_eq!(client.get("/").remaining("ip"), remaining);
     }
     assert_eq!(client.get("/").status, 429);
-    eventually("the admitted ones are copied", || sent(&gateway, "responded") == 2.0);
+    eventually("the admitted requests are copied", || sent(&gateway, "responded") == 2.0);
     assert_eq!((api.count(), next.count()), (2, 2));
 }
 
 #[test]
 fn copies_reach_an_http2_upstream() {
     let (api, next) = (Upstream::start(), Upstream::start());
-    // A second gateway, which accepts HTTP/2 with prior knowledge, is in front of the mirror upstream.
+    // A second gateway is in front of the mirror upstream. It accepts HTTP/2 with prior knowledge.
     let behind = Gateway::start(&format!(
         "[upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
         next.url()
@@ -349,7 +351,8 @@ fn shutdown_waits_for_copies_within_drain_timeout() {
         read_request(&mut stream).unwrap();
         channels.0.send(()).unwrap();
         channels.1.recv_timeout(MAX_WAIT).unwrap();
-        // The gateway is still running: it closes its connections when it ends.
+        // The gateway would close this connection if it exited. The connection stays open and silent, so the gateway is
+        // still running.
         assert_silent(&mut stream, Duration::from_millis(300));
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
         channels.2.send(()).unwrap();

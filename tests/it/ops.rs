@@ -18,7 +18,7 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(ops().join(name)).unwrap()
 }
 
-/// Collect all expressions of a dashboard, including those of variables and annotations.
+/// Collect all PromQL expressions of a Grafana dashboard, including those of variables and annotations.
 fn expressions(board: &Value, found: &mut Vec<String>) {
     match board {
         Value::Object(fields) => {
@@ -47,7 +47,7 @@ fn metrics(text: &str) -> BTreeSet<String> {
     words.map(base).collect()
 }
 
-/// Return the values to which a text compares a label.
+/// Return all values that the text compares with the label, as in `label="value"`.
 fn values(text: &str, label: &str) -> BTreeSet<String> {
     let rests = [format!("{label}=\""), format!("{label}=~\"")];
     let rests = rests.iter().flat_map(|begin| text.split(&**begin).skip(1));
@@ -136,12 +136,13 @@ fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
         assert!(succeeds(arguments, "sesame"), "{arguments:?}");
         assert!(!succeeds(arguments, "thistle"), "with a wrong token: {arguments:?}");
     }
-    // A probe that reads a changed file could fail and restart the gateway. The probes of the manifest do not read it.
+    // A probe that reads the configuration file could fail after an edit, and Kubernetes would restart the gateway. The
+    // probes of the manifest do not read this file.
     std::fs::remove_file(&config).unwrap();
     assert!(pods.iter().all(|arguments| succeeds(arguments, "sesame")));
     gateway.terminate();
     let is_live = |arguments: &&Vec<String>| arguments.iter().any(|word| word == "--live");
-    eventually("it is not ready", || {
+    eventually("the gateway is not ready", || {
         pods.iter().filter(|arguments| !is_live(arguments)).all(|arguments| !succeeds(arguments, "sesame"))
     });
     assert!(
@@ -151,5 +152,8 @@ fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
     assert_eq!(pods.iter().filter(is_live).count(), 2);
     gateway.terminate();
     assert!(gateway.wait().success());
-    assert!(!pods.iter().any(|arguments| succeeds(arguments, "sesame")), "nothing listens");
+    assert!(
+        !pods.iter().any(|arguments| succeeds(arguments, "sesame")),
+        "a probe succeeds although the gateway has stopped"
+    );
 }

@@ -84,7 +84,7 @@ fn store_killed_under_load_causes_no_client_error() {
         eventually("the store decides", || decides(0));
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // The outage lasts some seconds, because the interval between probes of the store grows.
+        // The outage lasts several seconds, in which the interval between the gateway's probes of the store grows.
         eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 3000);
         let before = decided.load(Ordering::SeqCst);
         let _redis = Redis::start_on(port).expect("the port is still free");
@@ -108,7 +108,8 @@ fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
     let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
-    // Each client has its own range of quotas: a crossed reply would show a number of another range.
+    // Each client has its own limit, whose quota is far from all other quotas. If a client got the reply of another
+    // client, the remaining quota would be far from the expected number.
     let quota = |client: usize| (client + 1) * 1_000_000;
     let limits: String = (0..CLIENTS)
         .map(|client| {
@@ -145,8 +146,8 @@ fn stopped_and_continued_store_crosses_no_replies() {
                             alone.fetch_add(1, Ordering::SeqCst);
                             continue;
                         }
-                        // A request without a reply may have been charged. Requests of other clients are never charged
-                        // to this limit.
+                        // A request whose call got no reply may have been charged. Requests of other clients are never
+                        // charged to this limit.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
                         // The charge of a rejected request is refunded once its late reply arrives, perhaps after later
                         // requests have been charged.
@@ -161,7 +162,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
             .collect();
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         signal(&redis.child, "STOP");
-        // The stop affects calls in flight, calls sent while Redis is stopped, and requests that make no call.
+        // The stop affects calls in flight, calls that are sent while Redis is stopped, and requests that make no call.
         eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
@@ -185,7 +186,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     eventually("the breaker is open", || gateway.log().contains("the store is down"));
     let opened = asked.elapsed();
     println!("the breaker is open {opened:?} after a single request");
-    // Six timeouts take 0.3 s.
+    // Six timeouts of 50 ms take 0.3 s. The maximum of 5 s allows for a busy machine.
     assert!(opened < Duration::from_secs(5), "{opened:?}");
     let reply = gateway.get("/r");
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "the response follows on_store_error");
@@ -222,7 +223,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         let share = admitted(isolated, 100);
         assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
         eventually("the breaker of the isolated gateway is open", || {
-            assert_eq!(isolated.get("/r").status, 429, "{algorithm}: its share is used up");
+            assert_eq!(isolated.get("/r").status, 429, "{algorithm}: the share of the isolated gateway is used up");
             isolated.log().contains("the store is down")
         });
         let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
@@ -240,7 +241,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
     let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
-    // No permit expires during the test.
+    // The `response_timeout` of 60 s makes the permit TTL so long that no permit expires during the test.
     let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
     let gateways = three_gateways(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
     let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
@@ -264,7 +265,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let share = open(isolated, LIMIT);
     assert_eq!(share.len(), LIMIT / 3 - 1, "the share minus the request that already runs");
     eventually("the breaker of the isolated gateway is open", || {
-        assert!(open(isolated, 1).is_empty(), "its share is used up");
+        assert!(open(isolated, 1).is_empty(), "the share of the isolated gateway is used up");
         isolated.log().contains("the store is down")
     });
     running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));

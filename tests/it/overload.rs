@@ -1,4 +1,4 @@
-//! Overload, distant stores, and outages longer than the permit TTL. Limits stay exact while the store is healthy but
+//! Overload, a slow store, and outages longer than the permit TTL. Limits stay exact while the store is healthy but
 //! slow. After an outage, permits of running requests are counted again.
 
 use std::collections::BTreeSet;
@@ -66,17 +66,17 @@ fn gateway(url: &str, store: &str, limits: &[&str], response: &str) -> Gateway {
     ))
 }
 
-/// The factors of a run: for each factor, the number of its values.
+/// Number of values of each factor. A run is one combination of these values.
 const FACTORS: [usize; 7] = [ALGORITHMS.len(), ON_STORE_ERROR.len(), 2, 2, 2, TIMEOUTS.len(), 2];
 const ALGORITHMS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 const ON_STORE_ERROR: [&str; 3] = ["local", "allow", "deny"];
 const TIMEOUTS: [&str; 3] = ["", "timeout = \"20ms\"", "timeout = \"5s\""];
 
-/// A run: for each factor, the index of its value.
+/// A run: the index of the value of each factor.
 type Run = [usize; FACTORS.len()];
 
-/// Return all runs or, if `all` is false, a few runs that together contain each pair of values of two factors.
+/// Return all runs. If `all` is false, return a few runs that together contain each pair of values of any two factors.
 fn runs(all: bool) -> Vec<Run> {
     let product: Vec<Run> = (0..FACTORS.iter().product())
         .map(|number: usize| {
@@ -276,7 +276,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         try_each(&mut running);
     }
     assert!(running.len() <= most, "{} requests run after the outage, at most {most} expected", running.len());
-    // All requests end. All permits become free, including those of abandoned checks.
+    // All requests end. Then all permits become free, including those of checks whose reply did not arrive in time.
     running.clear();
     eventually("permits are free again", || {
         try_each(&mut running);

@@ -52,7 +52,7 @@ fn all(gateway: &Gateway) -> Value {
     reply.json()
 }
 
-/// Return the quotas of all overrides, by the identity as a number.
+/// Return the quotas of all overrides, keyed by the identity as a number.
 fn quotas(all: &Value) -> BTreeMap<u128, String> {
     let quota = |one: &Value| {
         let identity = u128::from_str_radix(one["identity"].as_str().unwrap(), 16).unwrap();
@@ -117,14 +117,14 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     let without_store = all(&gateways[0]);
     assert_eq!(quotas(&without_store), newest, "the overrides apply without the store");
     assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
-    // The second gateway reaches the empty server first, alone, and has the old records.
+    // Only the second gateway, which has the old records, reaches the empty Redis server.
     signal(&gateways[0].child, "STOP");
     start_again(&mut redis);
     signal(&gateways[1].child, "CONT");
     let has = |redis: &Redis, identity: u128, text: &str| {
         stored(redis).get(&field(identity)).is_some_and(|value| value.contains(text))
     };
-    eventually("it writes its records back", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
+    eventually("the second gateway restores its records", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
     signal(&gateways[0].child, "CONT");
     eventually("the newest revision wins", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     let after = stored(&redis);
@@ -135,7 +135,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
         assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: the expiry is not extended: {now:?} {was:?}");
     }
     redis.assert_every_key_expires();
-    // Both gateways have the newest records. The order in which they restore them does not matter.
+    // Both gateways have the newest records, so the order in which they restore the records does not matter.
     restart_empty(&mut redis);
     let back = monotonic();
     eventually("all records are restored", || stored(&redis).len() == 3);
@@ -153,7 +153,7 @@ fn flush_keeps_overrides_and_removals() {
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
     assert_eq!(set(&gateways[0], 2, "10/day", "1h").status, 200);
-    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
+    eventually("both gateways have the overrides", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
     assert!(remove(&gateways[1], 2));
     assert!(!remove(&gateways[1], 2), "once");
     let revisions = |redis: &Redis| -> Vec<_> {
@@ -170,10 +170,12 @@ fn flush_keeps_overrides_and_removals() {
     // Remove an override whose record Redis has just lost.
     command(&redis, &["FLUSHALL"]);
     assert!(remove(&gateways[0], 1));
-    eventually("it is removed everywhere", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
+    eventually("the override is removed on both gateways", || {
+        gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty())
+    });
     // A removed override can be set again.
     assert_eq!(set(&gateways[0], 2, "30/day", "1h").status, 200);
-    eventually("it is in force", || quotas(&all(&gateways[1])) == expected(&[(2, "30/day")]));
+    eventually("the override applies", || quotas(&all(&gateways[1])) == expected(&[(2, "30/day")]));
 }
 
 #[test]
@@ -182,13 +184,13 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     let config = config(&redis);
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
-    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
+    eventually("both gateways have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
     signal(&gateways[1].child, "STOP");
     assert_eq!(set(&gateways[0], 1, "20/day", "5s").status, 200);
-    eventually("it expires", || quotas(&all(&gateways[0])).is_empty());
+    eventually("the override expires", || quotas(&all(&gateways[0])).is_empty());
     let [expiry, revision, kept] = numbers(&stored(&redis)[&field(1)]);
     assert!(kept > expiry + 3_000_000_000, "kept as long as the record that it replaced: {expiry} {kept}");
-    // The second gateway restores its older record, and the first gateway replaces it.
+    // The second gateway restores its older record, then the first gateway replaces this record with the newer one.
     signal(&gateways[0].child, "STOP");
     command(&redis, &["FLUSHALL"]);
     signal(&gateways[1].child, "CONT");
@@ -218,9 +220,9 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis));
     plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
-    // More removals than the gateway keeps. The first ones are the oldest.
+    // Write more removal records than the gateway keeps. The records with the lowest numbers are the oldest.
     plant(&redis, (2000..3002).map(|identity| (identity, [0, identity as u64, FAR])));
-    eventually("all are known", || quotas(&all(&gateway)).len() == 1000);
+    eventually("the gateway knows all overrides", || quotas(&all(&gateway)).len() == 1000);
     assert_eq!(
         set(&gateway, 1500, "5/day", "1h").status,
         409,
@@ -238,7 +240,7 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     assert!((2000..=2002).all(|oldest| !now.contains(&field(oldest))), "the oldest removals are deleted");
     let before = stored(&redis).into_keys().collect::<Vec<_>>();
     command(&redis, &["FLUSHALL"]);
-    eventually("all are written back", || stored(&redis).into_keys().collect::<Vec<_>>() == before);
+    eventually("the gateway restores all overrides", || stored(&redis).into_keys().collect::<Vec<_>>() == before);
     assert_eq!(quotas(&all(&gateway)).len(), 999);
     assert_eq!(removed(&redis), now);
 }
@@ -251,7 +253,7 @@ fn records_without_a_revision_apply_and_are_replaced() {
         command(&redis, &["HSET", HASH, &field(identity), &format!("{FAR} {}", json!({"quota": "10/day"}))]);
     }
     let both = expected(&[(1, "10/day"), (2, "10/day")]);
-    eventually("they apply", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
+    eventually("both overrides apply", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
     // A record without a revision is removed by deleting its field.
     command(&redis, &["HDEL", HASH, &field(2)]);
     assert_eq!(set(&gateways[0], 1, "20/day", "1h").status, 200);
@@ -259,7 +261,7 @@ fn records_without_a_revision_apply_and_are_replaced() {
     eventually("the change applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     assert!(numbers(&stored(&redis)[&field(1)])[1] > 0);
     command(&redis, &["FLUSHALL"]);
-    eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));
+    eventually("the override is restored", || stored(&redis).into_keys().eq([field(1)]));
 }
 
 /// Return the command that sets a field for an hour. The hash may have at most two overrides.
@@ -286,7 +288,8 @@ fn script_does_not_overwrite_a_newer_revision() {
     let older = [record(1, "old", newest - 1, FAR), record(1, "same", newest, FAR)];
     let results = parse_restore_reply(run(overrides::restore_command(HASH, &older, 2))).unwrap();
     assert_eq!((results, stored(&redis)), (vec![WriteStatus::Unchanged; 2], before));
-    // The records are, in this order: newer, missing, expired, and one more than the maximum.
+    // Restore four records: one newer than that in Redis, one that Redis has lost, one that has expired, and one beyond
+    // the maximum number of overrides.
     let expired = 1_000_000;
     let four = [
         record(1, "newer", newest + 1, FAR),
@@ -297,7 +300,7 @@ fn script_does_not_overwrite_a_newer_revision() {
     let results = parse_restore_reply(run(overrides::restore_command(HASH, &four, 2))).unwrap();
     assert_eq!(results, [WriteStatus::Written, WriteStatus::Written, WriteStatus::Unchanged, WriteStatus::TooMany]);
     assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
-    // Although the clock of Redis was set back, a change has a newer revision.
+    // A change gets a newer revision even if the clock of Redis was set back.
     let known = KnownRevision { revision: FAR, keep_until_us: FAR, is_in_force: true };
     run(set_field(&field(2), "changed", known));
     assert_eq!(numbers(&stored(&redis)[&field(2)])[1..], [FAR + 1, FAR]);
@@ -307,7 +310,7 @@ fn script_does_not_overwrite_a_newer_revision() {
     let reply = run(removal.command(HASH, 2));
     assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Written);
     assert_eq!(numbers(&stored(&redis)[&field(5)]), [0, FAR + 1, FAR]);
-    // Another gateway has already removed the override.
+    // If another gateway has already removed the override, the removal changes nothing.
     let reply = run(removal.command(HASH, 2));
     assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Unchanged);
 }
@@ -317,7 +320,7 @@ fn record_that_replaces_an_expired_one_is_kept() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());
-    // The last of the three fields is only deleted.
+    // All planted records have expired. Fields 1 and 2 get new records, and field 3 is only deleted.
     plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
     run(set_field(&field(1), "new", KnownRevision::default()));
     plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));

@@ -26,7 +26,7 @@ enum Act {
     Peek,
     /// A permit is charged without a check.
     Force,
-    /// The limit changes to this number.
+    /// The quota of the limit changes to this number of permits.
     Resize(u64),
 }
 

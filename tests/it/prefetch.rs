@@ -16,7 +16,8 @@ use crate::support::upstream::Upstream;
 use crate::support::{MAX_WAIT, eventually};
 use sluicegate::limiter::clock::{elapsed_since, monotonic, unix_us};
 
-/// Return a configuration with one global limit. The store timeout is long, so that every admitted request was charged.
+/// Return a configuration with one global limit. The store timeout is so long that no check times out: every admitted
+/// request has been charged.
 fn config(redis: &Redis, limit: &str) -> String {
     format!(
         "[server]\nworkers = 2\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n\
@@ -55,7 +56,7 @@ fn charged(redis: &Redis) -> u64 {
     counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
 }
 
-/// Send requests until more tokens are charged than requests admitted. Return both numbers.
+/// Send requests until Redis has charged more tokens than the gateway has admitted requests. Return both numbers.
 fn until_tokens_are_prefetched(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
     let mut total = 0;
     let mut counted = 0;
@@ -90,7 +91,7 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
     assert!(calls[1] * 3 < calls[0], "calls without and with prefetch: {calls:?}");
 }
 
-/// For each admitted request, the times at which it was sent and answered.
+/// For each admitted request: when the client sent it, and when it received the response.
 type Times = Vec<(Instant, Instant)>;
 
 /// Send `total` requests over 8 connections to each gateway.
@@ -141,8 +142,8 @@ fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut times = Times::new();
         for _ in 0..4 {
-            // The first requests leave prefetched tokens behind. When the limit is full again, the second burst uses
-            // all that it admits.
+            // After the first burst, the gateway holds prefetched tokens. When the full quota is available again, the
+            // second burst uses all of it.
             times.extend(burst(&addresses(&gateways), 32));
             let whole = monotonic() + WINDOW + WINDOW / 10;
             eventually("the limit is full", || monotonic() > whole);
@@ -172,8 +173,8 @@ fn limit_shared_by_many_clients_is_exceeded_by_at_most_one_prefetch() {
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"all\", \"own\"]\nrespond = {{ status = 200 }}\n",
             redis.store()
         ));
-        // Each client has two connections and is hot. Together they hold prefetched tokens when the quota is full
-        // again.
+        // Each client sends requests over two connections, often enough that the gateway prefetches tokens for it. When
+        // the full quota is available again, the gateway holds prefetched tokens of many clients.
         let (began, admitted) = (monotonic(), AtomicU64::new(0));
         // On a busy machine, the same number of requests takes more windows.
         let is_over = || {
@@ -255,7 +256,7 @@ fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
         least = other.get("/r").remaining("l");
         least + 10 < UNITS - total
     });
-    eventually("they are returned", || {
+    eventually("the tokens are returned", || {
         total += 1;
         // One token refills in 4 s. Returned tokens are credited only if they have not refilled since the charge.
         other.get("/r").remaining("l") + 2 >= UNITS - total
@@ -337,7 +338,7 @@ fn prefetched_token_is_refunded_where_it_was_charged() {
         most = most.max(charged(&redis));
         most > 8
     });
-    // A refund to a sliding log deletes only entries of the instant of the charge.
+    // A refund to a sliding log deletes only entries with the timestamp of the charge.
     eventually("all tokens are returned", || charged(&redis) == 0);
 }
 
@@ -387,8 +388,8 @@ fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
 /// Requests that can use the prefetched tokens are still admitted.
 #[test]
 fn prefetched_tokens_are_used_before_the_denial_cache() {
-    // The fake Redis holds back the first call of each identity. It grants calls with one limit and denies calls with
-    // two limits for an hour.
+    // The fake Redis delays its reply to the first call of each identity until the test continues. It admits calls with
+    // one limit. It denies calls with two limits and reports a retry delay of one hour.
     let (word, words) = mpsc::channel::<()>();
     let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
     let fake = FakeRedis::start(move |command| {
@@ -413,7 +414,8 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
     )));
     let mut clients = [gateway.client(), gateway.client()];
     let mut numbers = 0..;
-    // Prefetched tokens are usable for 1 s. If five requests take longer, the attempt proves nothing and is repeated.
+    // Prefetched tokens are usable for 1 s. If the five requests take longer, the attempt proves nothing and is
+    // repeated.
     eventually("five requests within the second of a prefetch", || {
         let id = format!("id-{}", numbers.next().unwrap());
         let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");
@@ -423,7 +425,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
         clients[0].send(request.as_bytes());
         eventually("the first request is in flight", || fake.calls().len() > calls);
         clients[1].send(request.as_bytes());
-        eventually("the second one waits", || waiting() > before);
+        eventually("the second request waits", || waiting() > before);
         let prefetched = monotonic();
         word.send(()).unwrap();
         for client in &mut clients {

@@ -64,7 +64,7 @@ fn probe_succeeds_while_the_gateway_is_ready() {
     }
 
     gateway.terminate();
-    eventually("it stops", || {
+    eventually("the gateway is stopping", || {
         probe(&config, &[]) == (1, format!("sluicegate: the gateway at {url} is not ready: stopping"))
     });
     assert_eq!(
@@ -80,8 +80,8 @@ fn probe_succeeds_while_the_gateway_is_ready() {
     }
 }
 
-/// A probe must not fail because of an edited file. It would restart a gateway that runs with its previous
-/// configuration, and the gateway could not start again.
+/// A probe must not fail because the configuration file was edited. Otherwise, Kubernetes would restart a gateway that
+/// still runs with its previous configuration, and the gateway could not start again.
 #[test]
 fn probe_does_not_depend_on_a_valid_configuration() {
     let gateway = start("");
@@ -110,7 +110,8 @@ fn probe_finds_the_admin_socket() {
     let output = by_directory.env("RUNTIME_DIRECTORY", gateway.directory()).output().unwrap();
     assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(0), format!("{}\n", ready.1)));
 
-    // The backlog of the socket is full: a blocking connect would wait for a process that does not accept.
+    // The backlog of the socket is full: a blocking connect would wait forever, because the stopped gateway accepts no
+    // connection.
     signal(&gateway.child, "STOP");
     let connect = || {
         let client = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None).unwrap();

@@ -206,7 +206,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
 fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address, "");
-    // Methods that begin like the HTTP/2 preface, invalid prefaces, and a valid preface.
+    // Send methods that begin like the HTTP/2 preface, then invalid prefaces, then a valid preface.
     for (request, status) in [
         ("P / HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(404)),
         ("PRI /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),

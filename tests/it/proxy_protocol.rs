@@ -35,8 +35,8 @@ fn from_proxy(address: SocketAddr) -> Client {
     Client::connect_from(PROXY.into(), address)
 }
 
-/// Return a PROXY header of version 2: `command` includes the version, `family` the protocol, `rest` has the addresses
-/// and TLVs.
+/// Return a PROXY header of version 2. `command` is the byte with version and command, `family` the byte with address
+/// family and protocol. `rest` contains the addresses and TLVs.
 fn v2(command: u8, family: u8, rest: &[u8]) -> Vec<u8> {
     let length = u16::try_from(rest.len()).unwrap().to_be_bytes();
     [SIGNATURE, &[command, family], &length, rest].concat()
@@ -123,7 +123,7 @@ fn connection_without_valid_proxy_header_is_closed() {
     let gateway = gateway(&upstream, "");
     let long = format!("PROXY TCP4 198.51.100.1 192.0.2.1 1 2{}\r\n", " ".repeat(70));
     let mut cases: Vec<Vec<u8>> = [
-        // Errors in version 1 (§2.1).
+        // PROXY headers of version 1 with errors (§2.1 of the specification).
         "PROXY TCP4 198.51.100.1 192.0.2.1 1\r\n",
         "PROXY TCP4 198.51.100.1 192.0.2.1 1 2 3\r\n",
         "PROXY TCP4 198.51.100.1 192.0.2.1 1 2\n",
@@ -156,7 +156,7 @@ fn connection_without_valid_proxy_header_is_closed() {
         "\r\nPROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
         &long,
         &"PROXY ".repeat(100),
-        // No PROXY header at all.
+        // No PROXY header.
         "",
         "\r\n",
         "\x16\x03\x01\x02\x00\x01\x00\x01\x11\x03\x03\x00\x00",
@@ -165,7 +165,7 @@ fn connection_without_valid_proxy_header_is_closed() {
     .to_vec();
     cases.extend([
         b"PROXY TCP4 198.51.100.\xff 192.0.2.1 1 2\r\n".to_vec(),
-        // Errors in version 2 (§2.2): version, command, family, protocol, lengths, signature.
+        // PROXY headers of version 2 with errors (§2.2): version, command, family, protocol, lengths, signature.
         v2(0x11, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x31, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x22, 0x11, &ipv4([198, 51, 100, 1])),
@@ -194,7 +194,7 @@ fn connection_without_valid_proxy_header_is_closed() {
         client.stream.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
         client.assert_closed(&String::from_utf8_lossy(start));
     }
-    // With two PROXY headers, the second one belongs to the data of the client.
+    // The gateway reads one PROXY header per connection. A second one is data of the client, here an invalid request.
     let mut twice = from_proxy(gateway.address);
     twice.send(b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\nPROXY TCP4 198.51.100.2 192.0.2.1 1 2\r\n\r\n");
     assert_eq!(twice.reply().unwrap().status, 400);
@@ -213,7 +213,9 @@ fn connection_of_an_untrusted_peer_is_closed() {
         untrusted.assert_closed("an untrusted peer");
     }
     assert_eq!(upstream.count(), 0);
-    eventually("it is logged", || gateway.log().contains("the peer is not in client_ip.trusted_proxies"));
+    eventually("the untrusted peer is logged", || {
+        gateway.log().contains("the peer is not in client_ip.trusted_proxies")
+    });
     let log = gateway.log();
     assert_eq!(log.matches("is not in client_ip.trusted_proxies").count(), 1, "once:\n{log}");
     assert!(log.contains(r#""client":"127.0.0.1""#), "{log}");
@@ -277,7 +279,9 @@ fn proxy_header_precedes_tls_and_its_address_is_logged() {
         assert_eq!(upstream.last().headers("x-forwarded-for"), [client]);
         assert_eq!(upstream.last().headers("x-forwarded-proto"), ["https"]);
         let line = format!("\"client\":\"{}\"", client.parse::<IpAddr>().unwrap());
-        eventually("the line is written", || std::fs::read_to_string(path("access.log")).unwrap().contains(&line));
+        eventually("the log record is written", || {
+            std::fs::read_to_string(path("access.log")).unwrap().contains(&line)
+        });
     }
 }
 
@@ -485,7 +489,7 @@ fn idle_connections_of_many_clients_are_bounded() {
         assert_eq!(gateway.get("/").status, 200);
     }
     assert_eq!(receiver.headers().len(), 200);
-    // The gateway keeps at most 64 idle upstream connections. A few connections of clients are still closing.
+    // The gateway keeps at most 64 idle upstream connections. A few client connections are still closing.
     eventually("the other connections are closed", || descriptors(&gateway) < base + 80);
 }
 

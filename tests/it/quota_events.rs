@@ -24,7 +24,7 @@ use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
 use serde_json::Value;
 
-/// The key is 32 bytes of `k`.
+/// The signing key: 32 bytes with the value `k`, encoded in Base64.
 const SECRET: &str = "whsec_a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=";
 
 const DAY: &str = "algorithm = \"fixed-window\"\nquota = \"10/day\"";
@@ -97,8 +97,8 @@ fn results(gateway: &Gateway, result: &str) -> f64 {
     page.text().lines().find_map(|each| each.strip_prefix(&line)).map_or(0.0, |value| value.parse().unwrap())
 }
 
-/// Return the number of events that the gateway has not delivered. The webhook sees a request before the gateway sees
-/// the webhook's response.
+/// Return the number of events that the gateway has not delivered. An event that has reached the webhook is pending
+/// until the gateway has read the webhook's response.
 fn pending(gateway: &Gateway) -> f64 {
     metric(gateway, "sluicegate_quota_events_pending{destination=\"hook\"}")
 }
@@ -121,7 +121,7 @@ fn three_gateways_send_one_event_for_each_threshold() {
         let expected = if request < 10 { 200 } else { 429 };
         assert_eq!(gateways[request % 3].get("/r").status, expected, "{request}");
     }
-    // Each gateway has detected both thresholds.
+    // Each of the three gateways has detected both thresholds.
     eventually("all events are delivered or claimed by the other gateway", || {
         sum(&gateways, "delivered") + sum(&gateways, "claimed") == 6.0
     });
@@ -182,7 +182,9 @@ fn stream_gets_the_events_of_all_gateways_once() {
     let config = by_ip(&redis.store(), DAY, stream);
     let gateways = [0; 3].map(|_| Gateway::start(&config));
     (0..15).for_each(|request| drop(gateways[request % 3].get("/r")));
-    eventually("all events are decided", || sum(&gateways, "delivered") + sum(&gateways, "claimed") == 6.0);
+    eventually("all events are delivered or claimed", || {
+        sum(&gateways, "delivered") + sum(&gateways, "claimed") == 6.0
+    });
     let range = redis::cmd("XRANGE").arg("sluicegate:events").arg("-").arg("+").to_owned();
     let entries: Vec<(String, BTreeMap<String, String>)> = range.query(&mut redis.connection()).unwrap();
     let event = |(_, fields): &(String, BTreeMap<String, String>)| {
@@ -196,7 +198,7 @@ fn stream_gets_the_events_of_all_gateways_once() {
 #[test]
 fn event_that_cannot_be_added_to_its_stream_is_added_later() {
     let redis = Redis::start();
-    // A key of another type causes the same failure as a missing permission.
+    // The key `events` is not a stream, so the gateway's XADD fails, as it would without permission.
     redis::cmd("SET").arg("events").arg("1").exec(&mut redis.connection()).unwrap();
     let gateway = Gateway::start(&by_ip(&redis.store(), DAY, "[notify.hook]\nstream = \"events\"\n"));
     assert_eq!(statuses(&gateway, 8), [200; 8]);
@@ -217,7 +219,9 @@ fn cluster_adds_an_event_and_its_claim_in_one_call() {
     let config = by_ip(&store, DAY, "[notify.hook]\nstream = \"events\"\n");
     let gateways = [0; 2].map(|_| Gateway::start(&config));
     (0..14).for_each(|request| drop(gateways[request % 2].get("/r")));
-    eventually("all events are decided", || sum(&gateways, "delivered") + sum(&gateways, "claimed") == 4.0);
+    eventually("all events are delivered or claimed", || {
+        sum(&gateways, "delivered") + sum(&gateways, "claimed") == 4.0
+    });
     let owner = cluster.owner(cluster.slot("events"));
     let length: u64 = redis::cmd("XLEN").arg("events").query(&mut owner.connection()).unwrap();
     assert_eq!((length, sum(&gateways, "delivered")), (2, 2.0));
@@ -427,7 +431,7 @@ fn routes_without_notify_queue_nothing() {
     assert_eq!(metric(&gateway, "sluicegate_quota_events_dropped_total"), 0.0);
 }
 
-// === Checks that need no separate call, other quotas, and rolling windows ===
+// === Events without a separate check in Redis, overrides, and rolling windows ===
 
 /// A configuration with a limit `l` by the header `x-id` on `/r`.
 fn by_header(begin: &str, limit: &str, hook: &str) -> String {
@@ -452,7 +456,8 @@ fn prefetched_tokens_cause_each_event_at_most_one_prefetch_early() {
     hot("z", 320);
     eventually("the event arrives", || results(&gateway, "delivered") == 1.0);
     eventually("no event is pending", || pending(&gateway) == 0.0);
-    // The prefetched tokens suffice for the requests up to the threshold, without another check in Redis.
+    // The prefetched tokens suffice for the requests up to the threshold, so the gateway makes no further check in
+    // Redis.
     let mut client = gateway.client();
     for identity in ["e", "f", "g", "h"] {
         hot(identity, 279);
@@ -473,8 +478,8 @@ fn last_token_of_a_quota_causes_an_event_if_it_was_prefetched() {
     let prefetched = || metric(&gateway, "sluicegate_checks_total{answered_by=\"prefetch\"}");
     let mut client = gateway.client();
     let mut identities = 0;
-    // No prefetched token is left to be refunded, and no check in Redis follows. Only the last token can cause the
-    // event.
+    // All prefetched tokens are used, so no refund follows, and no further check in Redis either. Only the use of the
+    // last token can cause the event.
     let last_was_prefetched = (0..100).any(|identity| {
         identities += 1;
         let header = [("x-id", &*format!("client-{identity}"))];
@@ -509,7 +514,7 @@ fn thresholds_are_percentages_of_an_override() {
     eventually("the event arrives", || hook.events().len() == 1);
     let data = &hook.events()[0]["data"];
     assert_eq!((&data["quota"], &data["capacity"], &data["used"]), (&"20/day".into(), &20.into(), &16.into()));
-    // 17 of 18 is beyond the threshold of 80 %, which already had its event in this window.
+    // 17 of 18 is beyond the threshold of 80 %. This threshold already had its event in this window.
     set("18/day");
     assert_eq!(statuses(&gateway, 3), [200, 200, 429]);
     eventually("the other threshold has an event", || hook.events().len() == 2);
@@ -553,7 +558,9 @@ fn rolling_windows_of_two_gateways_have_one_event_for_each_threshold() {
             let expected = if request < 10 { 200 } else { 429 };
             assert_eq!(gateways[request % 2].get("/r").status, expected, "{algorithm}: {request}");
         }
-        eventually("all events are decided", || sum(&gateways, "delivered") + sum(&gateways, "claimed") == 4.0);
+        eventually("all events are delivered or claimed", || {
+            sum(&gateways, "delivered") + sum(&gateways, "claimed") == 4.0
+        });
         assert_eq!((thresholds(&hook.events()), sum(&gateways, "delivered")), (vec![80, 100], 2.0), "{algorithm}");
     }
 }
@@ -610,8 +617,8 @@ fn undelivered_events_of_a_destination_are_bounded_and_counted() {
     assert!(gateway.log().contains("too many undelivered quota events"), "{}", gateway.log());
     *gate.0.lock().unwrap() = true;
     gate.1.notify_all();
-    eventually("the others are delivered", || results(&gateway, "delivered") == 501.0 && pending() == 0.0);
+    eventually("all other events are delivered", || results(&gateway, "delivered") == 501.0 && pending() == 0.0);
     assert_eq!((request(1200), request(0), request(1199)), (200, 429, 429));
-    eventually("there is room again, also for what was dropped", || results(&gateway, "delivered") == 503.0);
+    eventually("a new event and one that was dropped are delivered", || results(&gateway, "delivered") == 503.0);
     assert_eq!((server.count(), results(&gateway, "dropped")), (503, 700.0));
 }

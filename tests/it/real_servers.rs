@@ -162,7 +162,7 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
         let threads: Vec<_> = (0..4).map(|thread| scope.spawn(ask(thread))).collect();
         {
             let _over = SetOnDrop(&over);
-            // Restart one server at a time: with `retries = 2`, a request tries each server once.
+            // Restart one server at a time. With `retries = 2`, a request tries each of the three servers once.
             let served = || {
                 let before = answered.load(Ordering::SeqCst);
                 eventually("requests are served", || answered.load(Ordering::SeqCst) >= before + 100);

@@ -4,7 +4,8 @@
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 
-/// A configuration with an authentication server that accepts all requests as `x-user: alice`, and with an upstream.
+/// Return a configuration with an authentication server that accepts all requests as `x-user: alice`, and with an
+/// upstream.
 fn with_server(server: &Upstream, upstream: &Upstream, more: &str) -> String {
     format!(
         "[auth.sso]\nkind = \"forward\"\nurl = \"{}/verify\"\nresponse_headers = [\"x-user\"]\n{more}\n\

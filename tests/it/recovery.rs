@@ -1,4 +1,4 @@
-//! The store returns after an outage of several gateways, without its data, or as another server. Fault 21 in
+//! Redis returns after an outage that affected several gateways: without its data, or as another server. Fault 21 in
 //! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -76,7 +76,7 @@ fn store_restarted_with_its_data_gives_no_fresh_limit() {
         redis = Redis::start_with(redis.port, &[&data[..], &["--port", &port]].concat()).expect("the port is free");
     });
     println!("of {QUOTA}, restarted with its data: {admitted:?}");
-    // A charge whose reply was lost admits no request.
+    // If the reply to a charge is lost, the gateway denies the request although its cost was charged.
     assert!(admitted.iter().all(|count| *count <= QUOTA) && admitted.contains(&QUOTA), "{admitted:?}");
     for (id, admitted) in admitted.into_iter().enumerate() {
         let mut client = gateways[0].client();
@@ -127,7 +127,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         set("maxmemory-policy", policy);
         set("maxmemory", &redis.info_number("memory", "used_memory:").to_string());
         let evicted = || redis.info_number("stats", "evicted_keys:");
-        // The number of evicted states: all evictions minus those of padding keys.
+        // Return the number of evicted states of limits: all evictions minus those of padding keys.
         let evicted_states = |written: u64| {
             let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
             (evicted() + redis.keyspace().0 - states.len() as u64).saturating_sub(written)
@@ -192,7 +192,7 @@ fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
         let gateways = denying_gateways(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {
             if in_sync {
-                // The gateways cannot make new calls, and the replica has received all writes.
+                // Cut the gateways off from the master, then wait until the replica has received all writes.
                 relay.redirect_to(free_port());
                 eventually("the replica has all writes", || {
                     let heard = |server: &Redis| server.info_number("replication", "master_repl_offset:");
@@ -227,7 +227,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     );
     let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
     let over = AtomicBool::new(false);
-    // For each client, the number of responses without the store and with a decision of the store.
+    // For each client: the number of responses without a decision of the store, and the number with one.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let _raise = SetOnDrop(&over);
@@ -257,7 +257,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
         let all_decide = |what: &str| all_clients(what, true, 50);
         // Each client gets 250 responses, which takes some seconds at 100 per second.
         let all_miss_it = || all_clients("all clients are served without the store for a while", false, 250);
-        // Do not count the connection of the test itself.
+        // Subtract 1 for the connection that this test itself opens.
         let connections = |redis: &Redis| redis.info_number("stats", "total_connections_received:") - 1;
         let fresh = (GATEWAYS * WORKERS) as u64;
         all_decide("the store decides");

@@ -66,8 +66,8 @@ fn renamed_file_and_sighup_reload_the_configuration() {
 
 #[test]
 fn kubernetes_config_map_is_reloaded_with_its_files() {
-    // Kubernetes mounts files like this: `gateway.toml` → `..data/gateway.toml`, `..data` → a directory with a
-    // generated name. All files change at the same time.
+    // Kubernetes mounts files through two symlinks: `gateway.toml` → `..data/gateway.toml`, and `..data` → a directory
+    // with a generated name. All files change at the same time.
     let folder = tempfile::tempdir().unwrap();
     let key = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
@@ -115,7 +115,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
     for told in [reply.json()["error"].as_str().unwrap(), shown()["last_error"]["error"].as_str().unwrap()] {
         assert!(parts.iter().all(|part| told.contains(part)), "{told}");
     }
-    eventually("it is in the log", || parts.iter().all(|part| gateway.log().contains(part)));
+    eventually("the error is logged", || parts.iter().all(|part| gateway.log().contains(part)));
     assert_eq!(gateway.get("/says").text(), "one");
     assert_eq!((successful("successful"), successful("success_timestamp_seconds")), (0.0, since));
     assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= 1.0);
@@ -186,11 +186,11 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
         assert_eq!(reply.status, 422, "{keys:?}: {}", reply.text());
         let error = reply.json()["error"].as_str().unwrap().to_owned();
         assert!(error.starts_with(&format!("{} cannot change", keys.join(", "))), "{keys:?}: {error}");
-        eventually("it is in the log", || gateway.log().contains(&error));
+        eventually("the error is logged", || gateway.log().contains(&error));
         assert!(!gateway.log().contains("planted"), "{}", gateway.log());
         assert_eq!(gateway.get("/says").text(), "one", "{keys:?}");
     }
-    // All other keys can change, even keys in the same tables.
+    // A reload can change all other keys, even keys in the same tables as the keys above.
     gateway.put(&base(
         "workers = 2\nmax_uri = \"1KiB\"",
         &ADMIN.replace("sesame", "open"),
@@ -228,7 +228,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         says("one")
     );
     let gateway = Gateway::start_with(&base, &[("ca.pem", &Authority::new("store").pem())]);
-    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "no difference");
+    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "the files have no difference");
     let add = |table: &str, line: &str| base.replacen(&format!("[{table}]\n"), &format!("[{table}]\n{line}\n"), 1);
     let change = |from: &str, to: &str| base.replacen(from, to, 1);
     let rows = [
@@ -387,7 +387,11 @@ fn reload_of_trusted_proxies_applies_to_open_connections() {
     let mut from = |address: &str| client.get_with("/says", &[("x-forwarded-for", address)]).status;
     assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "the proxy is not trusted");
     reloads(&gateway, &config("\"127.0.0.9\""));
-    assert_eq!((from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")), (200, 200, 429), "it is");
+    assert_eq!(
+        (from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")),
+        (200, 200, 429),
+        "the proxy is trusted after the first reload"
+    );
     reloads(&gateway, &config(""));
     assert_eq!(from("192.0.2.3"), 429, "the proxy is not trusted after the second reload");
 }
@@ -432,7 +436,7 @@ fn reload_raises_and_lowers_max_connections() {
     let mut waiting_again = gateway.client();
     waiting_again.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     drop(clients);
-    eventually("two are closed", || figures().0 == 1.0);
+    eventually("two connections are closed", || figures().0 == 1.0);
     waiting_again.stream.get_mut().set_nonblocking(true).unwrap();
     assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "no further connection is allowed");
     waiting_again.stream.get_mut().set_nonblocking(false).unwrap();
@@ -455,9 +459,9 @@ fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
             assert_eq!(figures(), (4.0, f64::from(*most)), "{steps:?}");
         }
         clients.pop();
-        eventually("one is closed", || figures() == (3.0, 4.0));
+        eventually("one connection is closed", || figures() == (3.0, 4.0));
         clients.clear();
-        eventually("all are closed", || figures() == (0.0, 4.0));
+        eventually("all connections are closed", || figures() == (0.0, 4.0));
         let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
         assert!(clients.iter_mut().all(answered), "{steps:?}: four connections are served at the same time");
         let mut fifth = gateway.client();
@@ -491,7 +495,7 @@ fn reloaded_max_connections_counts_connections_of_before() {
         clients.extend((open..most).map(|_| answered_client()));
         let mut next = gateway.client();
         next.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
-        eventually("the next one waits", || gateway.log().contains("max_connections"));
+        eventually("the next connection waits", || gateway.log().contains("max_connections"));
         assert_eq!(metric(&gateway, "connections"), f64::from(most), "{open} open, {steps:?}");
         clients.pop();
         assert_eq!(

@@ -43,11 +43,11 @@ fn requests_in_flight_finish_on_the_old_configuration() {
         )
     };
     let gateway = Gateway::start(&with_admin(&format!("{}{}", upstream("gone", &gone), upstream("stays", &stays))));
-    eventually("both are checked", || gone.checks() > 0 && stays.checks() > 0);
+    eventually("both servers are checked", || gone.checks() > 0 && stays.checks() > 0);
     gone.set(Behaviour::Hang);
     let mut client = gateway.client();
     client.send(b"GET /gone HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is in flight", || gone.count() == 1);
+    eventually("the request is in flight", || gone.count() == 1);
     reloads(&gateway, &upstream("stays", &stays));
     assert_eq!(gateway.get("/gone").status, 404);
     gone.set(Behaviour::Respond(200));
@@ -57,7 +57,7 @@ fn requests_in_flight_finish_on_the_old_configuration() {
     let (checks, before) = (gone.checks(), stays.checks());
     eventually("the other server is still checked", || stays.checks() > before + 20);
     assert!(gone.checks() <= checks + 1, "{} more", gone.checks() - checks);
-    eventually("its connections are closed", || gone.connections() == 0);
+    eventually("the connections to the removed server are closed", || gone.connections() == 0);
     assert!(!ask(&gateway, "GET", "/metrics").text().contains("upstream=\"gone\",server="));
 }
 
@@ -81,7 +81,7 @@ fn reload_keeps_ejected_servers_and_pooled_connections() {
         let own = all.iter().find(|one| server.url().ends_with(one["server"].as_str().unwrap())).unwrap();
         own["state"].as_str().unwrap().to_owned()
     };
-    eventually("one is ejected", || {
+    eventually("the failing server is ejected", || {
         client.get("/");
         state(&bad) == "ejected"
     });
@@ -115,7 +115,7 @@ fn permit_released_by_an_old_request_admits_a_queued_new_one() {
     server.set(Behaviour::Hang);
     let mut clients = [gateway.client(), gateway.client()];
     clients[0].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is in flight", || server.count() == 1);
+    eventually("the request is in flight", || server.count() == 1);
     reloads(&gateway, &config("response_timeout = \"59s\"\n"));
     clients[1].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     let line = format!("upstream_server_requests_in_flight{{upstream=\"api\",server=\"{}\"}}", server.address);
@@ -139,7 +139,7 @@ fn reload_keeps_a_request_whose_body_is_in_flight() {
     let gateway = Gateway::start(&with_admin(&config("/a")));
     let mut client = gateway.client();
     client.send(b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n");
-    eventually("it has a connection", || server.connections() == 1);
+    eventually("the server has a connection", || server.connections() == 1);
     reloads(&gateway, &config("/b"));
     client.stream.get_mut().write_all(b"2\r\ncd\r\n0\r\n\r\n").unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
@@ -228,7 +228,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     let mut clients = [(); 3].map(|()| gateway.client());
     let [first, second, third] = &mut clients;
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("one is in flight", || server.running() == 1);
+    eventually("one request is in flight", || server.running() == 1);
     assert_eq!(second.get("/").status, 503, "there is no queue");
     reloads(&gateway, &config(1, 1));
     second.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -238,7 +238,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     for client in [&mut *second, third] {
         client.stream.get_mut().set_nonblocking(true).unwrap();
     }
-    eventually("one is rejected", || {
+    eventually("one request is rejected", || {
         let has_come = |client: &crate::support::client::Client| client.stream.get_ref().peek(&mut [0]).is_ok();
         rejected = [&*second, third].into_iter().position(has_come);
         rejected.is_some()
@@ -250,7 +250,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     assert_eq!(rejected.reply().unwrap().status, 503);
     reloads(&gateway, &config(3, 0));
     rejected.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("all are in flight", || server.running() == 3);
+    eventually("all requests are in flight", || server.running() == 3);
     server.set(Behaviour::Respond(200));
     for client in [first, queued, rejected] {
         assert_eq!(client.reply().unwrap().status, 200);

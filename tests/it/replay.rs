@@ -104,7 +104,7 @@ fn report_of_each_format_matches_its_file() {
     }
 }
 
-/// The fields of some log lines: time, duration, client, method and target, host, and status.
+/// The fields that `replay` reads from some log lines: time, duration, client, method and target, host, and status.
 #[test]
 fn entries_have_the_fields_of_their_lines() {
     let cases = [
@@ -297,7 +297,7 @@ fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
     assert_eq!(keys["lines"]["no_identity"], 1, "one request without a key: {keys}");
-    // A log without the variable does not identify the client of `per-key`. The other limit is still replayed.
+    // `combined.log` does not contain the API key, so `replay` skips the limit `per-key`. It still replays `per-ip`.
     let unknown = report(&[&["combined.log"], &config[..]].concat());
     assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
@@ -309,7 +309,7 @@ fn limits_without_an_identity_in_the_log_are_not_replayed() {
     assert!(shown.starts_with('#'), "{shown}");
     let path = report(&[&["caddy.log", "--identity", "per-key=user_id"], &config[..]].concat());
     assert_eq!(path["limits"]["per-key"]["identities"], 1, "{path}");
-    // The gateway's own log distinguishes identities by their hashes, and it contains the costs.
+    // The gateway's own log contains hashes that distinguish identities. It also contains the costs.
     let own = report(&[&["sluicegate.log"], &config[..]].concat());
     assert_eq!(own["limits"]["per-key"]["identities"], 2, "{own}");
     assert_eq!(own["limits"]["per-ip"]["identities"], 2, "{own}");
@@ -416,7 +416,7 @@ fn lines_out_of_order_are_sorted() {
     assert_eq!(counts(&[&even.1, &odd.1]), expected, "two logs in reverse order");
 }
 
-/// The suggested quota meets the target, and a quota smaller by one does not.
+/// The suggested quota meets the target denial rate, and a quota smaller by one does not.
 #[test]
 fn suggested_quota_is_the_smallest_within_the_target() {
     let mut all = lines(3000, 2);
@@ -595,7 +595,7 @@ fn replay_of_its_own_log_repeats_the_decisions() {
     assert_eq!(decisions.0, made);
 }
 
-/// The manual shows the actual report.
+/// The report in the manual equals the actual output of `replay`.
 #[test]
 fn manual_shows_the_actual_report() {
     let manual = std::fs::read_to_string(logs().join("../../docs/how-to/tune-limits.md")).unwrap();
@@ -603,7 +603,7 @@ fn manual_shows_the_actual_report() {
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }
 
-/// The cost is read from the configuration. The cost at the time of the log does not matter.
+/// `replay` reads the cost from the configuration. The cost that applied when the log was written does not matter.
 #[test]
 fn fixed_cost_is_read_from_the_configuration() {
     let config = |cost: u32| {
@@ -669,8 +669,8 @@ fn client_of_the_gateways_own_log_is_no_proxy() {
     assert_eq!(report(&[&log, "--config", &config])["limits"]["l"]["denied"], 1);
 }
 
-/// Requests that access rules deny, and preflight requests, are not charged. Logs of the gateway have an outcome for
-/// them. For other logs, the configuration decides.
+/// Requests that access rules deny, and preflight requests, are not charged. The gateway's own log records the outcome
+/// of each request. For logs of other servers, the access rules and the CORS settings of the configuration apply.
 #[test]
 fn denied_clients_and_preflights_are_not_charged() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\

@@ -39,7 +39,7 @@ const WHAT_TO_DO: &str = "gateways of both versions share one Redis while an upg
      the algorithm to `RESTARTED` (tests/it/rolling_upgrade.rs), and say in CHANGELOG.md that its counters restart: \
      docs/reference/compatibility.md";
 
-/// A Redis, the stores of this build, and the scripts of the release.
+/// A Redis server, the stores of this build, and the scripts of the release.
 struct Upgrade {
     release: Fixtures,
     server: Redis,
@@ -112,7 +112,7 @@ fn eval(server: &Redis, script: &str, recorded: &RecordedCall) -> Vec<u8> {
     command.query(&mut server.connection()).unwrap_or_else(|error| panic!("{error}: {recorded:#?}\n{WHAT_TO_DO}"))
 }
 
-/// Return the limits of a recorded call, with the rules that applied at that time.
+/// Return the limits of a recorded call, with the rules that applied when the call was recorded.
 fn limits(case: &RecordedCase, recorded: &RecordedCall) -> Vec<Limit> {
     let limits: Vec<_> =
         case.limits.iter().zip(&recorded.charges).map(|(limit, charge)| limit.to_limit(&charge.rule)).collect();
@@ -222,7 +222,7 @@ fn put(gateway: &Gateway, identity: u128, quota: &str, note: &str) {
     request(gateway, "POST", &body.to_string());
 }
 
-/// Return the fields of the overrides hash and the JSON of their records, which follows three numbers.
+/// Return the fields of the overrides hash and the JSON of their records. In a record, the JSON follows three numbers.
 fn records(redis: &Redis) -> Vec<(String, String)> {
     let hash: std::collections::BTreeMap<String, String> =
         redis::cmd("HGETALL").arg("rl:overrides").query(&mut redis.connection()).unwrap();

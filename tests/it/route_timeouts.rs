@@ -17,10 +17,11 @@ use sluicegate::limiter::clock::monotonic;
 
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay on a busy machine that the tests accept.
+/// Maximum additional delay of a timeout that the tests accept, because the machine may be busy.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Start a gateway that forwards all requests to one upstream, with the timeout. `rest` is appended to the route.
+/// Start a gateway that forwards all requests to one upstream. The route has the timeout `TIMEOUT`. `rest` is appended
+/// to the route.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{upstream}\"]\n\
@@ -143,7 +144,7 @@ fn route_timeout_applies_to_a_client_that_does_not_read() {
     let mut client = gateway.client();
     let begun = monotonic();
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    // The wait is far shorter than `body_idle_timeout`.
+    // The route timeout ends the request long before `body_idle_timeout`.
     ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     assert_in_time("a client that does not read", begun);
     let mut sink = vec![0; 1 << 20];
@@ -247,13 +248,13 @@ fn queueing_counts_towards_route_timeout() {
     assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [1, 2]);
 }
 
-/// What is sent, the first bytes, a pause, the rest, and the expected status.
+/// Name of the case, first bytes, pause, remaining bytes, and the expected status.
 type Upload = (&'static str, &'static str, Duration, &'static str, u16);
 
 #[test]
 fn client_that_withholds_its_body_is_408_without_refund() {
     const AT_ONCE: Duration = Duration::ZERO;
-    // More than half of the timeout, but not all of it.
+    // More than half of the timeout, but less than the whole timeout.
     const BEFORE_THE_END: Duration = Duration::from_millis(750);
     let cases: [Upload; 5] = [
         ("no byte of the body", "Content-Length: 5\r\n\r\n", AT_ONCE, "", 408),

@@ -109,7 +109,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/r/%00", Err(400)),
     ("/r/a%20b", Ok("/internal/a%20b")),
     ("/r/{id}%7bid%7d", Ok("/internal/%7Bid%7D%7Bid%7D")),
-    // In a query, a parameter stays one value.
+    // A path parameter stays one value when it is inserted into a query.
     ("/s/1&fixed=2/b", Ok("/b/x-1&fixed=2.json?a=1%26fixed%3D2&fixed=1")),
     ("/s/a+b;c/d", Ok("/d/x-a+b;c.json?a=a%2Bb%3Bc&fixed=1")),
     ("/w/a&path=b?path=c", Ok("/search?path=a%26path%3Db&path=c")),
@@ -138,7 +138,7 @@ fn upstream_receives_the_rewritten_path() {
             }
         }
     }
-    // The same rewrite over HTTP/2.
+    // Send a request over HTTP/2: the gateway rewrites the path in the same way.
     let mut client = Http2::connect(gateway.address, &[]);
     client.get(1, "/s/1/2?b=3");
     assert!(client.until(HEADERS, 1).is_some());
@@ -292,7 +292,8 @@ fn target_too_long_after_rewrite_is_414_and_not_charged() {
     let upstream = Upstream::start();
     let limit = "limits = [\"once\"]\nrewrite = \"/{id}/{id}/{id}/{id}?a={id}\"\n[limit.once]\nby = \"global\"\nquota = \"1/hour\"";
     let gateway = rewriting(upstream.address, &[("long", "/{id}", limit)]);
-    request(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
+    request(&gateway, "GET", &format!("/{}", "a".repeat(20_000)))
+        .assert_problem(414, "the rewritten target is five times as long as the path");
     assert_eq!(upstream.count(), 0);
     assert_eq!(request(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
     assert_eq!(upstream.last().target().len(), 50_007);
@@ -485,7 +486,7 @@ fn redirect_is_limited_and_drains_the_body() {
     assert_eq!((reply.status, reply.header("location"), reply.remaining("once")), (308, Some("/"), 0));
     assert_eq!(reply.header("cache-control"), Some("no-store"));
     let denied = client.get("/limited");
-    denied.assert_problem(429, "the second");
+    denied.assert_problem(429, "the second request exceeds the limit");
     assert_eq!(denied.header("location"), None);
 }
 

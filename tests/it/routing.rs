@@ -214,7 +214,7 @@ fn ambiguous_paths_are_rejected() {
     ] {
         client.get(path).assert_problem(400, path);
     }
-    // A query may contain anything.
+    // A query may contain an encoded slash, NUL and backslashes.
     assert_eq!(client.get("/admin?a=%2F%00%5C\\").text(), "admin");
 }
 
@@ -336,13 +336,13 @@ fn target_longer_than_max_uri_is_414() {
     let path = |length: usize| format!("/files/{}", "a".repeat(length - "/files/".len()));
     let query = |length: usize| format!("/admin?{}", "a".repeat(length - "/admin?".len()));
     assert_eq!(client.get(&path(1024)).text(), "files", "a path of exactly the maximum length");
-    client.get(&path(1025)).assert_problem(414, "a path of one more");
+    client.get(&path(1025)).assert_problem(414, "a path of one byte more");
     assert_eq!(client.get(&query(1024)).text(), "admin", "a query of exactly the maximum length");
-    client.get(&query(1025)).assert_problem(414, "a query of one more");
+    client.get(&query(1025)).assert_problem(414, "a query of one byte more");
     let default = self::gateway();
     let mut client = default.client();
     assert_eq!(client.get(&path(8 << 10)).text(), "files", "8 KiB, the default");
-    client.get(&path((8 << 10) + 1)).assert_problem(414, "more than the default");
+    client.get(&path((8 << 10) + 1)).assert_problem(414, "a path of one byte more than the default");
 }
 
 #[test]
@@ -426,7 +426,7 @@ fn pipelined_requests_are_served_in_order() {
     let request = |path| format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n");
     client.send([request("/admin"), request("/nowhere"), request("/file")].concat().as_bytes());
     assert_eq!(client.reply().unwrap().text(), "admin");
-    client.reply().unwrap().assert_problem(404, "the second");
+    client.reply().unwrap().assert_problem(404, "the second pipelined request");
     assert_eq!(client.reply().unwrap().text(), "file");
 }
 
@@ -519,7 +519,8 @@ fn allow_lists_the_methods_of_all_matching_hosts() {
     }
 }
 
-/// If a header occurs several times, servers take its first value, its last one, or all values joined by commas.
+/// If a header occurs several times, upstream servers take its first value, its last value, or all values joined by
+/// commas. A route that requires a value therefore does not match.
 #[test]
 fn several_lines_of_a_header_select_no_route() {
     let gateway = Gateway::start(
@@ -578,7 +579,7 @@ fn route_matches_each_of_its_hosts() {
 
 const TWO_LISTENERS: &str = "[[listener]]\nname = \"NAMES\"\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.1:0\"\nname = \"OTHER\"\n";
 
-/// A reload changes the names of the listeners, and the routes of open connections change as well.
+/// A reload that renames the listeners also changes which routes apply to open connections.
 #[test]
 fn routes_of_a_listener_match_only_its_connections() {
     let listeners = |first: &str, second: &str| TWO_LISTENERS.replace("NAMES", first).replace("OTHER", second);
@@ -669,13 +670,14 @@ fn conditions_on_headers_and_query_select_a_route() {
             expected => assert_eq!(reply.text(), expected, "{what}"),
         }
     }
-    // Only routes that fail because of the method alone appear in Allow.
+    // `Allow` lists the methods of routes that match in everything except the method.
     let methods = Gateway::start(&route("post", "path = \"/x\"\nmethods = [\"POST\"]\nmatch.query.a.exact = \"1\""));
     assert_eq!(methods.get("/x?a=1").header("allow"), Some("POST"));
     methods.get("/x?a=2").assert_problem(404, "the condition fails as well");
 }
 
-/// If a header or a parameter occurs several times, servers take its first value, its last one, or all values.
+/// If a header or a parameter occurs several times, upstream servers take its first value, its last value, or all
+/// values. Only the condition `present` therefore matches.
 #[test]
 fn several_values_meet_only_present() {
     let tests = ["exact = \"gold\"", "prefix = \"go\"", "regex = 'gold|free'", "present = true", "absent = true"];
@@ -824,7 +826,8 @@ fn trailing_slash_is_strict_same_or_redirected() {
     client.request("PUT", "/r/", &[], b"").assert_problem(405, "a method that the route does not have");
 }
 
-/// Headers that routes match are protected in the same way as headers that identify clients.
+/// Headers that routes match reach the upstream unchanged. As with headers that identify clients, the gateway removes
+/// variants of their names such as `x_plan`.
 #[test]
 fn matched_headers_reach_the_upstream_as_matched() {
     let upstream = Upstream::start();
@@ -849,7 +852,7 @@ const PATHS: [&str; 10] = ["/", "/a", "/a/", "/{x}", "/a/b", "/a/{x}", "/{x}/b",
 
 const EXPRESSIONS: [&str; 3] = ["/a.*", "/[ab]/[ab]", ".*b"];
 
-/// The route lookup agrees with a comparison of all routes by the rules in the manual.
+/// The route lookup selects the same route as a comparison of all routes by the rules in the manual.
 #[test]
 fn lookup_agrees_with_the_documented_ranking() {
     const TARGETS: [&str; 9] = ["/", "/a", "/a/", "/b", "/a/b", "/b/b", "/a/b/c", "/b/", "/c/d"];
@@ -945,7 +948,8 @@ impl Modelled {
         self.text.ends_with("{*r}")
     }
 
-    /// Compare paths segment by segment from the left: a literal ranks before a parameter, a parameter before a rest.
+    /// Compare paths segment by segment from the left: a literal ranks before a parameter, and a parameter before a
+    /// catch-all such as `{*rest}`.
     fn path_rank(&self) -> Vec<usize> {
         let rank = |segment: &str| usize::from(segment.starts_with('{')) + usize::from(segment.starts_with("{*"));
         self.text[1..].split('/').map(rank).collect()

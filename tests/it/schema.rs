@@ -134,7 +134,7 @@ fn invalid_values_fail_the_schema() {
     ] {
         assert!(schema.validate_toml(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
-    // The schema accepts a variable, because its value is unknown.
+    // The schema accepts an environment variable as a value, because the content of the variable is unknown.
     for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
         assert_eq!(schema.validate_toml(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }

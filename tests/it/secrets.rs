@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 /// Secrets contain this text, and nothing else does.
 const MARK: &str = "planted";
 
-/// Encoded secrets do not contain `MARK`. They are recognized by this many first bytes.
+/// Encoded secrets do not contain `MARK`. The test recognizes them by this many first bytes.
 const START: usize = 20;
 
 const FORMATS: [&str; 2] = ["json", "text"];

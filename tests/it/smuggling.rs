@@ -195,7 +195,7 @@ fn request_with_two_framings_is_never_read_as_two() {
             .into_iter()
             .flat_map(|method| [(method, (after.len(), &after)), (method, (first.len(), &inside))])
         {
-            // If only one framing is valid, the second request is legitimate.
+            // With this framing, the second request is a separate, legitimate request: skip the case.
             let plain = if body == &after { Chunks } else { Length };
             if *framing == plain {
                 continue;
@@ -354,7 +354,7 @@ fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
         };
         let head = format!("POST / HTTP/{version}\r\nHost: a.test\r\n");
         let answer = exchange(&gateway, &[head.as_bytes(), lines, coding, b"\r\n\r\nhello", LAST].concat(), false);
-        // hyper rejects this length as too large.
+        // hyper rejects the length 2^64 - 1 as too large.
         let status = if *name == "2^64 - 1" { 431 } else { 400 };
         assert_eq!(statuses(&answer), [status], "{name} (RFC {section})");
         assert_eq!(upstream.heads.lock().unwrap().len(), 0, "{name} (RFC {section}): nothing is forwarded");
@@ -398,7 +398,7 @@ const TRAILERS: &[(&str, &str, u16)] = &[
 
 #[test]
 fn connection_closes_after_a_request_with_trailers() {
-    // One upstream responds after the whole request, the other one before its end.
+    // One upstream responds after it has read the whole request, the other one before the end of the request.
     let whole = Upstream::start();
     let early = serve(|mut stream| {
         while let Some(head) = read_head(&mut stream) {
@@ -423,7 +423,7 @@ fn connection_closes_after_a_request_with_trailers() {
             let mut answer = Vec::new();
             stream.write_all(head.as_bytes()).unwrap();
             if upstream == "early" {
-                // Wait for the response before the end of the request is sent.
+                // Read the beginning of the response before the end of the request is sent.
                 answer.resize(12, 0);
                 stream.read_exact(&mut answer).unwrap();
             }
@@ -525,7 +525,7 @@ const TUNNELLED: &[u8] = b"\x81\x85\x01\x02\x03\x04tunnelled\r\n\r\n";
 
 #[test]
 fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
-    // An upstream that always switches protocols and records all bytes.
+    // Start an upstream that always switches protocols and records all bytes.
     let bytes = Arc::<Mutex<Vec<u8>>>::default();
     let record = bytes.clone();
     let switching = serve(move |mut stream| {
@@ -554,7 +554,7 @@ fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
         for field in ["connection", "upgrade"] {
             assert_eq!(seen.headers(field), [""; 0], "{what}: {field} in {}", seen.head);
         }
-        // The same headers in a request with a valid body.
+        // Send the same headers in a request with a valid body.
         let head = format!("POST /chat HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n{lines}\r\n\r\nhello");
         let answer = exchange(&open, &[head.as_bytes(), LAST].concat(), false);
         assert_eq!(statuses(&answer), [200, 200], "{what}: {}", answer.escape_ascii());

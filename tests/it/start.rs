@@ -55,7 +55,7 @@ fn help_and_version_are_printed() {
     let lines: Vec<_> = out.lines().collect();
     let [name, commit, rustc, target, pgo] = lines[..] else { panic!("the version has five lines: {out}") };
     assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
-    // Development builds contain no commit.
+    // Development builds contain no commit hash.
     assert_eq!(commit, "commit: unknown");
     assert!(rustc.starts_with("rustc: rustc 1."), "{rustc}");
     assert_eq!(target, format!("target: {}-unknown-linux-gnu", std::env::consts::ARCH));
@@ -172,7 +172,7 @@ fn connections_without_a_request_are_closed() {
     });
     for (start, mut client) in clients {
         let mut rest = Vec::new();
-        // The server may send GOAWAY over HTTP/2 first. If the connection stays open, the read times out.
+        // The gateway may send GOAWAY over HTTP/2 first. If the connection stays open, the read times out.
         client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
     }
     let mut client = gateway.client();
@@ -349,9 +349,9 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
         let mut command = binary();
         command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
         let mut gateway = Killed(command.spawn().unwrap());
-        // Drop this process's copy of the end of the pipe, so that the gateway has the only one.
+        // Drop this process's copy of the gateway's end of the socket pair, so that only the gateway holds this end.
         drop(command);
-        eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        eventually("the gateway accepts connections", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         let other_end = is_full.then_some(other_end);
         let mut client = Client::connect(([127, 0, 0, 1], port).into());
         for _ in 0..3 {
@@ -362,7 +362,7 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
             );
             assert_eq!(client.get("/hello").status, 200, "{what}");
         }
-        // Another thread logs reloads.
+        // The gateway logs reloads in a thread that serves no requests.
         std::fs::write(&path, "no toml").unwrap();
         signal(&gateway.0, "HUP");
         eventually("the reload is over", || {
@@ -371,7 +371,7 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
         });
         signal(&gateway.0, "TERM");
         let mut status = None;
-        eventually("it ends", || {
+        eventually("the gateway ends", || {
             status = gateway.0.try_wait().unwrap();
             status.is_some()
         });

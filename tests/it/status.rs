@@ -158,7 +158,7 @@ fn status_shows_a_rejected_reload_and_the_revision_of_the_configuration() {
     assert_eq!(words(&page, "memory"), ["memory"], "no circuit breaker: {page}");
 
     gateway.put(&config("", &[&server, &server]).replace("1/3650d", "1/eon"));
-    eventually("it is rejected", || gateway.log().contains("cannot reload"));
+    eventually("the reload is rejected", || gateway.log().contains("cannot reload"));
     let page = output(&mut command(&gateway, &[]));
     assert!(page.contains("; 0 reloads, 1 rejected\n"), "{page}");
     assert!(page.contains("  the last reload was rejected ") && page.contains("1/eon"), "{page}");
@@ -168,12 +168,12 @@ fn status_shows_a_rejected_reload_and_the_revision_of_the_configuration() {
     let same =
         config("", &[&server, &server]).replace("sesame", "thistle").replace("[limit.id]", "# a comment\n[limit.id]");
     gateway.put(&same);
-    eventually("it is reloaded", || gateway.log().matches("configuration reloaded").count() == 1);
+    eventually("the configuration is reloaded", || gateway.log().matches("configuration reloaded").count() == 1);
     let page = output(&mut command(&gateway, &[]));
     assert!(page.contains(&format!("revision {first}, ")) && page.contains("; 1 reload, 1 rejected\n"), "{page}");
     assert!(!page.contains("was rejected"), "{page}");
     gateway.put(&same.replace("1/3650d", "2/3650d"));
-    eventually("it is reloaded", || gateway.log().matches("configuration reloaded").count() == 2);
+    eventually("the configuration is reloaded", || gateway.log().matches("configuration reloaded").count() == 2);
     assert!(!output(&mut command(&gateway, &[])).contains(&first));
 }
 

@@ -1,4 +1,4 @@
-//! The contract of every store in single cases. `invariants.rs` tests the contract in random cases.
+//! Single cases of the contract that every store fulfils. `invariants.rs` tests this contract in random cases.
 
 use std::sync::Arc;
 use std::task::{Context, Waker};
@@ -35,9 +35,10 @@ async fn every_algorithm_admits_its_limit_and_returns_the_retry_delay() {
         ("aligned", window(3, 60 * SECOND, ALIGNED), 50 * SECOND),
         ("first", window(3, 60 * SECOND, WindowStart::FirstRequest), 60 * SECOND),
         ("log", log(3, 60 * SECOND), 60 * SECOND),
-        // 20 s into the next window, the weight of the previous window is two thirds: 2 of 3 tokens remain counted.
+        // 20 s into the next window, the previous window has a weight of two thirds: 2 of its 3 tokens still count.
         ("window", sliding(3, 60 * SECOND, 1), 70 * SECOND),
-        // All requests are in the part from 6 s to 12 s. This part leaves the window at 72 s, 62 s after the requests.
+        // All requests are in the bucket from 6 s to 12 s. This bucket leaves the window at 72 s, 62 s after the
+        // requests.
         ("buckets", buckets(3, 60 * SECOND, 10), 62 * SECOND),
     ] {
         stores.clock.set(START + 10 * SECOND);
@@ -116,8 +117,9 @@ async fn lower_rate_does_not_revive_repaid_debt() {
     let stores = Stores::new(&server, "lowered");
     let [fast, slow] = [100, 1].map(|rate| Limit::new("limit", bucket(rate, SECOND, 100)));
     assert_eq!(stores.call(Operation::Check, &[fast.charge(1, 100)]).await.granted, 1);
-    // At the old rate, 99 of 100 tokens have refilled. The state reveals the old rate only through the key's expiry,
-    // which has slack. It proves that 66 tokens have refilled.
+    // At the old rate of 100 tokens per second, 99 of 100 tokens have refilled. The state does not contain this rate.
+    // From the key's expiry, the script can only conclude that the bucket refills within 1.5 s. It therefore counts
+    // 0.99 of 1.5 s, which is 66 tokens.
     stores.clock.set(START + 990_000);
     let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
     assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 65));
@@ -208,7 +210,7 @@ async fn invalid_script_arguments_write_nothing() {
     assert!(server.keys().is_empty());
 }
 
-/// The length in bytes of a group with one limit.
+/// Length in bytes of the group of arguments of a request with one limit.
 const GROUP: usize = 25 + 42;
 
 #[tokio::test]
@@ -280,8 +282,8 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     }
 }
 
-/// Check several requests in one tick, with every algorithm and with several limits, and compare the verdicts with the
-/// model.
+/// Check several requests in one tick of the event loop, with every algorithm and with several limits. Compare the
+/// verdicts with the model.
 async fn check_in_one_tick(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
     let store = redis_store(server, "round", stores.clock.clone());
     let model = MemoryStore::new(1_000_000, stores.clock.clone());
@@ -358,7 +360,7 @@ async fn broken_state_fails_its_request_alone_in_a_batch() {
             }
         }
     }
-    // A request is charged to all of its limits or to none: the other limit of the broken request was not charged.
+    // A request is charged to all of its limits or to none: the request that failed was not charged to its other limit.
     let verdict = call(&store, Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
     assert_eq!(verdict.outcomes[0].remaining, 3);
 }
@@ -436,7 +438,8 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
             max_memory(&server, "0");
             assert_eq!(content(&server), before, "{shape} at {now}: rejected charges write nothing");
         }
-        // A denied check could move a state from the future to the present. It must not write in this case either.
+        // A denied check could move a state whose timestamp is in the future to the present. It must not write in this
+        // case either.
         clock.set(start - 1000);
         let before = content(&server);
         max_memory(&server, "1");
@@ -488,7 +491,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
                 Operation::Check | Operation::Charge => {
                     assert!(matches!(answer, Err(StoreError::WritesRejected(_))), "{what}");
                 }
-                // The script handles these requests after the charges, one after the other.
+                // The script handles releases, renewals and peeks after the charges, one after the other.
                 _ => assert_eq!(answer.as_ref().unwrap().granted, 1, "{what}"),
             }
         }
@@ -635,7 +638,7 @@ fn memory_store_is_bounded_and_evicts() {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
     let limit = Limit::new("limit", window(10, 60 * SECOND, ALIGNED));
-    // The identities are distributed over all shards.
+    // The identities are distributed over all shards of the memory store.
     let identity = |number: u64| IdentityHasher::new("test").hash(&number.to_be_bytes()).0;
     for number in 0..20_000 {
         store.decide(Operation::Check, &[limit.charge(identity(number), 1)]);

@@ -146,8 +146,8 @@ fn cached_denial_ends_when_redis_would_admit() {
             times.push(started.elapsed());
         }
     }
-    // A greedy client gets one token per 50 ms. If denials were cached for too long, all pauses would be longer. A busy
-    // machine makes only some of them longer.
+    // A greedy client gets one token per 50 ms. If denials were cached for too long, all pauses between admissions
+    // would be longer. A busy machine makes only some of these pauses longer.
     let between: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
     let prompt = between.iter().filter(|pause| **pause < Duration::from_millis(75)).count();
     assert!(prompt >= 5, "{between:?}");
@@ -206,7 +206,8 @@ fn hanging_store_rejects_few_requests_until_the_breaker_opens() {
     signal(&redis.child, "STOP");
     let statuses = load(&[gateway.address], 64, 640, "/r", &[]);
     let rejected = statuses.iter().filter(|status| **status == 503).count();
-    // The breaker opens after two timeouts. On a busy machine, some clients start late and add a third rejection.
+    // The circuit breaker opens after two timeouts, in which each client is rejected at most twice. On a busy machine,
+    // some clients start late and add a third rejection.
     assert!((1..=3 * 64).contains(&rejected), "{rejected} rejected");
     assert_eq!(admitted(&statuses) + rejected, 640, "all other requests are admitted without the store");
     signal(&redis.child, "CONT");
@@ -223,9 +224,9 @@ fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
         eventually("the store decides", || gateway.get("/r").status == 200);
         gateway
     };
-    // If the timeout of a check began only after the hanging call, the check would end after 4 s. Other processes may
-    // delay a worker by up to 1 s per timeout (`MAX_WORKER_DELAY`). The response of `later` after 3.5 s is the bound,
-    // far from both.
+    // If the timeout of a check began only when the hanging call ends, the check would end after 4 s instead of 2 s. A
+    // busy machine may delay each timeout by up to 1 s (`MAX_WORKER_DELAY`). The response of `later` after 3.5 s
+    // therefore separates both cases.
     let (first, later) = (within("2s"), within("3500ms"));
     signal(&redis.child, "STOP");
     let (answered, order) = mpsc::channel();

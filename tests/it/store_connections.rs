@@ -84,14 +84,14 @@ fn redis_over_tls_needs_a_valid_certificate() {
 fn each_reason_of_an_outage_is_logged_once() {
     let port = free_port();
     let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
-    eventually("nothing listens", || gateway.log().contains("the store is down"));
+    eventually("the gateway cannot connect", || gateway.log().contains("the store is down"));
     let text = port.to_string();
-    let redis =
-        Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
+    let redis = Redis::start_with(port, &["--port", &text, "--requirepass", "secret"])
+        .expect("a server that requires a password");
     eventually("a password is wanted", || gateway.log().contains("the store is still down, with another error"));
     drop(redis);
     let _redis = Redis::start_on(port).expect("a server without client authentication");
-    eventually("it responds", || gateway.log().contains("the store answers again"));
+    eventually("the gateway has connected", || gateway.log().contains("the store answers again"));
     assert_eq!(gateway.log().matches("with another error").count(), 1, "{}", gateway.log());
 }
 
@@ -107,7 +107,7 @@ fn redis_is_reached_over_a_unix_socket() {
 #[test]
 fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
-    // Run the commands of the manual.
+    // Create the Redis user with the command in the manual.
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let line =
         manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER ")).expect("the manual has the user");
@@ -127,15 +127,15 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert!(!right.log().contains("cannot read overrides"), "{}", right.log());
     // Reading overrides requires separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
-    eventually("it is logged", || right.log().contains("cannot read overrides"));
+    eventually("the missing permission is logged", || right.log().contains("cannot read overrides"));
     let before = redis.calls("evalsha");
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
-    assert_counts(&without, "a user without the right");
+    assert_counts(&without, "a user without permission to read overrides");
     assert!(redis.calls("evalsha") > before && !without.log().contains("the store is down"), "{}", without.log());
     let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
     wrong.get("/r").assert_problem(503, "a wrong password");
-    eventually("it is logged", || wrong.log().contains("the store is down"));
+    eventually("the wrong password is logged", || wrong.log().contains("the store is down"));
     assert!(!wrong.log().contains(":wrong@"), "{}", wrong.log());
     // The user has no other permissions.
     let mut connection = redis::Client::open(format!("redis://gateway:secret@127.0.0.1:{}", redis.port))
@@ -171,7 +171,7 @@ fn redis_of_a_test_writes_into_its_own_directory() {
     assert_eq!(Path::new(&directory), redis.directory.path().canonicalize().unwrap());
 }
 
-/// Each error of a store URL has one sentence. It is the same in `check`, `doctor` and the gateway's log.
+/// `check`, `doctor` and the gateway's log describe an error of a store URL with the same sentence.
 #[test]
 fn store_errors_say_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
@@ -280,7 +280,7 @@ fn missing_redis_permission_is_named() {
     let set_user = |words: &[&str]| redis::cmd("ACL").arg("SETUSER").arg(words).exec(&mut redis.connection()).unwrap();
     set_user(&user);
     let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
-    // Without a permission that connecting requires, `check` reports the error as well.
+    // If the user lacks a permission that the gateway needs to connect, `check` reports the error as well.
     set_user(&["gateway", "-script"]);
     let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/how-to/redis.md lists";
     let without = gateway(&store);
@@ -289,15 +289,16 @@ fn missing_redis_permission_is_named() {
     let check = binary().arg("check").arg("--config").arg(without.directory().join("gateway.toml")).output().unwrap();
     let said = String::from_utf8(check.stdout).unwrap();
     assert!(check.status.success() && said.contains(&format!("warning: store: {expected}\n")), "{said}");
-    // Without a permission that decisions require, the first decision reports the error.
+    // If the user lacks a permission that only checks of limits need, the first check logs the error.
     set_user(&["gateway", "+script", "-set"]);
     let without = gateway(&store);
     // Redis 7.0 does not name the command that a script may not run. Later versions do.
     let expected = |named: &str| {
         format!("the Redis user lacks a permission that the gateway needs, {named}; grant the permissions")
     };
-    eventually("it is logged", || {
+    eventually("the missing permission is logged", || {
         without.get("/r").assert_problem(503, "a decision that may not write");
-        ["a command of the scripts", "+set"].iter().any(|named| without.log().contains(&expected(named)))
+        let permissions = ["a command that the gateway's Lua scripts call", "+set"];
+        permissions.iter().any(|named| without.log().contains(&expected(named)))
     });
 }

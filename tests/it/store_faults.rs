@@ -59,7 +59,7 @@ fn failing_redis() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     (fake, fault)
 }
 
-/// Error replies that may be temporary, and after which no command of the script has run.
+/// Error replies of Redis that may be temporary. If Redis sends one of them, no command of the script has run.
 const PASSING: [&str; 5] = [
     "LOADING Redis is loading the dataset in memory",
     "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
@@ -89,7 +89,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
         } else {
             assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
         }
-        // Stop the delay: behind another slow call, the probe would be late as well.
+        // Stop the delay: if another slow call preceded the probe, the reply to the probe would be late as well.
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
@@ -133,7 +133,7 @@ fn retried_call_without_reply_is_not_sent_again() {
         _ => error("LOADING Redis is loading the dataset in memory"),
     });
     let gateway = gateway(&fake.url(), "500ms");
-    get(&gateway, "/deny", "a").assert_problem(503, "no reply");
+    get(&gateway, "/deny", "a").assert_problem(503, "the call gets no reply");
     assert_eq!(fake.calls().len(), 2, "a call that may have run is not repeated");
 }
 
@@ -201,7 +201,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     decides(&gateway);
     // On a busy machine, the first connection may take longer than the timeout. Wait until such an outage has ended.
     let outages = log_count(&gateway, "the store is down");
-    eventually("its end is logged", || log_count(&gateway, "the store answers again") == outages);
+    eventually("the end of the outage is logged", || log_count(&gateway, "the store answers again") == outages);
     let calls = fake.calls().len();
     *fault.lock().unwrap() = Some(reply.to_owned());
     let requests = AtomicUsize::new(0);
@@ -236,7 +236,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     assert_eq!(log_count(&gateway, "the store answers again"), outages, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
     decides(&gateway);
-    eventually("it is logged", || log_count(&gateway, "the store answers again") == outages + 1);
+    eventually("the end of the outage is logged", || log_count(&gateway, "the store answers again") == outages + 1);
     println!("fault 19: {reason}: breaker opened, logged once, closed again");
 }
 
@@ -376,7 +376,7 @@ fn errors_of_a_real_redis_are_handled_alike() {
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
-        // The gateway replaces the connection to a server that rejects writes. The new connection finds the reason.
+        // If a server rejects writes, the gateway opens a new connection to it and detects the reason.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
         (
             "lacks a permission that the gateway needs",
@@ -401,7 +401,7 @@ fn errors_of_a_real_redis_are_handled_alike() {
         assert_eq!(log_count(&gateway, "the store is down"), times + 1, "{row}: {}", gateway.log());
         tell(off);
         decides(&gateway);
-        eventually("it is logged", || log_count(&gateway, "the store answers again") == times + 1);
+        eventually("the end of the outage is logged", || log_count(&gateway, "the store answers again") == times + 1);
     }
     assert!(is_decided(&get(&gateway, "/allow", "broken")));
     let key = redis.keys().into_iter().find(|key| key.contains("}:allow:")).unwrap();
@@ -424,7 +424,7 @@ fn server_that_closes_connections_receives_two_per_second() {
     });
     let started = monotonic();
     let gateway = gateway(&format!("redis://{address}"), "50ms");
-    eventually("it has tried four times", || {
+    eventually("the gateway has connected four times", || {
         assert_eq!(get(&gateway, "/allow", "a").status, 200);
         accepted.load(Ordering::SeqCst) >= 4
     });
@@ -467,7 +467,7 @@ fn broken_connection_fails_its_calls_and_is_replaced() {
         if breaks { Answer::Close } else { Answer::Usual }
     });
     let gateway = gateway(&fake.url(), "5s");
-    get(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
+    get(&gateway, "/deny", "a").assert_problem(503, "the reply to the call is lost");
     assert_eq!(fake.calls().len(), 1, "a call that may have run is not repeated");
     assert!(is_decided(&get(&gateway, "/deny", "a")));
 }

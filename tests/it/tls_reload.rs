@@ -64,7 +64,8 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     assert_eq!(running.get("/hello").status, 200);
     assert_eq!(running.peer_certificate(), &old.der);
 
-    // Replace one file after the other, as tools do. In between, certificate and key do not match.
+    // Replace one file after the other, as certificate tools do. Until both files are replaced, certificate and key do
+    // not match.
     put(folder.path(), "server.pem", &new.cert);
     eventually("the mismatched pair is detected", || refusals(&gateway) == 1);
     assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
@@ -72,7 +73,7 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     put(folder.path(), "server.key", &new.key);
     eventually("the new certificate is used", || is_used(&gateway, &new));
     assert!(!is_used(&gateway, &old));
-    eventually("it is logged", || gateway.log().contains("reloaded"));
+    eventually("the reload is logged", || gateway.log().contains("reloaded"));
 
     assert_eq!(running.get("/hello").status, 200, "an open connection continues");
     let resumed = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
@@ -88,14 +89,14 @@ fn certificate_files_written_in_place_are_used() {
     assert!(is_used(&gateway, &old));
     write(folder.path(), &new);
     eventually("the new certificate is used", || is_used(&gateway, &new));
-    eventually("it is logged", || gateway.log().contains("reloaded"));
+    eventually("the reload is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "two changed files cause one reload:\n{}", gateway.log());
 }
 
 #[test]
 fn replaced_symlink_of_a_certificate_is_used() {
-    // Kubernetes mounts files like this: `server.pem` → `..data/server.pem`, `..data` → a directory with a generated
-    // name.
+    // Kubernetes mounts files through two symlinks: `server.pem` → `..data/server.pem`, and `..data` → a directory with
+    // a generated name.
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     for (name, pair) in [("..1", &old), ("..2", &new)] {
@@ -150,10 +151,10 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
         let before = reloads();
         put(folder.path(), "server.pem", &old.cert);
         put(folder.path(), "server.key", &old.key);
-        eventually("it is valid again", || reloads() > before);
+        eventually("the valid certificate is reloaded", || reloads() > before);
     }
     std::fs::remove_file(folder.path().join("server.key")).unwrap();
-    eventually("the loss is detected", || {
+    eventually("the removal of the file is detected", || {
         gateway.log().lines().any(|line| line.contains("cannot read the file") && line.contains("server.key"))
     });
     assert!(is_used(&gateway, &old), "the old certificate stays if a file is missing");
@@ -175,9 +176,9 @@ fn sighup_reloads_certificates() {
     signal(&gateway.child, "HUP");
     eventually("the new certificate is used", || is_used(&gateway, &new));
     // A reload that was requested is logged even if the files have not changed.
-    eventually("it is logged", || gateway.log().matches("reloaded").count() == 1);
+    eventually("the reload is logged", || gateway.log().matches("reloaded").count() == 1);
     signal(&gateway.child, "HUP");
-    eventually("it is logged again", || gateway.log().matches("reloaded").count() == 2);
+    eventually("the second reload is logged", || gateway.log().matches("reloaded").count() == 2);
     std::fs::write(elsewhere.path().join("server.key"), "garbage").unwrap();
     for count in 1..3 {
         signal(&gateway.child, "HUP");
@@ -190,7 +191,7 @@ fn sighup_reloads_certificates() {
 fn sighup_without_certificates_does_not_end_the_process() {
     let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
     signal(&gateway.child, "HUP");
-    eventually("it is logged", || gateway.log().contains("reloaded"));
+    eventually("the reload is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.get("/").status, 200);
 }
 

@@ -103,7 +103,7 @@ fn denied_request_is_refunded_to_limits_of_other_identities() {
     }
     for _ in 0..20 {
         let denied = client.get_with("/r", &headers("a"));
-        denied.assert_problem(429, "the narrow one is exhausted");
+        denied.assert_problem(429, "the narrow limit is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
     }
     // The denied requests did not charge these limits, so nothing is refunded to them.
@@ -177,7 +177,7 @@ fn counts_are_exact_while_a_slot_migrates() {
         stop.store(true, Ordering::Relaxed);
     });
     let statuses = load(&[gateway.address], 8, 300, "/r", &[("x-id", &id)]);
-    assert_eq!(count(&statuses, 200) + admitted, 300, "exactly the limit");
+    assert_eq!(count(&statuses, 200) + admitted, 300, "exactly the quota is admitted");
     assert_eq!(count(&statuses, 429), admitted);
     cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
     // The gateway learns the new owner of the slot: calls are not redirected in the end.
@@ -232,7 +232,7 @@ fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
         *admitted += usize::from(reply.status == 200);
     };
     let (before, mut alive) = (cluster.calls("evalsha"), 0);
-    eventually("its breaker opens", || {
+    eventually("the circuit breaker of the master opens", || {
         dead(&mut client, &mut admitted);
         gateway.log().contains("the store is down")
     });
@@ -314,7 +314,7 @@ fn check_and_doctor_examine_every_master() {
     }
     assert_eq!(said.matches("2 algorithms tried").count(), 3, "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
-    // With the default of Redis, the loss of one master affects all identities.
+    // With the Redis default `cluster-require-full-coverage yes`, the loss of one master affects all identities.
     let coverage = "CONFIG SET cluster-require-full-coverage no";
     assert_eq!(said.matches("warning   full coverage").count(), 3, "{said}");
     assert!(said.contains(coverage), "{said}");
@@ -332,7 +332,7 @@ fn check_and_doctor_examine_every_master() {
     assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", sentinels.master_port())), "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
 
-    // URLs for another kind of server than the one that is running.
+    // Each of these URLs is for another kind of server than the one that runs at its address.
     let (node, sentinel) = (cluster.masters()[0].port, sentinels.sentinels[0].port);
     let single = sentinels.master_port();
     let unknown = sentinels.url().replace("mymaster", "nomaster");
@@ -352,7 +352,7 @@ fn check_and_doctor_examine_every_master() {
         let (code, said) = run("doctor", &text);
         assert!(code == Some(1) && said.contains(&expected), "{url}: {said}");
         let gateway = Gateway::start(&text);
-        eventually("it is logged", || {
+        eventually("the error is logged", || {
             gateway.client().get_with("/r", &[("x-id", "i")]).assert_problem(503, &url);
             gateway.log().contains(&expected)
         });
@@ -393,7 +393,7 @@ fn failed_check_is_refunded_by_every_master_that_charged_it() {
             "by = \"header:{header}\"\nalgorithm = \"{algorithm}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\""
         )
     };
-    // A refund to a sliding log deletes the entry of the time at which that limit's master charged.
+    // A refund to a sliding log deletes the entry with the time at which the master of this limit charged it.
     let limits = ["x-a", "x-b", "x-c"].map(|header| [by(header, "token-bucket"), by(header, "sliding-log")]);
     let [[a, d], [b, e], [c, f]] = &limits;
     let limits = [("a", &**a), ("b", b), ("c", c), ("d", d), ("e", e), ("f", f)];
@@ -503,7 +503,8 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
         ask();
         new.calls("evalsha") > before
     });
-    // When Sentinel turns the server into a replica, it closes all connections, including this one.
+    // When Sentinel turns the server into a replica, it closes all connections to the server, including this one of the
+    // test.
     let role = || redis::cmd("ROLE").query::<redis::Value>(&mut old.connection()).map(|role| format!("{role:?}"));
     assert!(
         role().is_ok_and(|role| role.contains("master")),
@@ -536,7 +537,7 @@ fn charge_is_refunded_if_another_master_rejects_it() {
     let set_maxmemory = |bytes: &str| {
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).exec(&mut full.connection()).unwrap();
     };
-    // The master that is full answers a peek and rejects the charge after it, so it charges nothing.
+    // The full master replies to the peek and rejects the charge that follows, so it charges nothing.
     set_maxmemory("1");
     let statuses: Vec<_> = (0..IDENTITIES).map(|id| send(id).status).collect();
     assert!(count(&statuses, 200) > 0 && count(&statuses, 503) > 0, "{statuses:?}");
@@ -576,7 +577,7 @@ fn lost_master_affects_all_identities_with_full_coverage_and_else_its_own() {
         }
         assert!(of_dead.contains(&true) && of_dead.contains(&false), "{of_dead:?}");
         cluster.kill_master(0);
-        eventually("the other nodes mark it as failed", || {
+        eventually("the other nodes mark the killed master as failed", || {
             cluster.masters().iter().all(|master| {
                 let nodes: String = redis::cmd("CLUSTER").arg("NODES").query(&mut master.connection()).unwrap();
                 let info: String = redis::cmd("CLUSTER").arg("INFO").query(&mut master.connection()).unwrap();

@@ -119,7 +119,8 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     assert_eq!([0, 1].map(|_| client.get_with("/limited?token=planted", &headers).status), [200, 429]);
     let spans = collector.trace(TRACE, 5);
     assert_eq!(spans.len(), 5, "three spans of the first request, two of the denied one: {spans:#?}");
-    // The span of the first request.
+    // `sent` is the client span of the first request. Its parent is the server span, which also has the span of the
+    // check as a child.
     let sent = of_kind(&spans, SpanKind::Client);
     let request = spans.iter().find(|span| span.span_id == sent.parent_span_id).unwrap();
     let decision =
@@ -158,13 +159,13 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     let seen = upstream.last();
     assert_eq!(seen.headers("traceparent"), [format!("00-{TRACE}-{}-01", hex(&sent.span_id))]);
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
-    // The span of the denied request: a 429 is not an error of a server span.
+    // Find the span of the denied request. On a server span, a 429 is not an error.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
     assert_attributes(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
     let (whose, _) = self::spans(&collector.server.last());
     assert_eq!((whose["service.name"].as_str(), whose.contains_key("service.version")), ("sluicegate", true));
-    assert!(!format!("{spans:?}").contains("planted"), "no query");
+    assert!(!format!("{spans:?}").contains("planted"), "spans contain no query");
 }
 
 #[test]
@@ -256,7 +257,7 @@ fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let mut client = gateway.client();
     (0..100).for_each(|_| assert_eq!(client.get("/up/1").status, 200));
     let dropped = || metric(&gateway, "sluicegate_trace_spans_dropped_total");
-    eventually("all are abandoned", || dropped() == 200.0);
+    eventually("all spans are dropped", || dropped() == 200.0);
     assert!(gateway.log().contains("cannot export spans"), "{}", gateway.log());
     // When the collector accepts exports again, it gets new spans.
     collector.refuses.store(false, Ordering::SeqCst);
@@ -271,7 +272,7 @@ fn unreachable_collector_is_named_in_the_log() {
     let rest = "[log]\naccess = \"off\"\ntrace_endpoint = \"http://127.0.0.1:1?token=planted\"\n";
     let gateway = Gateway::start(&config(&upstream, rest));
     assert_eq!(gateway.get("/up/1").status, 200);
-    eventually("they are abandoned", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
+    eventually("the spans are dropped", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
     let log = gateway.log();
     assert!(log.contains("\"127.0.0.1:1\"") && log.contains("refused") && !log.contains("planted"), "{log}");
 }

@@ -56,7 +56,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
             Ok(response)
         };
         let Ok(mut socket) = tungstenite::accept_hdr(stream, note) else { return };
-        // Reading until the end also replies to a close frame.
+        // tungstenite also replies to a close frame while it reads.
         while let Ok(message) = socket.read() {
             match message {
                 Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
@@ -96,7 +96,7 @@ fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     }
 }
 
-/// Assert that the peer has closed the connection: neither bytes nor a timeout.
+/// Assert that the peer has closed the connection: reading yields neither bytes nor a timeout.
 fn assert_gone(stream: &mut impl Read) {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -176,14 +176,14 @@ fn websocket_messages_pass_both_ways_until_the_client_closes() {
     socket.close(None).unwrap();
     assert_closed_well(&mut socket);
     drop(socket);
-    eventually("the line is written", || written().ends_with('\n'));
+    eventually("the log record is written", || written().ends_with('\n'));
     let line: serde_json::Value = serde_json::from_str(&written()).unwrap();
     assert_eq!(
         (&line["status"], &line["route"], &line["complete"]),
         (&101.into(), &"ws".into(), &true.into()),
         "{line}"
     );
-    // Four messages with headers of 2, 10, 10 and 2 bytes, and the close frame.
+    // Subtract the payloads. Frame headers of 2, 10, 10 and 2 bytes and the close frame remain.
     let bytes = line["bytes"].as_u64().unwrap() - ((1 << 22) + 70_000 + 5);
     assert!((20..64).contains(&bytes), "{line}");
 }
@@ -291,7 +291,7 @@ fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
         assert_eq!(seen.body, body.as_bytes(), "{what}");
         // The bytes that follow are a request, not bytes of a tunnel.
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
-        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: it is routed");
+        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: the request is routed");
     }
     assert!(upstream.seen.lock().unwrap().iter().all(|seen| seen.target() != "/nowhere"), "nothing was tunnelled");
 }
@@ -326,7 +326,7 @@ fn upgrade_rejected_by_the_upstream_opens_no_tunnel() {
             assert_eq!(reply.text(), "no", "{answer}");
         }
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
-        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{answer}: it is routed");
+        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{answer}: the request is routed");
         drop((client, gateway));
         assert_eq!(rest.recv_timeout(MAX_WAIT).unwrap(), b"", "{answer}: bytes were tunnelled");
     }

@@ -19,7 +19,7 @@ use sluicegate::limiter::clock::monotonic;
 /// The timeout for connecting, for response headers, and for pauses in a body.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay on a busy machine that the tests accept.
+/// Maximum additional delay of a timeout that the tests accept, because the machine may be busy.
 const LATE: Duration = Duration::from_secs(3);
 
 /// Name, status line with the framing headers, and whether the response is valid. The body is `ok`, chunked if the
@@ -450,8 +450,9 @@ impl Chance {
     }
 }
 
-/// An upstream that reads requests and responds with their target. At random moments, it closes or resets a connection
-/// that was used before: before a request, within it, or after it. Count the requests that were read completely.
+/// Start an upstream that reads requests and responds with their target. At random moments, it closes or resets a
+/// connection that has already served a request: before the next request, within it, or after it. `seen` counts the
+/// requests that it has read completely.
 fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
     serve(move |stream| {
         let mut chance = Chance(u64::from(stream.peer_addr().map_or(1, |peer| peer.port())) * 0x9e37_79b9);

@@ -389,7 +389,7 @@ fn response_without_close_notify_never_looks_complete() {
         let head = read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
         if head.starts_with("GET /whole") {
-            // Only the holder of the keys can send close_notify (RFC 8446 §6.1).
+            // Only the holder of the TLS keys can send close_notify (RFC 8446 §6.1), which marks the end of the body.
             stream.conn.send_close_notify();
             stream.flush().unwrap();
         }
@@ -439,7 +439,7 @@ fn upstream_tls_sessions_are_resumed() {
 #[test]
 fn clear_text_upstream_at_https_is_named_in_the_log() {
     let ca = Authority::new("ca");
-    // One server responds with an error, the other one closes the connection.
+    // One server responds with an HTTP error, the other one closes the connection.
     let answers = serve(|mut stream| {
         let _ = stream.read(&mut [0; 4096]);
         let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
@@ -504,7 +504,7 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&first.der));
     let before = reloads();
     put("own.key", &second.key);
-    eventually("the pair is used", || reloads() > before);
+    eventually("the new pair is used", || reloads() > before);
     assert_eq!(gateway.get("/").status, 200);
     assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&second.der));
 

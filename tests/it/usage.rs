@@ -100,7 +100,7 @@ fn admitted(statuses: &[u16]) -> i64 {
     statuses.iter().filter(|status| **status == 200).count() as i64
 }
 
-/// Assert that all totals expire 400 days after counting of their last day began.
+/// Assert that each key with totals expires 400 days after the first charge of its last day.
 fn assert_totals_expire(redis: &Redis) {
     redis.assert_every_key_expires();
     let mut connection = redis.connection();
@@ -552,7 +552,7 @@ async fn total_that_cannot_be_written_leaves_nothing_behind() {
         assert!(matches!(error, StoreError::CorruptState(_)), "{error}");
         assert_eq!(redis.keys().len(), 1, "the state is not charged: {:?}", redis.keys());
         let () = redis.connection().del(&key).unwrap();
-        // Beyond `maxmemory`, Redis rejects a charge together with its total.
+        // Beyond `maxmemory`, Redis rejects both a charge and the addition to its usage total.
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(1).exec(&mut redis.connection()).unwrap();
         let error = call(&store, Operation::Check, &charges).await.unwrap_err();
         assert!(matches!(error, StoreError::WritesRejected(_)), "{error}");
@@ -630,7 +630,7 @@ fn cluster_totals_are_exact_while_slots_migrate() {
 
 /// Write totals of two months for the consumers and for another identity.
 fn write_totals(redis: &Redis, gateway: &Gateway) -> String {
-    // Send one request per identity, because the keys in Redis contain their hashes.
+    // Send one request per identity, to read its hash from its key in Redis.
     let mut other = String::new();
     for key in ["acme", "beta", "stranger"] {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();

@@ -104,7 +104,7 @@ upstream = "api"
 
 
 class Server(BaseHTTPRequestHandler):
-    """The upstream and the authentication server. It is also the trace collector and the issuer, which respond with errors."""
+    """The upstream and the authentication server. It is also the trace collector and the JWT issuer; in these two roles, it responds with errors."""
 
     def do_GET(self):
         self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -175,7 +175,7 @@ def main():
             prompt = b'{"model":"m","max_tokens":10,"messages":[]}'
             llm = status(f"{clear}/v1/chat/completions", {"content-type": "application/json"}, prompt)
             expect(llm == 200, f"a request to an LLM API: {llm}")
-            # The gateway counts both in the background.
+            # The gateway counts quota events and settled costs in the background.
             for name in ['quota_events_total{destination="billing"', "limit_settled_total{"]:
                 while name not in scrape(gateway.admin, "text/plain"):
                     time.sleep(0.01)

@@ -178,7 +178,7 @@ def newer_deb(deb, version, change):
 
 
 def installed_service(root):
-    """Check what both packages install."""
+    """Check the account and the files that both packages install. Return the version of the program."""
     version = inside(root, "/usr/bin/sluicegate", "--version").stdout.split()[1]
     passwd = (root / "etc/passwd").read_text()
     assert "\nsluicegate:" in passwd and "nologin" in passwd.split("\nsluicegate:")[1].splitlines()[0], passwd

@@ -32,7 +32,7 @@ class Page(http.server.BaseHTTPRequestHandler):
 
 
 def origin():
-    """Start a server of such pages on a free port. Return its origin."""
+    """Start a server of `Page` on a free port. Return its origin."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"

@@ -123,7 +123,7 @@ impl History<'_> {
             let denied_without_store =
                 matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
-            // With two of three connections slow, the breaker may open.
+            // If two of three connections are slow, the circuit breaker may open.
             let closed = !matches!(class, Class::Slow | Class::Uneven) || observed.breaker_closed;
             // After an outage, the local share also decides about permits until all gateways have registered their
             // permits in the store.
@@ -157,7 +157,7 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        // With two of three connections slow, nine of ten calls may be late.
+        // If two of three connections are slow, nine of ten calls may be late.
         if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.open_counts.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
@@ -249,8 +249,8 @@ impl History<'_> {
             };
             let fixed = matches!(rule, Rule::FixedWindow(_));
             let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.prefetch };
-            // With several masters, a decision has the time of the last master. The charge on another master may be
-            // earlier, by less than the timeout.
+            // With several masters, a decision has the time at which the last of them decided. The charge on another
+            // master may be earlier, by less than the timeout.
             let uncertain_us = if self.schedule.nodes > 1 { self.schedule.timeout.as_micros() as u64 } else { 0 };
             let refunds = self.overlapping_refunds(state);
             for (window_us, most) in worst_cases(rule, spec) {
@@ -572,8 +572,8 @@ impl History<'_> {
         (remaining(true), remaining(false))
     }
 
-    /// Check that a store out of memory takes no charges. Redis rejects the first command of a script that needs
-    /// memory, unless the script has already executed another write command.
+    /// Check that a store that is out of memory accepts no charges. Redis rejects the first command of a script that
+    /// needs memory, unless the script has already executed another write command.
     fn full_store_takes_no_charges(&self, violated: &mut impl FnMut(&'static str, String)) {
         for done in self.store.history.iter().filter(|done| done.out_of_memory && done.needs_memory()) {
             let at = Duration::from_micros(done.at_us - START_US);

@@ -42,8 +42,8 @@ pub struct State {
     pub store: SimulatedRedis,
     random: Random,
     active_incidents: Vec<Incident>,
-    /// One token per server. It is cancelled while the server runs. If the server hangs, tasks wait until the token is
-    /// cancelled, and then continue in their order.
+    /// One cancellation token per server. It is cancelled while the server runs. If the server hangs, tasks wait until
+    /// the token is cancelled, and then continue in their order.
     running: Vec<CancellationToken>,
     /// For each server, the time at which it will have processed all its pending requests.
     busy_until: Vec<Instant>,
@@ -364,7 +364,8 @@ impl SimulatedNetwork {
         }
     }
 
-    /// Wait for the time after which the store closes an idle connection. Without this time, wait forever.
+    /// Wait for the idle time after which the store closes a connection. If the store does not close idle connections,
+    /// wait forever.
     async fn idle_timeout(&self) {
         let Some(idle) = self.idle_close else { return std::future::pending().await };
         sleep(idle).await;

@@ -24,7 +24,7 @@ pub const CLIENTS: u64 = 3;
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Return the time in µs before and after the expiry of an override in which the test accepts both results. On a
-/// gateway that sets, restores or reads the override, it may expire earlier, by the delay of the call.
+/// gateway that sets, restores or reads the override, the override may expire earlier, by the delay of the call.
 fn close_us(schedule: &Schedule) -> u64 {
     50_000 + 2 * (schedule.round_trip + schedule.jitter).as_micros() as u64
 }
@@ -160,7 +160,7 @@ impl Watch {
     /// Wait until the store has recovered and all gateways have polled. Return the violations.
     pub async fn finish(self, client: &LoadGenerator) -> Vec<Violation> {
         for change in self.changes {
-            // The panic hook has recorded a panic of this task.
+            // If this task panicked, the panic hook has recorded the panic.
             let _ = change.await;
         }
         let last = client.schedule.overrides.last().map_or(Duration::ZERO, |change| change.at);

@@ -136,7 +136,7 @@ impl Run {
         }
         client.end_responses.cancel();
         for request in requests {
-            // The panic hook has recorded a panic of this task.
+            // If this task panicked, the panic hook has recorded the panic.
             self.requests.extend(request.await);
         }
         // Unused tokens are returned after 1 s, and failed releases are retried after 1 s.

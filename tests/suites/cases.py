@@ -5,7 +5,7 @@ Each request with an ambiguous framing contains a hidden second request to `/smu
 
 from dataclasses import dataclass
 
-# A placeholder, which is replaced with the number of the case before it is sent.
+# A placeholder. It is replaced with the number of the case before the case is sent.
 MARK = b"@CASE@"
 HIDDEN = b"GET /smuggled HTTP/1.1\r\nHost: api.test\r\nX-Case: @CASE@\r\n\r\n"
 BASE = (b"X-Api-Key: key-alice", b"X-Tenant: acme", b"Cookie: sid=one")

@@ -6,7 +6,8 @@
 
 FOLDER contains the tools that the Makefile installs there. The suite compares the response that the client receives, the request that
 the upstream receives and the request that the authentication server receives. Every difference must have an explanation in EXPLANATIONS,
-and every explanation must match a difference. docs/how-to/forward-authentication.md has a table of them. Exits with 1 otherwise.
+and every explanation must match a difference. Otherwise, the suite exits with 1. docs/how-to/forward-authentication.md has a table of the
+differences.
 """
 
 import http.client
@@ -239,11 +240,11 @@ def is_denial(case):
 
 # Differences from Sluicegate: the gateway, the facts that differ, the cases, and what the gateway does.
 EXPLANATIONS = [
-    ("nginx", ["status"], lambda case: is_denial(case) and case.status not in (401, 403), "responds 500 to any status but 2xx, 401 and 403"),
-    ("nginx", ["location", "set-cookie"], is_denial, "does not pass Location and Set-Cookie of a denial on"),
-    ("nginx", ["www-authenticate"], lambda case: is_denial(case) and case.status != 401, "passes WWW-Authenticate on with 401 only"),
-    ("nginx", ["page"], is_denial, "sends its own page instead of that of the authentication server"),
-    ("nginx", ["told uri"], lambda case: True, "tells the target as received ($request_uri), not in canonical form"),
+    ("nginx", ["status"], lambda case: is_denial(case) and case.status not in (401, 403), "responds with 500 if the status of the authentication server is not 2xx, 401 or 403"),
+    ("nginx", ["location", "set-cookie"], is_denial, "does not forward Location and Set-Cookie of a denial to the client"),
+    ("nginx", ["www-authenticate"], lambda case: is_denial(case) and case.status != 401, "forwards WWW-Authenticate only with 401"),
+    ("nginx", ["page"], is_denial, "sends its own error page instead of the body of the authentication server"),
+    ("nginx", ["told uri"], lambda case: True, "sends the target to the authentication server as received ($request_uri), not in canonical form"),
     ("nginx", ["identity"], lambda case: ("X-User", "") in case.answer, "does not forward an empty header of the authentication server"),
     ("traefik", ["identity"], lambda case: any("_" in name for name, _ in case.forged), "forwards a client's X_User, which servers may read as X-User"),
     ("traefik", ["location"], lambda case: ("Location", "/login") in case.answer, "makes a relative Location absolute, with the URL of the authentication server"),

@@ -22,7 +22,7 @@ EXPLANATIONS = [
     (
         "clear: http2/3.5: Sends invalid connection preface",
         "*",
-        "RFC 9113 3.3: the listener also speaks HTTP/1.1, and bytes that are no preface are HTTP/1.1: they get a 400, and the connection is closed",
+        "RFC 9113 3.3: the listener also supports HTTP/1.1 and reads an invalid preface as HTTP/1.1: it responds with 400 and closes the connection",
     ),
 ]
 

@@ -60,7 +60,7 @@ def attribute(path, results, windows):
 
 
 class Reference:
-    """A gateway that gives the correct decisions: it gets a valid request with the values that the application saw."""
+    """A gateway that makes the correct decisions: it gets valid requests with the values that the application saw."""
 
     def __init__(self, gateway, log):
         self.log = log

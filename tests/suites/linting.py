@@ -40,8 +40,8 @@ OPEN_TO_CACHES = [
         (case, "`respond`", "`response_headers` of the route can set it")
         for case in ("respond*", "admitted, *", "CORS", "HTTP/1.0", "HTTP/2: respond", "REDbot: own")
     ),
-    ("redirect to https", "`redirect`", "as above"),
-    *((case, "the response of the upstream", "it is forwarded as it came") for case in ("proxied, limited", "REDbot: echo")),
+    ("redirect to https", "`redirect`", "`response_headers` of the route can set it"),
+    *((case, "the response of the upstream", "the gateway forwards the response unchanged") for case in ("proxied, limited", "REDbot: echo")),
 ]
 
 # Explained findings: case, finding, reason.

@@ -220,8 +220,8 @@ def run(rows, ports, upstream, judge):
 
 
 def compare(report, name, rows, responses, ours, theirs):
-    """Run all rows through Sluicegate, then through the peer. Return in how many rows the peer behaves as its tests expect, and the
-    differences in the others."""
+    """Run all rows through Sluicegate, then through the peer. Return in how many rows the peer behaves as its tests expect, and its
+    differences in the other rows."""
     table = {f"/{path}": [each[1]] for path, each in responses.items()}
     upstream = Upstream(table)
 

@@ -23,7 +23,7 @@ GIVEN = set()
 
 
 def free_ports(count):
-    """Return free ports below the ports of outgoing connections. A port is never returned twice."""
+    """Return free ports below the ephemeral ports, which the kernel assigns to outgoing connections. No port is returned twice."""
     ports = []
     while len(ports) < count:
         port = random.randrange(10_000, 32_000)

@@ -84,7 +84,7 @@ def main():
         print(f"FAILED {case.id if case else '-'} [{application}]: {what}")
         if case:
             print(f"       {case.data[:600].decode('latin-1').encode('unicode_escape').decode()}{' …' if len(case.data) > 600 else ''}")
-    # A selection of cases uses only some entries of the tables.
+    # If PATTERN selects cases, the other cases use no entries of the tables.
     unused = [] if pattern else list(judge.unused())
     for line in unused:
         print(f"FAILED {line}")

@@ -34,9 +34,9 @@ EXPLANATIONS = [
     (
         "testssl.sh *: cipher_order",
         "HIGH: NOT a cipher order configured",
-        "every suite of the listener is strong, so the client chooses, as Mozilla recommends",
+        "every cipher suite of the listener is strong, so the client chooses, as Mozilla recommends",
     ),
-    ("testssl.sh *: engine_problem", "WARN: *", "of the openssl that runs the test: no GOST"),
+    ("testssl.sh *: engine_problem", "WARN: *", "the openssl that runs the test does not support GOST"),
 ]
 
 

@@ -1,4 +1,4 @@
-//! Gateways with ACME certificates, and a load balancer at the ports at which the CA validates.
+//! Gateways with ACME certificates, and a load balancer on the ports to which the CA sends its validation requests.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub const ROUTES: &str =
     "[[route]]\nname = \"all\"\npath = \"/{*rest}\"\nredirect = { to = \"https://elsewhere.test/\" }\n";
 
 /// Return a configuration with a plaintext listener for HTTP-01 and a TLS listener with ACME certificates. Both listen
-/// on the ports at which the CA validates. `more` is appended to `[acme]`.
+/// on the ports to which the CA sends its validation requests. `more` is appended to `[acme]`.
 pub fn config(pebble: &Pebble, names: &[&str], more: &str) -> String {
     with_admin(&format!(
         "{}{more}\n[[listener]]\naddress = \"127.0.0.1:{}\"\n\
@@ -98,7 +98,8 @@ pub fn storage(gateway: &Gateway) -> PathBuf {
     gateway.directory().join("acme").read_dir().unwrap().next().unwrap().unwrap().path()
 }
 
-/// A load balancer at a port at which the CA validates. It sends each connection to the next gateway in turn.
+/// A load balancer on a port to which the CA sends its validation requests. It forwards each connection to the next
+/// gateway in turn.
 pub struct Balancer {
     /// The addresses of the gateways. While the list is empty, connections wait.
     pub servers: Mutex<Vec<SocketAddr>>,

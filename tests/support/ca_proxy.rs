@@ -20,7 +20,7 @@ use super::pebble::Pebble;
 use super::tls_upstream::{TlsUpstream, server};
 use super::upstream::{Seen, read_request};
 
-/// Paths of Pebble's ACME directory and of new orders.
+/// Paths of Pebble: the ACME directory, new orders, and the finalization of orders.
 const DIRECTORY: &str = "/dir";
 const NEW_ORDER: &str = "/order-plz";
 const FINALIZE_ORDER: &str = "/finalize-order";
@@ -37,9 +37,9 @@ pub enum Fault {
     Unreachable,
     /// Place orders at once, but delay the responses until the fault ends.
     HeldOrders,
-    /// Reject orders that replace a certificate with the error `alreadyReplaced`.
+    /// Respond with the error `alreadyReplaced` to orders that replace a certificate.
     AlreadyReplaced,
-    /// Fail the requests that finalize an order with the error `serverInternal`.
+    /// Respond with the error `serverInternal` to requests that finalize an order.
     FailedFinalization,
 }
 
@@ -174,8 +174,8 @@ impl State {
         Some(response)
     }
 
-    /// Forward a request to Pebble, which derives its URLs from the Host header. Return the response, with the fields
-    /// for renewal information added.
+    /// Forward a request to Pebble, which derives its URLs from the Host header. Return the response. The proxy adds
+    /// the fields for renewal information to it.
     fn forward(&self, request: &Seen, replaces: Option<String>) -> Option<Vec<u8>> {
         let is_kept = |name: &str| !["content-length", "connection"].contains(&name.to_ascii_lowercase().as_str());
         let lines = request.head.lines().skip(1).filter_map(|line| line.split_once(": "));

@@ -71,7 +71,7 @@ impl<S: Read + Write> Client<S> {
         self.reply_to(method).unwrap()
     }
 
-    /// Read a response. Return `None` if the connection is closed before it.
+    /// Read a response. Return `None` if the connection is closed before a response arrives.
     pub fn reply(&mut self) -> Option<Reply> {
         self.reply_to("GET")
     }

@@ -130,8 +130,7 @@ impl Cluster {
         self.begin_migration(slot, from, to).finish();
     }
 
-    /// Begin the migration of a slot. From now on, `from` redirects commands for missing keys to `to`. No key is moved
-    /// yet.
+    /// Begin the migration of a slot. `from` then redirects commands for missing keys to `to`. No key has moved yet.
     pub fn begin_migration<'a>(&'a self, slot: u16, from: &'a Redis, to: &'a Redis) -> Migration<'a> {
         cluster("SETSLOT").arg(slot).arg("IMPORTING").arg(id(from)).exec(&mut to.connection()).unwrap();
         cluster("SETSLOT").arg(slot).arg("MIGRATING").arg(id(to)).exec(&mut from.connection()).unwrap();
@@ -154,7 +153,7 @@ impl Cluster {
         self.wait_until_whole();
     }
 
-    /// Wait until all living nodes agree that all slots are served, and all replicas are in sync.
+    /// Wait until all running nodes agree that all slots are served, and until all replicas are in sync.
     pub fn wait_until_whole(&self) {
         let killed = self.killed.len();
         let replicas = self.nodes.len() - self.masters - killed;

@@ -1,4 +1,4 @@
-//! A DNS server on a free port. It gives the answers that the test sets, and records its queries.
+//! A DNS server on a free port. It sends the answers that the test sets, and records the queries that it receives.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};

@@ -23,7 +23,7 @@ use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use super::stores::Limit;
 
-/// A sequence of calls to some limits on one Redis.
+/// A sequence of calls to some limits on one Redis server.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RecordedCase {
     pub limits: Vec<RecordedLimit>,
@@ -186,7 +186,7 @@ pub fn write_states(connection: &mut redis::Connection, states: &[RecordedState]
     }
 }
 
-// === Between the fixtures and the limiter ===
+// === Conversion between the fixtures and the types of the limiter ===
 
 impl From<&Rule> for RecordedRule {
     fn from(rule: &Rule) -> Self {

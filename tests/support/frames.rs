@@ -19,7 +19,7 @@ pub const END_HEADERS: u8 = 4;
 /// The identifier of the setting SETTINGS_INITIAL_WINDOW_SIZE.
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// A connection on which only frames of the test are sent.
+/// A client connection on which only the frames of the test are sent.
 pub struct Http2 {
     pub stream: TcpStream,
 }

@@ -62,7 +62,7 @@ impl Gateway {
         Gateway::spawn(&mut command(&path), directory)
     }
 
-    /// Like [`Gateway::start`], but started by another command.
+    /// Like [`Gateway::start`], but start the gateway with another command.
     pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], |path| {
             let mut command = command(path);

@@ -1,4 +1,4 @@
-//! Runs the scripts in `lua/` in Lua 5.4, with the Redis commands that they use.
+//! Runs the scripts in `lua/` with Lua 5.4 and an in-process implementation of the Redis commands that they call.
 #![allow(dead_code, unreachable_pub)] // each test crate uses a part
 
 use std::cell::RefCell;

@@ -183,8 +183,8 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     Ok(out)
 }
 
-/// Return the number of requests that count, at each time at which it changes. A request counts for a half-open
-/// interval.
+/// Return each time at which the number of counted requests changes, with the new number. A request counts for a
+/// half-open interval.
 fn running(asked: &[Asked], counts: &Counts) -> Vec<(u64, usize)> {
     let lasts_ms = counts.lasts_ms;
     let instants: Vec<_> = asked.iter().filter(|request| request.admitted).map(|request| request.at_ms).collect();

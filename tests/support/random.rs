@@ -18,12 +18,12 @@ use super::stores::{
     Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,
 };
 
-/// Return the number of operations of a property test: the variable `OPERATIONS`, or 50,000 by default.
+/// Return the number of operations of a property test: the environment variable `OPERATIONS`, or 50,000 by default.
 pub fn operations() -> usize {
     std::env::var("OPERATIONS").map_or(50_000, |text| text.parse().expect("OPERATIONS is a number"))
 }
 
-/// Return and print the seed of a run: the variable `SEED`, or a random seed.
+/// Return and print the seed of a run: the environment variable `SEED`, or a random seed.
 pub fn seed() -> [u8; 32] {
     let seed: [u8; 32] = match std::env::var("SEED") {
         Ok(text) => std::array::from_fn(|index| u8::from_str_radix(&text[2 * index..2 * index + 2], 16).unwrap()),
@@ -37,8 +37,8 @@ pub fn seed() -> [u8; 32] {
     seed
 }
 
-/// Test a property on random cases of about `each` operations each, until `operations` have been made. `test` returns
-/// the number of operations that it made. `SEED` repeats a run.
+/// Test a property on random cases of about `each` operations, until at least `operations` operations have been made.
+/// `test` returns the number of operations that it made. The environment variable `SEED` repeats a run.
 pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
     // Allow for more cases than required. The cases that are left at the end are skipped.
     let cases = 10 + 2 * operations / each;
@@ -82,10 +82,11 @@ pub struct Case {
 /// How the clock of a case moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Time {
-    /// The clock sometimes jumps back, and keys never expire: no decision may depend on an expired key.
+    /// The clock sometimes jumps back, and keys never expire. A state that remains after its expiry must not change a
+    /// decision.
     Jumps,
     /// The clock moves forward, and keys expire as soon as they have no effect. The rate of a limit may change. The
-    /// meaning of a key and its expiry depend on the rate at which the key was written.
+    /// meaning of a key and its expiry depend on the rate that applied when the key was written.
     GoesOn,
 }
 
@@ -127,9 +128,9 @@ pub enum Refunded {
 #[derive(Debug, Clone, Copy)]
 pub enum Advance {
     Stands,
-    /// Move by µs.
+    /// Move by this many µs.
     By(i64),
-    /// Move by thousandths of a limit's window.
+    /// Move by this many thousandths of the window of a limit.
     Part(usize, i64),
     /// Move to the next multiple of a limit's window, plus an offset in µs.
     Boundary(usize, i64),
@@ -292,7 +293,8 @@ pub struct Play {
     time: Time,
     latest: u64,
     windows: Vec<u64>,
-    /// For each admitted request, its time and, per limit, the value that a refund requires.
+    /// For each admitted request: its time and, per limit, the debt that existed before it, in µs. A refund requires
+    /// both.
     admitted: Vec<(u64, Vec<u64>)>,
 }
 

@@ -33,7 +33,8 @@ pub fn sections(page: &str) -> Vec<&str> {
     page.split(BEGIN).skip(1).map(|piece| piece.split(" -->").next().unwrap()).collect()
 }
 
-/// Return the schema of the table inside lists, maps and alternatives, and the text that joins its path to its keys.
+/// Unwrap lists, maps and alternatives. Return the schema of the table in them, and the text between its path and its
+/// keys, such as `[].`.
 fn inner(schema: &Value) -> (&'static str, &Value) {
     let forms = schema["anyOf"].as_array().into_iter().flatten();
     if schema["properties"].is_object() {

@@ -146,7 +146,7 @@ fn bulk(numbers: &[f64]) -> Vec<u8> {
 
 /// The reply of the fake server to a command.
 pub enum Answer {
-    /// Reply like a healthy server without limits.
+    /// Admit each script call, and reply `OK` to all other commands.
     Usual,
     /// Reply with exactly this text.
     Text(String),
@@ -206,7 +206,7 @@ impl FakeRedis {
         self.connections.load(Ordering::SeqCst)
     }
 
-    /// Return the script calls with requests so far, without probes.
+    /// Return the script calls so far, without probes of the circuit breaker.
     pub fn calls(&self) -> Vec<Command> {
         let seen = self.seen.lock().unwrap();
         seen.iter().filter(|command| command.is_script() && !command.is_probe()).cloned().collect()

@@ -145,7 +145,7 @@ pub fn concurrency(limit: u64, lease: u64) -> Rule {
     Rule::Concurrency(Concurrency { limit, ttl: lease })
 }
 
-/// Return each algorithm that counts over time, with this quota. The calendar window has `limit` per year.
+/// Return each algorithm that counts over time, with this quota. The calendar window admits `limit` per year.
 pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     [
         ("token-bucket", bucket(limit, length, limit)),

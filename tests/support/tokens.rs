@@ -91,7 +91,7 @@ impl Key {
         }
     }
 
-    /// Return a token with the usual header.
+    /// Return a token whose header names the type `JWT`, the algorithm and the key ID.
     pub fn token(&self, claims: &Value) -> String {
         self.token_with(&json!({ "typ": "JWT", "alg": self.algorithm(), "kid": self.id }), claims)
     }

@@ -85,8 +85,8 @@ impl Walk {
         std::fs::write(path, text).unwrap();
     }
 
-    /// Follow a document. `instead` returns the command to run instead of a command, or `None` to skip it. Return the
-    /// number of commands that were run.
+    /// Follow a document. `instead` maps each command of the document to the command to run, or to `None` to skip it.
+    /// Return the number of commands that were run.
     pub fn through(&mut self, document: &str, mut instead: impl FnMut(&str) -> Option<String>) -> usize {
         let mut typed = 0;
         for block in blocks(document) {

@@ -21,7 +21,7 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// The identity in a request to the API: its hash or the values of its parts.
+/// The identity in a request to the API: a hash, or the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
@@ -32,7 +32,7 @@ pub(super) enum IdentityQuery {
 }
 
 impl IdentityQuery {
-    /// Parse the remaining query parameters: `identity=HASH`, or one parameter for each part.
+    /// Parse the remaining query parameters: `identity=HASH`, or one parameter for each part of the identity.
     ///
     /// # Errors
     /// The parameter `identity` is combined with parameters for the parts of an identity.
@@ -46,7 +46,7 @@ impl IdentityQuery {
         Ok(IdentityQuery::Parts(query.0.into_iter().collect()))
     }
 
-    /// Compute the identity of the limit `compiled`.
+    /// Compute the identity hash for the limit `compiled`.
     ///
     /// # Errors
     /// The hash is malformed, a part is missing, unknown or invalid, or the consumer does not exist.
@@ -89,8 +89,8 @@ impl IdentityQuery {
     }
 }
 
-/// Find the consumer that a hash belongs to. A hash cannot be inverted, so it is compared with the hash of each
-/// consumer. This is possible only for limits whose `by` is the API key alone.
+/// Find the consumer with this identity hash. A hash cannot be inverted, so this function compares it with the hash of
+/// each consumer. The comparison is possible only for limits whose `by` is the API key alone.
 fn consumer_of_hash(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -256,8 +256,8 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.auth.consumers();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // Clear the counters of all variants of the limit (default, tiers, consumers), because variants with different
-    // windows have separate counters.
+    // Clear the counters of all variants of the limit (default, tiers, consumers, override), because variants with
+    // different windows have separate counters.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()
@@ -291,9 +291,9 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
 
 // === `/api/overrides`: list, set and remove temporary quota overrides of single identities ===
 
-/// Maximum `ttl`: 31 days. A longer change of a quota belongs in the configuration.
+/// Maximum `ttl`: 31 days. For a longer time, administrators should change the quota in the configuration.
 const MAX_TTL: Duration = Duration::from_secs(31 * 86_400);
-/// Minimum `ttl`. It exists because other gateways need some seconds to read an override.
+/// Minimum `ttl`: 5 s. Other gateways notice an override only after some seconds.
 const MIN_TTL: Duration = Duration::from_secs(5);
 
 /// Maximum length of `note`, in bytes.

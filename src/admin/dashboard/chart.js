@@ -3,9 +3,12 @@
 import { find, formatNumber, formatTime, make, makeSvg, setText } from "./dom.js";
 
 const [WIDTH, HEIGHT] = [900, 100];
-/** A line is interrupted if samples are missing for this many times the length of a sample. */
+/** A line has a gap if samples are missing for at least this multiple of the length of a sample. */
 const GAP_LENGTHS = 3;
-/** A value is an outlier if it exceeds this multiple of the 95th percentile of all values, for a short time only. */
+/**
+ * A value is high if it exceeds this multiple of the 95th percentile. High values in at most `MAX_OUTLIER_SAMPLES`
+ * consecutive samples are outliers.
+ */
 const OUTLIER_FACTOR = 2.5;
 const MAX_OUTLIER_SAMPLES = 2;
 /** With fewer values, no value is treated as an outlier, because the 95th percentile could be an outlier itself. */
@@ -13,10 +16,10 @@ const MIN_VALUES = 30;
 /** Maximum number of marks above a chart. */
 const MAX_MARKS = 40;
 
-/** All charts of the page. They all show the values at the time under the pointer. */
+/** All charts of the page. If the pointer is over a chart, all charts show their values at that time. */
 const charts = [];
 
-/** Return a scale from 0 to at least `value`: the distance of its grid lines and its maximum. */
+/** Return a scale from 0 to at least `value`: the distance between grid lines, and the maximum. */
 function niceScale(value) {
   const rough = Math.max(value, 1) / 4;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -25,7 +28,7 @@ function niceScale(value) {
 }
 
 /**
- * Return the maximum that a chart has to show. Short outliers are ignored, so that they do not flatten the other
+ * Return the maximum of the vertical axis of a chart. Outliers are ignored, so that they do not flatten the other
  * values.
  */
 function shownMaximum(values) {
@@ -34,7 +37,7 @@ function shownMaximum(values) {
   const usual = values.toSorted((a, b) => a - b)[Math.floor(values.length * 0.95) - 1];
   const isHigh = (value) => value > usual * OUTLIER_FACTOR;
   if (!usual || !isHigh(maximum)) return maximum;
-  // High values in more than `MAX_OUTLIER_SAMPLES` consecutive samples are no outliers.
+  // High values in more than `MAX_OUTLIER_SAMPLES` consecutive samples are not outliers.
   let [shown, run] = [0, []];
   for (const value of values) {
     run = isHigh(value) ? [...run, value] : [];
@@ -106,8 +109,8 @@ function setCursor(at, isSpoken) {
 }
 
 /**
- * Add a chart to an element. `series` are `{ name, kind, read(sample) }`, `isStacked` draws areas on top of each other.
- * Return a function that draws samples: `draw(samples, { end, rangeMs, rangeText })`.
+ * Add a chart to an element. `series` are `{ name, kind, read(sample) }`. With `isStacked`, the chart stacks the series
+ * as areas. Return a function that draws samples: `draw(samples, { end, rangeMs, rangeText })`.
  */
 export function chart(parent, { series, unit, isStacked }) {
   const grid = makeSvg("g");

@@ -31,7 +31,7 @@ function open(dialog, onSubmit) {
   });
 }
 
-/** Ask for confirmation, then make a change with `run`. Return its result, or `null` if the user cancels. */
+/** Ask for confirmation, then make a change with `run`. Return the result of `run`, or `null` if the user cancels. */
 export function confirmChange({ title, text, button, run }) {
   const dialog = find("#confirm");
   setText(dialog.querySelector("h2"), title);
@@ -41,7 +41,8 @@ export function confirmChange({ title, text, button, run }) {
 }
 
 /**
- * Ask for the quota of an override, then set it with `run({ quota, burst, ttl, note })`. Return its result, or `null`.
+ * Ask for the values of an override, then set it with `run({ quota, burst, ttl, note })`. Return the result of `run`, or
+ * `null` if the user cancels.
  */
 export function askOverride({ title, quota, hasBurst, run }) {
   const dialog = find("#override");

@@ -39,7 +39,7 @@ export function updateTiles(list, tiles) {
 
 /**
  * Update a table. A row has a key, cells, and optionally buttons (`actions`). A cell is a text, `{ text, kind }`, or
- * `{ update(td), kind }` for other content. If a focused row has the same key in `rows`, it keeps the focus.
+ * `{ update(td), kind }` for other content. A focused row keeps the focus if its key is in `rows`.
  */
 export function updateTable(table, rows) {
   const body = table.tBodies[0];
@@ -95,7 +95,7 @@ export function usageCell(remaining, capacity) {
   };
 }
 
-/** Mark the tables that are wider than their container. A note then says that the table scrolls. */
+/** Mark the tables that are wider than their container, so that a note below them says that they scroll. */
 export function initScrollHints() {
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) {

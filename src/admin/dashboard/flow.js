@@ -2,7 +2,7 @@
 
 import { find, formatNumber, make, setText } from "./dom.js";
 
-/** Maximum number of routes that are shown before the user selects all routes. */
+/** Maximum number of routes that are shown until the user clicks the button for all routes. */
 const SHOWN_ROUTES = 6;
 const MAX_PIPE_REM = 1.1;
 const MIN_PIPE_REM = 0.1;

@@ -108,7 +108,7 @@ async function showResult(action) {
   }
 }
 
-/** Put a limit and an identity of another table into the form, and show the usage. */
+/** Put a limit and an identity from another table into the form, and show the usage of the identity. */
 export function inspect(limit, identity) {
   find("#limit").value = limit;
   find("#identity").value = identity;

@@ -18,7 +18,8 @@ function updateLines(cell, lines) {
 const quotaText = ({ quota, burst }, unit, fallback) => `${quota ?? fallback}${unitText(unit)}${burst ? `, burst ${formatNumber(burst)}` : ""}`;
 
 /**
- * Show a row for each limit. `before` contains the limits of an earlier event, `elapsed` the seconds since that event.
+ * Show a row for each limit. `before` contains the limits of an earlier event, `elapsed` is the number of
+ * seconds since that event.
  */
 export function showLimits(limits, { before, elapsed, configuration, intervals, range }) {
   const earlier = new Map(before.map(({ limit, decisions }) => [limit, decisions]));

@@ -12,7 +12,7 @@ import { clearTokens, showTokens, showTopCosts } from "./tokens.js";
 const RATE_SECONDS = 10;
 const LISTS_INTERVAL_MS = 5000;
 const MAX_RETRY_DELAY_MS = 8000;
-/** The values are marked as stale this long after the last event. The gateway sends one event per second. */
+/** If no event arrives for this long, the values are marked as stale. The gateway sends one event per second. */
 const STALE_AFTER_MS = 4000;
 const STALE_CHECK_MS = 500;
 const RANGE_KEY = "sluicegate-range";
@@ -39,14 +39,15 @@ function showStatus(text, kind) {
   find("#status").className = kind;
 }
 
-/** Return the selected time range. It ends with the last second that the gateway has sent. */
+/** Return the selected time range, which ends with the last second that the gateway has sent. */
 function selectedRange() {
   const minutes = Number(find("#range input:checked").value);
   return { end: seconds.at(-1)?.at_ms ?? 0, rangeMs: minutes * 60_000, rangeText: RANGES[minutes] };
 }
 
 /**
- * Return the samples of a time range: seconds if the gateway keeps seconds for the whole range, otherwise intervals.
+ * Return the samples of a time range: seconds if the gateway keeps seconds for the whole range, otherwise intervals of
+ * 10 seconds.
  */
 function samplesOf({ end, rangeMs }) {
   const samples = rangeMs <= windows.seconds * 1000 ? seconds : intervals;
@@ -100,7 +101,7 @@ function showRecent() {
     rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed))]));
   const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
   updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
-    // The events have rates per upstream, not per endpoint. Show them in the row of its first endpoint.
+    // The events have rates per upstream, not per endpoint. Show them in the row of the upstream's first endpoint.
     const isFirst = endpoints.findIndex(([name]) => name === upstream) === index;
     const rates = isFirst ? upstreamRates.get(upstream) ?? [null, null] : null;
     return {
@@ -133,8 +134,8 @@ function showMinutes() {
 }
 
 /**
- * Draw everything that depends on the time range. Draw nothing while the page is hidden; it is drawn when it becomes
- * visible.
+ * Draw everything that depends on the time range. Draw nothing while the page is hidden. When the page becomes visible,
+ * this function is called again.
  */
 function draw() {
   if (document.hidden) return;
@@ -254,7 +255,7 @@ async function run() {
       if (error.status === 401) {
         clearToken();
         message = "Wrong token.";
-        // If the page was loaded before a token was configured, load it again to get the sign-in form.
+        // If the page was loaded before a token was configured, reload the page to get the sign-in form.
         if (hasToken) continue;
         location.reload();
       }

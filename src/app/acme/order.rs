@@ -215,7 +215,7 @@ pub(super) struct OrderContext<'a> {
 }
 
 impl OrderContext<'_> {
-    /// Obtain and store a certificate for `name`. It replaces `previous`.
+    /// Obtain and store a certificate for `name`. The new certificate replaces `previous`.
     ///
     /// # Errors
     /// See [`OrderError`].
@@ -281,7 +281,8 @@ impl OrderContext<'_> {
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
-            // This is no error: the storage writes the certificate to Redis later.
+            // If Redis is unavailable, the order is still successful: the storage writes the certificate to Redis
+            // later.
             Err(StorageError::Store(error)) => {
                 warn!(name, %error, "cannot store the new certificate in Redis yet: until it is stored, only this \
                                      gateway serves it");
@@ -351,7 +352,7 @@ impl OrderContext<'_> {
             let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
             let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
             let key_authorization = challenge.key_authorization().as_str().to_owned();
-            // Request no validation of a challenge to which this gateway cannot respond.
+            // Do not request the validation of a challenge to which this gateway cannot respond.
             Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
             let stored =
                 StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
@@ -417,7 +418,7 @@ pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertif
         let kind =
             [ChallengeKind::Http01, ChallengeKind::TlsAlpn01].into_iter().find(|kind| kind.name() == stored.kind);
         let challenge = Challenge::new(kind?, name, &stored.token, &stored.key_authorization);
-        challenge.inspect_err(|error| warn!(name, %error, "cannot answer an ACME challenge")).ok()
+        challenge.inspect_err(|error| warn!(name, %error, "cannot respond to an ACME challenge")).ok()
     });
     certificates.set_challenges(challenges.collect());
 }

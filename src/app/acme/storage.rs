@@ -59,12 +59,12 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the storage directory. A process that has acquired this lock keeps it until the process ends. Not
-    /// used with a shared store.
+    /// The lock of the storage directory. A process that has acquired this lock keeps it until the process ends. `None`
+    /// if this process does not hold the lock, or if the store is shared.
     lock: Option<File>,
     /// The records in Redis, which all gateways share. `None` without a shared store.
     shared: Option<SharedRecords>,
-    /// All records as they were when they were last read or written.
+    /// The contents of all records at the time when they were last read or written.
     records: Records,
     /// Names of records to write back to the shared store: records that it has lost, and certificates that are newer
     /// than the shared ones.
@@ -161,8 +161,8 @@ impl Storage {
         Ok(Storage { directory, lock: None, shared: None, records, unshared: Vec::new() })
     }
 
-    /// Share the records with other gateways through Redis. From then on, only the certificates in the directory are
-    /// used.
+    /// Share the records with other gateways through Redis. After this call, certificates are the only records from the
+    /// directory that are used.
     pub(super) fn share(&mut self, shared: SharedRecords) {
         self.shared = Some(shared);
         self.records.retain(|record, _| record.ends_with(CERTIFICATE));
@@ -673,7 +673,7 @@ mod tests {
         let cipher = Cipher::new(b"secret").unwrap();
         let encrypted = cipher.encrypt("a.pem", b"key").unwrap();
         assert_eq!(cipher.decrypt("a.pem", &encrypted).unwrap(), b"key");
-        assert_ne!(cipher.encrypt("a.pem", b"key").unwrap(), encrypted, "each has its own nonce");
+        assert_ne!(cipher.encrypt("a.pem", b"key").unwrap(), encrypted, "each encryption uses a new nonce");
         assert!(cipher.decrypt("b.pem", &encrypted).is_err());
         assert!(Cipher::new(b"other").unwrap().decrypt("a.pem", &encrypted).is_err());
         for wrong in [&[][..], &[1], &[2; 40], &encrypted[..encrypted.len() - 1]] {

@@ -38,7 +38,7 @@ pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapsh
 pub(crate) struct FileGroup {
     /// Contents of the files when they were last read.
     pub(crate) files: Vec<FileSnapshot>,
-    /// Reads the files again. The result may contain other files than before the call.
+    /// Reads the files again. The result may contain other files than `FileGroup::files`.
     pub(crate) read: ReadFiles,
     /// Directories in which more files of the group may appear.
     pub(crate) directories: BTreeSet<PathBuf>,
@@ -80,7 +80,8 @@ impl FileWatcher {
 }
 
 /// Watch groups of files. Call the callback of a group on a separate thread when one of its files has new content, or
-/// when the group has other files. While a file of a group cannot be read, the group is not reported.
+/// when files were added to or removed from the group. While a file of a group cannot be read, the callback is not
+/// called.
 ///
 /// # Errors
 /// A directory cannot be watched.
@@ -120,7 +121,7 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (FileGroup { files, read, on_change, .. }, readable) in &mut groups {
-            // Stop if the previous callback has replaced this watcher, as a reload does.
+            // Stop if the callback of the previous group has replaced this watcher, as a reload does.
             if watcher.strong_count() == 0 {
                 return;
             }

@@ -25,16 +25,17 @@ use crate::cli::{env_var, load_for};
 use crate::config::file::substituted;
 use crate::snapshot::CompiledConfig;
 
-/// Timeout of a request to the admin API. The gateway may wait for its store before it responds.
+/// Timeout of a request to the admin API. The timeout is long, because the gateway may wait for its store before it
+/// responds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum size of a response in bytes. A list of 1000 overrides takes about 5 % of this size.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// The port of a URL without a port.
+/// The default port of HTTP URLs.
 const DEFAULT_HTTP_PORT: u16 = 80;
 
-/// The admin listener of a gateway.
+/// A client of a gateway's admin listener.
 pub(crate) struct AdminClient {
     authority: Authority,
     token: Option<HeaderValue>,
@@ -42,14 +43,14 @@ pub(crate) struct AdminClient {
     socket: Option<PathBuf>,
 }
 
-/// Timeout of a reload. The gateway resolves the names of new upstream servers and waits for other reloads before it
-/// responds.
+/// Timeout of a reload. Before the gateway responds, it resolves the names of new upstream servers and waits for other
+/// reloads to finish.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl AdminClient {
     /// Find the running gateway. `admin` is a URL or the path of an admin socket. If `admin` is `None`, try the admin
-    /// socket of the configuration or of `RUNTIME_DIRECTORY` first, then the address of `[admin]`. The configuration is
-    /// loaded and validated only if neither is found.
+    /// socket of the configuration or of `RUNTIME_DIRECTORY` first, then the address of `[admin]`. This function loads
+    /// and validates the configuration only if it finds neither a socket nor an address.
     ///
     /// # Errors
     /// `admin` is invalid, or the configuration has neither an admin socket nor an admin address.
@@ -93,7 +94,8 @@ impl AdminClient {
         AdminClient::from_option("--admin", url)
     }
 
-    /// Create a client as [`from_url`](Self::from_url) does, for the value of another command-line option.
+    /// Create a client as [`from_url`](Self::from_url) does, for the value of a command-line option other than
+    /// `--admin`.
     pub(crate) fn from_option(option: &str, url: &str) -> anyhow::Result<Self> {
         if url.starts_with(['/', '.']) {
             return Ok(AdminClient::from_socket(url.into()));
@@ -122,7 +124,7 @@ impl AdminClient {
     }
 
     fn from_address(mut address: SocketAddr, configured_token: Option<&[u8]>) -> anyhow::Result<Self> {
-        // A listener on the unspecified address (`0.0.0.0`) is reachable on loopback.
+        // Connect to a listener on the unspecified address (`0.0.0.0` or `::`) through the loopback address.
         match address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => address.set_ip(Ipv4Addr::LOCALHOST.into()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
@@ -274,13 +276,13 @@ impl AdminClient {
     }
 }
 
-/// The admin token in the environment, if the variable is set and not empty.
+/// Return the admin token of `SLUICEGATE_ADMIN_TOKEN`, if this environment variable is set and not empty.
 pub(crate) fn token_from_env() -> Option<String> {
     std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty())
 }
 
-/// The Authorization header with the admin token: from the environment, or from the configuration if the variable is
-/// unset.
+/// Return the value of the Authorization header. The admin token comes from `SLUICEGATE_ADMIN_TOKEN`, or from the
+/// configuration if this variable is unset.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
     let Some(token) = token_from_env().map(String::into_bytes).or_else(|| configured.map(<[u8]>::to_vec)) else {
         return Ok(None);
@@ -292,15 +294,15 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
 }
 
 /// The addresses at which the running gateway of a configuration listens for admin requests. Only `[admin]` is read, so
-/// the rest of the configuration may be invalid. This is necessary because `sluicegate reload` gets the report of the
-/// errors from the gateway. Environment variables outside of `[admin]` may be unset.
+/// other tables may be invalid and may contain unset environment variables. `sluicegate reload` depends on this: it
+/// must reach the gateway, which reports the errors of an invalid configuration.
 #[derive(Debug, Default)]
 pub(crate) struct AdminLocation {
     /// The admin sockets on which the gateway may listen.
     sockets: Vec<PathBuf>,
     address: Option<SocketAddr>,
     token: Option<String>,
-    /// The reason why the configuration cannot be read.
+    /// The reason why the configuration file cannot be read.
     read_error: Option<io::Error>,
 }
 
@@ -329,8 +331,8 @@ impl AdminLocation {
         AdminLocation { sockets, address, token: value("token").filter(|token| !token.is_empty()), read_error }
     }
 
-    /// Return a client for the first admin socket that a gateway listens on. If there is none, return a client for the
-    /// admin address. Return `None` if the configuration has neither a socket nor an address.
+    /// Return a client for the first admin socket that a gateway listens on. If no gateway listens on a socket, return
+    /// a client for the admin address. Return `None` if the configuration also has no admin address.
     ///
     /// # Errors
     /// The admin token is not valid in a header.
@@ -367,8 +369,8 @@ fn admin_section(text: &str) -> &str {
     ""
 }
 
-/// Return whether a process listens on a Unix socket. The socket is non-blocking, because `connect` on a blocking
-/// socket would wait while the accept queue of the other process is full.
+/// Return whether a process listens on a Unix socket. Connect without blocking, because a blocking `connect` would wait
+/// while the accept queue of the listening process is full.
 fn is_listening(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

@@ -1,4 +1,5 @@
-//! The consumers file. An edit keeps comments, order and whitespace, and replaces the file atomically.
+//! Edits of the consumers file. An edit keeps the file's comments, order and whitespace, and replaces the file
+//! atomically.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -54,12 +55,12 @@ pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
     pub(super) expires: Option<Datetime>,
     pub(super) routes: Vec<String>,
-    /// Time at which the key was created. It is written to the file only for keys with a name, an expiry time or
+    /// Time at which the key was created. The file contains this time only for keys with a name, an expiry time or
     /// routes.
     pub(super) created: Option<Datetime>,
 }
 
-/// A key in the file, found by consumer and index.
+/// A key in the file: its consumer, and its index in the consumer's list of keys.
 pub(super) struct FoundKey {
     pub(super) consumer: String,
     /// Hex digits of the hash.
@@ -174,7 +175,7 @@ impl ConsumersDoc {
             table.insert("tier", value(tier));
         }
         table.insert("keys", value(Array::new()));
-        // Write the comments at the end of the file before the new table, so that they stay after the last consumer.
+        // Comments at the end of the file follow the last consumer. Keep them there, and put the new table after them.
         let trailing = decor_text(Some(self.0.trailing()));
         self.0.set_trailing("");
         table.decor_mut().set_prefix(format!("{trailing}\n"));
@@ -200,7 +201,7 @@ impl ConsumersDoc {
         Ok(())
     }
 
-    /// Find the key whose hash begins with these digits. It is an error if several keys match.
+    /// Find the key whose hash begins with these digits. Return an error if no key or more than one key matches.
     pub(super) fn find_key(&self, digits: &str) -> anyhow::Result<FoundKey> {
         let mut matches = Vec::new();
         for row in self.rows() {
@@ -231,7 +232,7 @@ impl ConsumersDoc {
         }
     }
 
-    /// Set `disabled = true` for a key. To enable the key, remove `disabled`.
+    /// Disable a key by `disabled = true`, or enable it by removing `disabled`.
     pub(super) fn set_disabled(&mut self, key: &FoundKey, disabled: bool) {
         fn set(table: &mut dyn TableLike, disabled: bool) {
             if disabled {
@@ -255,7 +256,7 @@ impl ConsumersDoc {
                     let mut table = InlineTable::new();
                     table.insert("hash", format!("sha256:{}", key.hash).into());
                     table.insert("disabled", true.into());
-                    // The comments before and after the hash stay in the file.
+                    // Keep the comments before and after the hash.
                     *table.decor_mut() = hash.decor().clone();
                     *hash = Value::InlineTable(table);
                 }
@@ -286,7 +287,7 @@ impl ConsumersDoc {
         let names: Vec<_> = self.rows().into_iter().map(|row| row.name).collect();
         let suggestion = closest_name(name, names.iter().map(String::as_str));
         let suggestion = suggestion.map_or(String::new(), |suggestion| format!("did you mean `{suggestion}`? "));
-        anyhow!("there is no consumer `{name}`\n  {suggestion}--create adds one")
+        anyhow!("there is no consumer `{name}`\n  {suggestion}to add a consumer, use --create")
     }
 }
 
@@ -300,14 +301,14 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
     table.get("name")?.as_str()
 }
 
-/// Append a key to the list, formatted as the last key: on the same line, or on a separate line.
+/// Append a key to the list. If the list has one key per line, put the key on a separate line.
 fn push_key(keys: &mut Array, mut key: Value) {
     let has_trailing_comma = keys.trailing_comma();
     if let Some(last) = keys.len().checked_sub(1).and_then(|last| keys.get_mut(last)) {
         let prefix = decor_text(last.decor().prefix());
         let suffix = decor_text(last.decor().suffix());
         last.decor_mut().set_suffix("");
-        // A comma is added after the last key. Move a comment after this key behind the comma.
+        // `push_formatted` adds a comma after the last key. Move a comment that follows the last key behind this comma.
         let tail = suffix + &decor_text(Some(keys.trailing()));
         if let Some((comment, _)) = tail.rsplit_once('\n') {
             let indentation = prefix.rsplit('\n').next().unwrap_or_default();
@@ -350,9 +351,9 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
     text.and_then(toml_edit::RawString::as_str).unwrap_or_default().to_owned()
 }
 
-// The file on disk. The consumers file is replaced atomically, and only with content that the gateway accepts.
+// The file on disk. The commands replace it atomically, and only with content that the gateway accepts.
 
-/// Configuration keys that the validation of consumers needs.
+/// Configuration keys that are necessary to validate consumers.
 const NEEDED_KEYS: &[&str] = &["auth", "limit", "route.name"];
 
 const EMPTY_FILE: &str =
@@ -361,18 +362,18 @@ const EMPTY_FILE: &str =
 /// The consumers file, locked against other `sluicegate key` commands.
 pub(super) struct ConsumersFile {
     path: PathBuf,
-    /// Index in the list of the configuration's consumers files.
+    /// Index of the file in `auth.consumers_files` of the configuration.
     index: usize,
     text: String,
     config: CompiledConfig,
-    /// Lock on the folder. A lock on the file itself would be lost when the file is replaced.
+    /// Lock on the file's folder. A lock on the file itself would be lost when the file is replaced.
     _lock: File,
 }
 
 impl ConsumersFile {
-    /// Open and lock the consumers file of a configuration. Create the file without consumers if it does not exist.
-    /// `provider` is the NAME of the `[auth.NAME]` whose consumers file is used. It may be `None` if the configuration
-    /// names only one file.
+    /// Open and lock the consumers file of a configuration. If the file does not exist, create it without consumers.
+    /// `provider` is the NAME of the table `[auth.NAME]` whose consumers file is used. `provider` may be `None` if the
+    /// configuration names only one consumers file.
     ///
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
@@ -426,7 +427,7 @@ impl ConsumersFile {
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
-            // Ignore the result, because `write_new` may not have created the file.
+            // Ignore the result, because the file may not exist if `write_new` failed.
             let _ = fs::remove_file(&new_path);
         }
         result.with_context(|| format!("{} cannot be replaced", self.path.display()))
@@ -435,8 +436,7 @@ impl ConsumersFile {
     fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
         let previous = fs::metadata(&self.path)?;
         let mut file = File::create_new(new_path)?;
-        // Deny access to other users until `fchown`, because the owner of the new file may differ from the owner of the
-        // previous file.
+        // Deny other users access to the new file until `fchown` has set its owner to the owner of the previous file.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let metadata = file.metadata()?;
         if (metadata.uid(), metadata.gid()) != (previous.uid(), previous.gid()) {
@@ -451,7 +451,8 @@ impl ConsumersFile {
     }
 }
 
-/// Return the consumers file of a provider. Without a provider, return the only consumers file of the configuration.
+/// Return the path of a provider's consumers file. Without a provider, return the path of the configuration's only
+/// consumers file.
 fn consumers_name<'c>(
     config: &'c Config,
     config_path: &Path,

@@ -72,7 +72,7 @@ pub enum PermitAction {
     Renew,
     /// Remove a permit.
     Release,
-    /// Shorten all permits that expire later than a new permit would.
+    /// Reduce the expiry of all permits that expire later than a new permit would to the expiry of a new permit.
     RepairClockSkew,
 }
 

@@ -1,5 +1,5 @@
-//! Sliding buckets: the window is divided into buckets. The oldest bucket is only partly in the window. All its tokens
-//! count nevertheless, so that no window has more tokens than the limit.
+//! Sliding buckets: the window is divided into buckets. The oldest bucket is only partly in the window. All tokens of
+//! the oldest bucket count nevertheless, so that no window has more tokens than the limit.
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};

@@ -4,7 +4,7 @@ use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step,
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 /// A sliding window that admits about `limit` tokens in any window. A client that sends bursts around the boundary of
-/// two aligned windows gets at most twice as many.
+/// two aligned windows gets at most twice as many tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingWindow {
     /// Tokens per window.
@@ -23,7 +23,7 @@ impl SlidingWindow {
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         // Four times the product of the count and the number of units must be an exact integer: the counts of two
-        // windows are added before the comparison, and deferred costs may double each of them.
+        // windows are added before the comparison, and deferred costs may double each of the two counts.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));

@@ -14,7 +14,7 @@ pub struct TokenBucket {
     pub burst: u64,
     /// Parts of a token that refill per µs.
     pub refill: u64,
-    /// Number of parts of a token. `refill / parts` is a reduced fraction.
+    /// Number of parts into which a token is divided. `refill / parts` is a reduced fraction.
     pub parts: u64,
 }
 
@@ -39,8 +39,8 @@ impl TokenBucket {
         Ok(bucket)
     }
 
-    /// Return a bucket with one `n`-th of the rate and with this burst. Return `None` if its numbers need more than 64
-    /// bits.
+    /// Return a bucket with one `n`-th of this bucket's rate and with the burst `burst`. Return `None` if the new
+    /// bucket needs integers of more than 64 bits.
     pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
         let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
@@ -51,7 +51,7 @@ impl TokenBucket {
     }
 
     /// Return the time in µs in which the bucket repays the debt that existed before a charge of `cost`. `reset_us` is
-    /// the time in which it repays the debt after the charge.
+    /// the time in which the bucket repays the whole debt after the charge.
     pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
         // `reset_us` is rounded up, so the debt after the charge is more than (reset_us - 1) * refill parts.
         let refill = u128::from(self.refill);
@@ -94,8 +94,8 @@ impl TokenBucket {
                 Change::Delete
             } else {
                 let ttl_us = reset(debt);
-                // As in `lua/generic.lua`, the key keeps its expiry if the slack is within its bounds. Otherwise, the
-                // key expires a second after the debt is repaid.
+                // As in `lua/generic.lua`, the key keeps its expiry time if this time is 0.5 s to 1.001 s after the
+                // debt is repaid. Otherwise, set the expiry time to 1 s after the debt is repaid.
                 let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
                 let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
                     true => key_expires_at,
@@ -140,16 +140,16 @@ fn convert_parts(debt: u64, from: u64, to: u64) -> u64 {
     (debt / from).saturating_mul(to).saturating_add(scale_rounding_up(debt % from, to, from)).min(MAX_STATE)
 }
 
-/// Return `value * to / from`, rounded up as in the script. The result is exact if doubles can hold the product, and
-/// otherwise at most 2 too large. Either `value` or `to` is less than `from`.
+/// Return `value * to / from`, rounded up as in the Lua script. The result is exact if doubles can hold the product,
+/// and otherwise at most 2 too large. Either `value` or `to` is less than `from`.
 fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     let product = u128::from(value) * u128::from(to);
     let exact = product.div_ceil(u128::from(from)) as u64;
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // Use the larger of the two results. `exact` can be larger than the result with doubles, because the numbers of a
-    // local share may exceed the exact integers of doubles.
+    // Use the larger of the two results. `exact` can be larger than the result with doubles, because a local share may
+    // use integers that doubles cannot represent exactly.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

@@ -44,12 +44,12 @@ pub(super) struct Batch {
     purpose: Purpose,
     /// Total size of the keys, in bytes.
     key_bytes: usize,
-    /// Sample of the first request, for a probe that resembles this call.
+    /// Properties of the first request, for a probe that resembles this call.
     probe_call: Option<ProbeCall>,
 }
 
-/// The properties of a call that failed. A probe sends a call with these properties, because such calls fail until the
-/// cause is removed.
+/// The properties of a call that failed. A probe sends a call with these properties, so that the probe fails as long as
+/// such calls fail.
 #[derive(Debug, Clone)]
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
@@ -59,8 +59,8 @@ pub(super) struct ProbeCall {
 }
 
 impl ProbeCall {
-    /// Create a sample of charges: of the first charge that counts usage, or else of the first charge. Return `None` if
-    /// there are no charges.
+    /// Create a sample from the first charge that counts usage or, if no charge counts usage, from the first charge.
+    /// Return `None` if there are no charges.
     pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
         let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
         let (identity, rule) = (charge.key.identity, charge.rule.clone());
@@ -71,18 +71,18 @@ impl ProbeCall {
 /// The reason for a call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// Checks of requests, which wait for the result.
+    /// Checks. Requests wait for their results.
     #[default]
     Checks,
     /// Checks that another cluster node redirected to this node with `ASK`, because this node is importing their slot.
     /// `ASKING` precedes the call.
     Asking,
-    /// A probe of a server whose circuit breaker is open, or that did not reply. The batcher does not record its result
-    /// in the circuit breaker.
+    /// A probe of a server whose circuit breaker is open, or that did not reply. The batcher does not record the result
+    /// of a probe in the circuit breaker.
     Probe,
 }
 
-/// The outcome of a batch with a reply.
+/// The outcome of a batch to which Redis has replied.
 pub(super) struct BatchOutcome {
     /// Whether the reply matches the call, and comes from a server that accepts writes.
     pub(super) is_valid: bool,
@@ -112,7 +112,7 @@ struct KeyBuffer {
 }
 
 impl KeyBuffer {
-    /// Append the key that `write` writes. Return its length in bytes.
+    /// Append the key that `write` writes. Return the length of the key in bytes.
     fn push_with(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> usize {
         let start = self.bytes.len();
         write(&mut self.bytes);
@@ -264,8 +264,8 @@ impl Batch {
         !self.is_empty()
     }
 
-    /// Return the script for these requests. The script contains at least `algorithms`, and counts usage only if a
-    /// request does.
+    /// Return the script for these requests. The script contains at least `algorithms`. The script counts usage only if
+    /// a request counts usage.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
         script(
@@ -363,8 +363,8 @@ impl Batch {
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
-            // Refund only what was charged: a shadow limit that denied has charged nothing, and a deferred cost is
-            // charged only after the response.
+            // Refund only what was charged: a shadow limit that would have denied the request has charged nothing, and
+            // a deferred cost is charged only after the response.
             .filter(|(terms, outcome, ..)| outcome.status == Status::Ok && !terms.is_post_paid())
             .map(|(terms, outcome, key, usage_key)| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
@@ -392,9 +392,9 @@ impl BatchGroup {
         self.limits.iter().filter(|limit| limit.counts_usage()).count()
     }
 
-    /// Return whether the group may begin with a command that deletes keys. Such groups come last: above `maxmemory`,
-    /// Redis rejects commands that need memory, but only until the script has written. After a release of permits,
-    /// Redis would therefore accept the charges of the same call.
+    /// Return whether the group may begin with a command that deletes keys. Groups that may delete keys come last:
+    /// above `maxmemory`, Redis rejects commands that need memory, but only until the script has written. If a release
+    /// of permits came first, Redis would therefore accept the charges of the same call even above `maxmemory`.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
@@ -446,17 +446,18 @@ mod tests {
     }
 }
 
-// The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
-// and shrinks multiplicatively, depending on the delay that the requests of the worker add to the round trip.
+// A congestion window limits the requests that one worker has in flight to one server. As in TCP Vegas, the window
+// grows additively and shrinks multiplicatively, depending on the delay that the requests of the worker add to the
+// round trip.
 
 /// Weight of a call without keys, in keys. The smallest script costs Redis as much CPU time as this number of keys.
 const CALL_WEIGHT: usize = 8;
 
-/// The minimum and initial size of the window, in keys. One full batch fits.
+/// The minimum and initial size of the window, in keys. One full batch fits into the window.
 const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 
-/// The maximum size of the window, in keys. 16 full batches fit, which is enough for 50,000 checks/s with a round trip
-/// of 40 ms.
+/// The maximum size of the window, in keys. 16 full batches fit into the window. With a round trip of 40 ms, this is
+/// enough for 50,000 checks/s.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
 /// Number of replies after which the minimum round trip is measured again, because a failover may have changed the
@@ -493,8 +494,8 @@ impl InFlightWindow {
     }
 
     /// Record a reply. The delay is the round trip minus the minimum round trip. If the delay is more than a quarter of
-    /// the timeout minus the minimum round trip, halve the window. Otherwise, enlarge the window if `is_limited`, which
-    /// means that the window limited the number of requests in flight.
+    /// the difference between the timeout and the minimum round trip, halve the window. Otherwise, enlarge the window
+    /// if `is_limited`, which means that the window limited the number of requests in flight.
     pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
         if self.replies == ROUND_TRIP_RESET_REPLIES {
@@ -527,7 +528,11 @@ mod window_tests {
         assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start adds the weight of each reply");
         assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "a delay of 12 ms is less than a quarter of 49 ms");
         assert_eq!(size_after(&mut window, &[14]), 5 * MIN_WINDOW / 2);
-        assert_eq!(size_after(&mut window, &[1; 2]), 5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT, "then, growth is additive");
+        assert_eq!(
+            size_after(&mut window, &[1; 2]),
+            5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT,
+            "after a slow reply, growth is additive"
+        );
         assert_eq!(size_after(&mut window, &[1; 1000]), MAX_WINDOW);
         assert_eq!(size_after(&mut window, &[20; 10]), MIN_WINDOW);
     }

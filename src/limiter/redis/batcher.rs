@@ -34,9 +34,9 @@ use crate::limiter::redis::server::{Address, RedisEndpoint};
 use crate::limiter::redis::{RedisSettings, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// With at least this number of requests in flight, the next call waits for a reply. A call costs Redis and the gateway
-/// as much as one more request in a batch. With fewer requests in flight, too few requests would share a call to
-/// justify the wait.
+/// With at least this number of requests in flight, the next call waits for a reply. The fixed cost of a call in Redis
+/// and in the gateway is as high as the cost of one more request in a batch. With fewer requests in flight, too few
+/// requests would share a call to justify the wait.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
 /// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
@@ -45,8 +45,9 @@ const MAX_QUEUED_BYTES: usize = 4 << 20;
 /// Maximum number of closed idle connections that the batcher tries for one call.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
 
-/// Maximum number of times that a call is repeated with the time of Redis, after Redis has rejected its window
-/// boundaries. Two are needed, because a day may end between the first reply and the second call.
+/// Maximum number of times that a call is repeated with the time of Redis, after Redis has rejected the boundaries of a
+/// calendar window or day. A second repetition may be necessary, because a day may end between the first reply and the
+/// second call.
 const MAX_TIME_CORRECTIONS: u32 = 2;
 
 /// Fraction of the timeout for which a call that Redis rejects is retried.
@@ -77,7 +78,7 @@ pub(super) struct Batcher {
     /// The address of the server if it is a node of a cluster.
     pub(super) node: Option<Address>,
     queue: Mutex<BatchQueue>,
-    /// Number of replies.
+    /// Number of replies from the server.
     reply_count: AtomicU64,
 }
 
@@ -173,8 +174,8 @@ impl Batcher {
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        // Only calendar windows and the days of usage need the time. If this time differs too much from the time of
-        // Redis, Redis replies with its own time.
+        // Only calendar windows and the days of usage totals need the time. If Redis' clock is outside of the window or
+        // day that is computed for this time, Redis rejects the check and replies with its own time.
         let needs_time = |charge: &Charge<'_>| charge.rule.kind() == AlgorithmKind::Calendar || charge.usage.is_some();
         let assumed_now_us = if charges.iter().any(needs_time) { self.clock.now_us() } else { 0 };
         let item = BatchItem { operation, charges, assumed_now_us, purpose, deadline };
@@ -219,8 +220,8 @@ impl Batcher {
                 return Err(BatchError::Store(StoreError::Overloaded));
             };
             if queue.try_claim(self.shares_calls) {
-                // Spawn a task to send the batch. It runs after the tasks that are ready now, so their checks join the
-                // batch.
+                // Spawn a task to send the batch. The task runs after the tasks that are ready now, so the checks of
+                // these tasks join the batch.
                 self.spawn_run();
             }
             self.ensure_sweep(&mut queue);
@@ -333,8 +334,8 @@ impl Batcher {
                     self.breaker.record_reply(epoch);
                 }
                 if !answered.is_valid {
-                    // Replace the connection if the reply is not valid: it may belong to another call, or the server
-                    // may have become a replica.
+                    // Replace the connection if the reply is not valid: the reply may belong to another call, or the
+                    // server may have become a replica.
                     connection.request_replacement();
                 }
                 if let Some((refunds, receivers)) = answered.refunds {
@@ -444,7 +445,7 @@ impl Batcher {
         self.spawn_next();
     }
 
-    /// Refund the charges of a late reply whose checks were already rejected.
+    /// Refund the charges of checks that were rejected before their reply arrived.
     fn send_refunds(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<BatchResult>>) {
         self.lock_queue().push_batch(PendingBatch { batch: refunds, deadline: Some(monotonic() + self.timeout) });
         self.spawn_next();
@@ -657,8 +658,8 @@ impl ServerStore {
         self.batcher.connections.maintain().await;
     }
 
-    /// Decide all of `charges` at one instant, before `deadline`. `asking` is true if another node of the cluster
-    /// redirected the call to this node, which is importing the slot.
+    /// Decide all of `charges` together, before `deadline`. `asking` is true if another node of the cluster redirected
+    /// the call to this node, which is importing the slot.
     ///
     /// # Errors
     /// See [`StoreError`]. A call is sent again only if an error reply proves that it was not executed.
@@ -687,8 +688,8 @@ impl ServerStore {
         })
     }
 
-    /// Send an administrator's command. While the circuit breaker is open, nothing is sent. The circuit breaker does
-    /// not count failures of these commands.
+    /// Send an administrative command, which is not batched with checks. While the circuit breaker is open, nothing is
+    /// sent. The circuit breaker does not count failures of these commands.
     ///
     /// # Errors
     /// See [`StoreError`].

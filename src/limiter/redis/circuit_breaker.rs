@@ -65,7 +65,8 @@ pub struct CircuitBreaker {
 /// The assessment of a failed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Assessment {
-    /// The call has no effect on the circuit breaker, which has changed since the call was sent.
+    /// The circuit breaker has opened or closed since the call was sent. The failed call therefore has no effect on the
+    /// circuit breaker.
     Outdated,
     /// The failure is a sign that the store may be unavailable.
     Suspect,
@@ -194,8 +195,8 @@ impl CircuitBreaker {
 /// replaced, so that the first probe uses a new connection.
 const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 
-/// Length of the window of a failure ratio, and the minimum number of calls in a window for opening the circuit
-/// breaker.
+/// Length of the window in which a [`FailureRatio`] counts calls. With fewer than [`MIN_CALLS`] calls in the window,
+/// the ratio does not open the circuit breaker.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
@@ -203,10 +204,10 @@ const MIN_CALLS: u64 = 20;
 #[derive(Debug)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
-    /// Opens the circuit breaker if half of the calls failed.
+    /// Opens the circuit breaker if at least half of the calls failed.
     failed_ratio: FailureRatio,
-    /// Opens the circuit breaker if nine of ten calls failed or were late. The threshold is high, because an overloaded
-    /// store still replies to some calls in time, and its circuit breaker must stay closed.
+    /// Opens the circuit breaker if at least nine of ten calls failed or were late. The threshold is high, because an
+    /// overloaded store still replies to some calls in time, and its circuit breaker must stay closed.
     late_ratio: FailureRatio,
 }
 
@@ -214,7 +215,7 @@ pub(crate) struct FailureWindow {
 /// call.
 #[derive(Debug)]
 struct FailureRatio {
-    /// The share from which the circuit breaker opens, in tenths.
+    /// The circuit breaker opens if the share of matching calls is at least this value, in tenths.
     max_tenths: u64,
     /// Start of the window in ms, number of calls and number of matching calls, in 32, 16 and 16 bits. 0: no window.
     /// The window begins with a failure, because earlier successes could only reduce the share of failures.
@@ -299,7 +300,7 @@ impl FailureRatio {
 // The log of an outage, which contains each reason once.
 
 /// Maximum number of reasons that are logged for one outage. Later reasons are logged too, because the first reason may
-/// be a coincidence.
+/// not be the cause of the outage.
 const MAX_REASONS: usize = 8;
 
 /// The reasons of one outage that were logged.
@@ -338,9 +339,10 @@ impl OutageLog {
     }
 }
 
-// Whether a store accepts writes. The log has a record when it begins to reject writes and when it accepts them again.
+// Whether a store accepts writes. A record is logged when the store begins to reject writes, and when it accepts writes
+// again.
 
-/// After this time without a rejection, the store counts as accepting writes: at its memory limit, it accepts some
+/// After this time without a rejection, the store counts as accepting writes. A store at its memory limit accepts some
 /// writes and rejects others.
 const WRITE_RECOVERY_TIME: Duration = Duration::from_secs(1);
 
@@ -398,14 +400,18 @@ mod tests {
             assert_eq!(breaker.record_failure(before), Assessment::Suspect);
         }
         assert_eq!(breaker.record_failure(before), Assessment::Failing);
-        assert!(breaker.try_open(before) && !breaker.try_open(before), "one caller opens it");
+        assert!(breaker.try_open(before) && !breaker.try_open(before), "only one caller opens the circuit breaker");
         assert_eq!(breaker.record_failure(before), Assessment::Outdated, "opening changes the epoch");
         breaker.close();
         for _ in 0..2 * MAX_CONSECUTIVE_FAILURES {
             assert_eq!(breaker.record_failure(before), Assessment::Outdated, "closing changes the epoch");
         }
         assert!(!breaker.try_open(before) && !breaker.is_open());
-        assert_eq!(breaker.record_failure(breaker.epoch()), Assessment::Suspect, "the first failure since it closed");
+        assert_eq!(
+            breaker.record_failure(breaker.epoch()),
+            Assessment::Suspect,
+            "the first failure since the circuit breaker closed"
+        );
     }
 }
 
@@ -446,9 +452,13 @@ mod failures_tests {
     #[test]
     fn half_of_twenty_calls_within_a_second_open_the_breaker() {
         let half = "FS".repeat(100);
-        assert_eq!(calls_until_open(&half, 0, 1), Some(21), "at the first failure from the twentieth call on");
+        assert_eq!(
+            calls_until_open(&half, 0, 1),
+            Some(21),
+            "the twentieth call succeeds, so the next failure opens the circuit breaker"
+        );
         assert_eq!(calls_until_open(&half, 0, 47), Some(21), "21 calls in 940 ms");
-        assert_eq!(calls_until_open(&half, 0, 60), None, "fewer than twenty in a second");
+        assert_eq!(calls_until_open(&half, 0, 60), None, "fewer than twenty calls in a second");
         assert_eq!(calls_until_open(&"FSS".repeat(100), 0, 1), None, "a third of the calls failed");
         assert_eq!(calls_until_open(&"FFS".repeat(100), 0, 1), Some(20), "two thirds of the calls failed");
         assert_eq!(
@@ -461,8 +471,8 @@ mod failures_tests {
     #[test]
     fn nine_in_ten_late_replies_open_the_breaker() {
         assert_eq!(calls_until_open(&"L".repeat(100), 0, 1), Some(20));
-        assert_eq!(calls_until_open(&"L".repeat(100), 0, 60), None, "fewer than twenty in a second");
-        assert_eq!(calls_until_open(&"LLLLS".repeat(100), 0, 1), None, "one of five is in time");
+        assert_eq!(calls_until_open(&"L".repeat(100), 0, 60), None, "fewer than twenty calls in a second");
+        assert_eq!(calls_until_open(&"LLLLS".repeat(100), 0, 1), None, "one of five calls is in time");
         assert_eq!(calls_until_open(&format!("{}S", "L".repeat(18)).repeat(100), 0, 1), Some(20), "1 of 19 in time");
         assert_eq!(
             calls_until_open("LLLLFFFFLLLLF", 0, 1),

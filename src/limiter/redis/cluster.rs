@@ -48,10 +48,10 @@ struct Inner {
     nodes: Mutex<KnownNodes>,
 }
 
-/// The nodes that this worker has called.
+/// The nodes for which this worker has a client.
 #[derive(Debug, Default)]
 struct KnownNodes {
-    /// The slot map with which `guards` was last cleaned up: the clients of nodes that are not in the map were removed.
+    /// The slot map at the last cleanup of `guards`. The cleanup removed the clients of nodes that are not in this map.
     slots: Option<Arc<SlotMap>>,
     guards: HashMap<Address, ServerStore>,
 }
@@ -130,7 +130,7 @@ impl ClusterStore {
         self.with_owner(identity_slot(charge.key.identity), deadline, call).await
     }
 
-    /// Send an administrator's command about keys in one slot; see [`ServerStore::admin_command`].
+    /// Send an administrative command for keys in one slot. See [`ServerStore::admin_command`].
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -319,13 +319,14 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
 
 // === Decisions by several calls: one for each identity, or one for each key while a slot migrates ===
 
-// First, all groups are read (peeked), and they are charged only if none denies. A denied request is therefore rarely
-// charged by other limits. If two requests race for the last token, the loser refunds what other groups granted and
-// reads the states again, so that its denial does not include its own charges. The loser may still be denied because of
-// tokens that another request refunds one round trip later. For this reason, denials by several calls are never cached
-// (see `Verdict::decided_at_us`).
+// First, peek at the states of all groups. Charge the groups only if none of them denies, so that a denied request is
+// rarely charged in other groups. If two requests race for the last token, one of them is denied. The denied request
+// refunds the tokens that other groups granted, and reads the states again, so that its denial does not count its own
+// charges. A request may still be denied because of tokens that another request refunds one round trip later. For this
+// reason, denials by several calls are never cached (see `Verdict::decided_at_us`).
 
-/// Maximum number of attempts of a request that loses races, and of a refund that was not executed.
+/// Maximum number of attempts to charge a request that races with other requests, and to make a refund that was not
+/// executed.
 const MAX_ATTEMPTS: usize = 3;
 
 /// A charge that outlives the request.
@@ -399,8 +400,8 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Return an error if the circuit breaker of a group's owner is open. The charges of the other groups would then
-    /// have to be refunded.
+    /// Return an error if the circuit breaker of a group's owner is open. Otherwise the other groups would be charged,
+    /// and their charges would have to be refunded.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -411,8 +412,9 @@ impl ClusterStore {
         Ok(())
     }
 
-    /// Call all groups and send the verdict. Then refund unneeded charges: those of other groups if one group denied or
-    /// failed, and all charges if the request does not wait for the verdict any more.
+    /// Call all groups and send the verdict. Then refund charges that the request does not need. If one group denied or
+    /// failed, refund the charges of the other groups. If the request has stopped waiting for the verdict, refund all
+    /// charges.
     async fn scatter_gather(
         &self,
         deadline: Instant,
@@ -462,7 +464,7 @@ impl ClusterStore {
         let _ = result_sender.send(merge(asked, 0, charge_count).map(saturated));
     }
 
-    /// Return the denial of a request that lost all races.
+    /// Return the denial of a request that was denied in all attempts because other requests took the last token.
     fn saturated(&self, mut verdict: Verdict) -> Verdict {
         if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
             && let Some(outcome) = verdict.outcomes.first_mut()
@@ -560,7 +562,8 @@ impl ClusterStore {
         let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > tokens.start) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
-            // A shadow limit that denied has charged nothing, and a deferred cost is not charged yet.
+            // A shadow limit that would have denied the request has charged nothing, and a deferred cost is not charged
+            // yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {
@@ -602,8 +605,8 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
     for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
-            // The merged error must not say that nothing was executed: this group was not executed, but other groups
-            // may have been.
+            // The merged error must not say that nothing was executed: the call of this group was not executed, but the
+            // calls of other groups may have been.
             error if error.is_overload() => StoreError::LateReply,
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,

@@ -1,4 +1,5 @@
-//! Commands of the Lua scripts for usage totals, quota events and shared records, and their replies.
+//! Redis commands that run the Lua scripts for usage totals, quota events and shared records, and parsers of the
+//! replies.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -36,8 +37,8 @@ pub fn post_usage_command(prefix: &str, post: &UsagePost) -> Cmd {
     command
 }
 
-/// Return the command that lists keys of usage totals from a SCAN cursor on. A scan starts with cursor 0, and ends when
-/// the reply contains cursor 0.
+/// Return the command that lists keys of usage totals, starting at a SCAN cursor. A scan starts with cursor 0, and ends
+/// when the reply contains cursor 0.
 pub fn scan_usage_command(prefix: &str, cursor: u64) -> Cmd {
     let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
     let escaped = prefix.chars().flat_map(|one| is_special(one).then_some('\\').into_iter().chain([one]));
@@ -88,8 +89,8 @@ const FENCED_HASH_SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 /// The fields of a Redis hash and their values.
 pub type Fields = BTreeMap<String, Vec<u8>>;
 
-/// Return the command that reads all fields if the version is not `known_version`. If the caller knows no version,
-/// `known_version` is 0.
+/// Return the command that reads the version of a fenced hash and, if the version is not `known_version`, all fields.
+/// Pass 0 if no version is known.
 pub fn read_hash_command(key: &str, known_version: u64) -> Cmd {
     command(key, "read", known_version)
 }
@@ -107,8 +108,8 @@ pub fn unlock_hash_command(key: &str, token: u64) -> Cmd {
     command(key, "unlock", token)
 }
 
-/// Return the command that writes a field, or removes the field if the value is empty. The reply is the same as for
-/// [`unlock_hash_command`].
+/// Return the command that writes a field, or removes the field if the value is empty. The reply is 1, or 0 if `token`
+/// is not the token of the last lock.
 pub fn write_hash_command(key: &str, token: u64, field: &str, value: &[u8]) -> Cmd {
     let mut command = command(key, "write", token);
     command.arg(field).arg(value);

@@ -25,7 +25,7 @@ use crate::limiter::verdict::StoreError;
 /// Number of consecutive calls without a reply after which a connection counts as hung and is replaced.
 pub const MAX_UNANSWERED_CALLS: u32 = 5;
 
-/// Maximum number of calls that are queued on one connection before senders wait.
+/// Maximum number of calls that are queued on one connection. Further senders wait.
 const PIPELINE_CAPACITY: usize = 1024;
 
 /// Opens connections and loads all scripts of the configuration on them.
@@ -64,8 +64,9 @@ struct ConnectionHealth {
 /// following:
 /// - fail a checkout when the attempt to connect has failed: bb8 waits for its timeout ([`ConnectFailures`]);
 /// - limit the rate of attempts: each checkout without a connection starts an attempt ([`ReconnectThrottle`]);
-/// - open a second connection, because each checkout returns the first connection at once. `min_idle` would open more,
-///   but connects when the pool is built and again at each checkout after a failure ([`Connections::maintain`]);
+/// - open a second connection, because each checkout returns the first connection at once. The bb8 setting `min_idle`
+///   would open more connections, but it connects when the pool is built, and again at each checkout after a failure
+///   ([`Connections::maintain`]);
 /// - detect that an idle connection was closed, without a PING at each checkout ([`Connections::maintain`]).
 #[derive(Debug)]
 pub struct Connections {
@@ -114,8 +115,9 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 }
 
 impl Connections {
-    /// Return the error for a checkout that timed out without a failed attempt. If the server was connected before, the
-    /// new connection is still being opened. Connecting takes several round trips and is not an outage.
+    /// Return the error for a checkout that timed out without a failed attempt. If the gateway was already connected to
+    /// the server, a new connection is still being opened. Connecting takes several round trips, so this case is not an
+    /// outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
@@ -256,7 +258,7 @@ impl ManageConnection for Manager {
     type Error = ConnectError;
 
     async fn connect(&self) -> Result<Pooled, ConnectError> {
-        // Limit the time of an attempt, so that an attempt that hangs does not block a connection of the pool forever.
+        // Limit the time of an attempt, because bb8 counts an attempt that hangs as one of the pool's connections.
         let attempt = timeout(self.connect_timeout, self.open());
         let connection =
             self.throttle.throttle(async { attempt.await.map_err(|_| self.server.timeout_error())? }).await?;
@@ -301,7 +303,7 @@ impl Connection {
     fn is_closed(&self) -> bool {
         let mut multiplexed = self.multiplexed.clone();
         let ping = redis::cmd("PING");
-        // The driver task of an open connection skips a command whose reply is no longer awaited.
+        // If the connection is open, its driver task skips this command, because nothing waits for the reply.
         let send_error = multiplexed.send_packed_command(&ping).now_or_never();
         let closed = send_error.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
         if closed {
@@ -310,7 +312,8 @@ impl Connection {
         closed
     }
 
-    /// Send a command. If another node redirected it to this node with `ASK`, send `ASKING` first.
+    /// Send a command. If another node redirected the command to this node with `ASK`, `asking` must be true: `ASKING`
+    /// is then sent first.
     pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
@@ -361,7 +364,7 @@ pub type DialFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn ByteStream>
 
 /// Opens byte streams to servers.
 pub trait Dial: Debug + Send + Sync {
-    /// Open a stream to the server at `address`. The caller limits the time.
+    /// Open a stream to the server at `address`. The caller applies a timeout.
     fn dial(&self, address: &ConnectionAddr) -> DialFuture;
 }
 
@@ -384,7 +387,7 @@ pub(super) async fn connect_dialed(
 
 // The rate of attempts to connect.
 
-/// Minimum interval between attempts after a failure.
+/// Minimum interval between attempts to connect after a failed attempt.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Limits how often one worker connects to one server after a failure.
@@ -563,7 +566,7 @@ mod throttle_tests {
     async fn two_reconnects_per_second_after_a_failure() {
         let throttle = ReconnectThrottle::default();
         let now = monotonic();
-        assert!(throttle.try_begin(now).is_ok() && throttle.try_begin(now).is_ok(), "none has failed yet");
+        assert!(throttle.try_begin(now).is_ok() && throttle.try_begin(now).is_ok(), "no attempt has failed yet");
         assert!(throttle.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
         let failed = monotonic();
         let mut attempts = Vec::new();

@@ -36,8 +36,8 @@ impl RedisErrorKind {
     pub fn from_error(error: &RedisError) -> Option<Self> {
         let (code, detail) = code_and_detail(error)?;
         Some(match code {
-            // After these errors, nothing was written: Redis does not stop a script that has written, and changes its
-            // role only between scripts.
+            // A call with one of these errors has written nothing: Redis does not stop a script that has written, and
+            // changes its role only between scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
@@ -67,8 +67,8 @@ impl RedisErrorKind {
     }
 }
 
-/// Return whether the call may succeed on a new connection, which logs in again and may lead to a new master at the
-/// same address.
+/// Return whether the call may succeed on a new connection. A new connection logs in again, and may lead to a new
+/// master at the same address.
 pub fn is_connection_error(error: &RedisError) -> bool {
     matches!(code_and_detail(error), Some(("READONLY" | "NOAUTH", _)))
 }
@@ -145,7 +145,7 @@ pub fn diagnose_url(error: &RedisError) -> String {
 /// Diagnose a failed attempt to connect to `address`.
 pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
     match error.kind() {
-        // The server at the address has another mode: see [`super::connection::HelloReply::mismatch`].
+        // The server at the address is not of the expected kind: see [`super::connection::HelloReply::mismatch`].
         ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
         ErrorKind::Parse => diagnose_protocol(error, address),
         _ => match io_error(error) {
@@ -225,8 +225,8 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
-/// The beginnings of the error message of a script that lacks a permission for a command or key. The first is that of
-/// Redis up to 7.0, the second that of Redis since 7.2 and of Valkey.
+/// The beginnings of the error message of a script that lacks a permission for a command or key. Redis up to 7.0 uses
+/// the first beginning. Redis since 7.2 and Valkey use the second.
 const SCRIPT_PERMISSION_ERRORS: [&str; 2] = ["The user executing the script can't", "ACL failure in script"];
 
 /// Return whether a part of an error reply is the error of a script that lacks a permission.
@@ -240,7 +240,8 @@ pub fn missing_permission(error: &RedisError) -> Option<String> {
 }
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
-    // Redis 7.0 does not name the command that the script called. Without a command name, name the kind of permission.
+    // The error of Redis 7.0 does not contain the command that the script called. Without a command name, return the
+    // kind of permission.
     let script = is_script_permission_error(detail);
     if code != "NOPERM" && !script {
         return None;
@@ -250,7 +251,7 @@ fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
     match detail.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
         Some((command, _)) => Some(format!("+{command}")),
         None if detail.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
-        None if script => Some("a command of the scripts".to_owned()),
+        None if script => Some("a command that the gateway's Lua scripts call".to_owned()),
         None => Some(detail.to_owned()),
     }
 }
@@ -313,7 +314,8 @@ fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     }
 }
 
-/// Diagnose a reply of another protocol. The error of the parser contains the first bytes of the reply.
+/// Diagnose a reply that is not in the Redis protocol. The parser's error contains the first unexpected byte of the
+/// reply.
 fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
     let detail = error.detail().unwrap_or_default();
     let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));

@@ -19,8 +19,8 @@ pub struct OverrideEntry {
     pub key: String,
     /// The override as JSON. Empty for a reset and for a removed override.
     pub value: String,
-    /// Revision of the record: the time of the write in µs, but always greater than the revision that it replaced. 0 if
-    /// the stored value has no revision.
+    /// Revision of the record: the time of the write in µs, but always greater than the revision of the record that it
+    /// replaced. 0 if the stored value has no revision.
     pub revision: u64,
     /// Instant until which the record is active, in µs since the Unix epoch by Redis' clock. For a removed override,
     /// the value is 0.
@@ -50,13 +50,13 @@ pub struct KnownRevision {
     pub is_in_force: bool,
 }
 
-/// Return the key of the hash.
+/// Return the key of the hash that contains the overrides.
 pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
-/// A write of one field. Redis gives the record a revision that is greater than the revision that this gateway knows,
-/// and than the revision that Redis has.
+/// A write of one field of the overrides hash. Redis gives the record a revision that is greater than both the revision
+/// that this gateway knows and the revision that Redis has.
 #[derive(Debug, Clone, Copy)]
 pub struct OverrideWrite<'a> {
     /// Name of the field, which contains the kind, the limit and the identity of the record.

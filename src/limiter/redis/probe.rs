@@ -26,7 +26,8 @@ const SUSPECT_PROBE_INTERVAL: Duration = Duration::from_millis(10);
 const PROBE_LIMIT: &str = "~probe";
 
 impl Batcher {
-    /// Return whether the error shows that the server cannot be used. Errors that concern only one call do not.
+    /// Return whether the error shows that the server cannot be used. Return false for errors that concern only one
+    /// call.
     pub(super) fn is_failure(&self, error: &StoreError) -> bool {
         self.is_failure_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
     }
@@ -48,7 +49,7 @@ impl Batcher {
     }
 
     /// Record a failed call that was sent in this epoch of the circuit breaker. If there is a `sample`, later probes
-    /// send a call with the same properties.
+    /// send a call with the properties of this sample.
     pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
             Assessment::Failing => self.open_breaker(epoch, error, sample),
@@ -125,8 +126,8 @@ impl Batcher {
         result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
     }
 
-    /// A probe needs the same permissions as calls: it uses the slot of the failed call, and writes with the same
-    /// commands to a state that no request uses.
+    /// Send a probe that needs the same Redis permissions as the failed call. The probe uses the slot of the failed
+    /// call, and writes with the same commands to a state that no request uses.
     async fn send_probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
         let Some(ProbeCall { identity, rule, usage }) = sample else {
             let mut connection = checkout(&self.connections).await?;

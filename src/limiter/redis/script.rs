@@ -1,7 +1,7 @@
 //! Composes the Lua scripts from the files in `lua/`, encodes their arguments and decodes their replies.
 //!
 //! A driver reads the arguments, performs the checks and writes the states. The algorithms are branches of an `if` in
-//! the driver. The composer knows four markers, each alone on a line:
+//! the driver. The composer knows the following markers, each alone on a line:
 //!
 //! - `--@body` in an algorithm file: the lines after the marker are the branch. The declarations before the marker name
 //!   the variables of the driver that the branch uses. They are not part of the composed script.
@@ -60,7 +60,7 @@ const ALGORITHMS: [Algorithm; 6] = [
 /// The driver of a script. The fewer features a driver supports, the less CPU time a check needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScriptVariant {
-    /// The driver supports any requests.
+    /// The driver supports all requests.
     Generic,
     /// The driver supports requests with one limit each, of [supported](ScriptVariant::supports) kinds. The requests
     /// may take several tokens ([`Operation::TakeUpTo`]).
@@ -96,7 +96,8 @@ impl ScriptVariant {
     }
 
     /// Return whether the single and the small driver support this kind. These drivers support only states with three
-    /// fields. They do not support calendar windows, because the algorithm of calendar windows can return an error.
+    /// fields. These drivers do not support calendar windows, because the algorithm of calendar windows can return an
+    /// error.
     pub fn supports(kind: AlgorithmKind) -> bool {
         matches!(
             kind,
@@ -188,7 +189,7 @@ fn repeat_blocks(driver: &str, limits: usize) -> String {
     script
 }
 
-/// A set of algorithm files, and whether the scripts count usage.
+/// A set of algorithm files, and whether the scripts count usage totals.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AlgorithmSet(usize);
 
@@ -196,7 +197,7 @@ pub struct AlgorithmSet(usize);
 const USAGE_BIT: usize = 1 << ALGORITHMS.len();
 
 impl AlgorithmSet {
-    /// All algorithms, without usage.
+    /// All algorithms, for scripts that do not count usage totals.
     pub const ALL: AlgorithmSet = AlgorithmSet(USAGE_BIT - 1);
 
     /// Return the algorithms that these rules use.
@@ -210,13 +211,13 @@ impl AlgorithmSet {
         AlgorithmSet(self.0 | others.0)
     }
 
-    /// Return the same algorithms, with or without usage.
+    /// Return the same algorithms, for scripts that count or do not count usage totals.
     #[must_use]
     pub fn with_usage(self, counts_usage: bool) -> Self {
         AlgorithmSet(if counts_usage { self.0 | USAGE_BIT } else { self.0 & !USAGE_BIT })
     }
 
-    /// Return whether the scripts count usage.
+    /// Return whether the scripts count usage totals.
     pub fn counts_usage(self) -> bool {
         self.0 & USAGE_BIT != 0
     }
@@ -310,7 +311,7 @@ impl LimitArgs {
         LimitArgs { usage, ..self }
     }
 
-    /// Return whether the request changes a total of usage.
+    /// Return whether the request changes a usage total.
     pub fn counts_usage(&self) -> bool {
         self.usage.is_some()
     }

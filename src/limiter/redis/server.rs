@@ -14,7 +14,7 @@ use crate::limiter::redis::connection;
 use crate::limiter::redis::connection::{Dial, ServerMode};
 use crate::limiter::redis::error::{diagnose_connect, diagnose_timeout};
 
-/// Interval for asking the Sentinels whether another server has become the master.
+/// Minimum interval between queries that ask the Sentinels for the current master.
 const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Host and port of a Redis server.
@@ -61,12 +61,12 @@ impl ConnectError {
 #[derive(Debug, Clone)]
 pub struct Login {
     info: ConnectionInfo,
-    /// Opens the streams if the redis crate does not open them.
+    /// Opens the byte streams of connections. `None` if the redis crate opens them.
     dial: Option<Arc<dyn Dial>>,
 }
 
 impl Login {
-    /// Create the login of a client.
+    /// Create a login with the credentials, the database and the TLS settings of `client`.
     pub fn from_client(client: &Client) -> Self {
         Login { info: client.get_connection_info().clone(), dial: None }
     }
@@ -135,7 +135,7 @@ impl RedisEndpoint {
         }
     }
 
-    /// Return the dialer that opens the streams, if the redis crate does not open them.
+    /// Return the dialer that opens the byte streams of connections. Return `None` if the redis crate opens them.
     pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
         match self {
             RedisEndpoint::Dialed { dial, .. } => Some(dial),
@@ -237,7 +237,8 @@ impl Sentinels {
         self.last_master.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Query one Sentinel for the master and the epoch of its failover.
+    /// Query one Sentinel for the address of the master and for the configuration epoch. Each failover increments the
+    /// epoch.
     async fn query_epoch(&self, sentinel: &Client, connect_timeout: Duration) -> Option<(u64, Address)> {
         let mut connection = self.connect(sentinel, connect_timeout).await.ok()?;
         let mut command = redis::cmd("SENTINEL");

@@ -1,7 +1,7 @@
 //! Reads a JSON request body in one pass, and collects the values at JSON pointers and the JSON-RPC messages.
 //!
 //! All other values are discarded. A value is ambiguous if servers may read different values for its path. This is the
-//! case if a member of the path occurs twice, or if another member has the same name in different case.
+//! case if a member of the path occurs twice, or if two member names differ only in case, such as `model` and `Model`.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,7 +11,7 @@ use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use crate::payload::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
 
-/// Maximum length of a value in bytes.
+/// Maximum length of a collected string in bytes.
 pub const MAX_VALUE: usize = 1024;
 
 /// Maximum number of JSON pointers in a configuration.
@@ -34,7 +34,8 @@ pub enum JsonValue {
     Compound,
     /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values, because the member with this name occurs more than once or in different case.
+    /// Servers may read different values, because the member with this name occurs more than once, or with another case
+    /// of its name.
     Ambiguous(Box<str>),
 }
 
@@ -201,7 +202,7 @@ impl Collector {
         element
     }
 
-    /// Record the value at a position. `value` is called only if a pointer may lead to this position.
+    /// Record the value at a position. The closure `value` is called only if a pointer may lead to this position.
     pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
         if position.matching | position.rpc == 0 {
             return;
@@ -256,7 +257,7 @@ pub fn text_value(text: &str) -> JsonValue {
 /// The result of comparing the name of a member with a segment of a pointer.
 enum Spelling {
     Equal,
-    /// The name differs from the segment only in case, so servers that ignore case treat them as equal.
+    /// The name differs from the segment only in case, so servers that ignore case treat both as equal.
     OtherCase,
     Different,
 }
@@ -516,8 +517,8 @@ mod tests {
             let _ = read(&bytes, &pointers(&["/a", "/0/b"]), true);
         }
 
-        /// The collected value is the value that serde_json finds at the pointer, regardless of its position in the
-        /// document.
+        /// The collected value is the value that serde_json finds at the pointer, regardless of the value's position in
+        /// the document.
         #[test]
         fn value_agrees_with_serde_json(before in "[b-z]{1,4}", text in "\\PC{0,20}", index in 0..4usize) {
             let mut elements = vec![serde_json::json!({ "b": 1 }); 4];

@@ -24,7 +24,7 @@ const URI: usize = 3;
 const TASK_ID: usize = 4;
 const VERSION: usize = 5;
 
-/// The members of a message that are read, in the order of the constants above.
+/// The members of a message that are read. The index of each member is one of the constants `METHOD` to `VERSION`.
 pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
     let written = [
         "/method",
@@ -126,7 +126,7 @@ impl Messages {
     }
 }
 
-/// Collects the JSON-RPC messages while a body is read.
+/// Collects the JSON-RPC messages of a body while the body is read.
 #[derive(Debug, Default)]
 pub(super) struct MessageReader {
     /// The members of the message that is being read.
@@ -244,11 +244,12 @@ pub const MCP_NAME: HeaderName = HeaderName::from_static("mcp-name");
 /// The header with the MCP protocol version. The version of MCP is the date of a revision.
 pub const MCP_PROTOCOL_VERSION: HeaderName = HeaderName::from_static("mcp-protocol-version");
 
-/// The first MCP revision whose requests must have these headers. Revisions are dates, so they can be compared as text.
+/// The first MCP revision that requires the MCP headers in requests. Revisions are dates, so they can be compared as
+/// text.
 const FIRST_WITH_HEADERS: &str = "2026-07-28";
 
-/// Check the MCP headers against the messages in the body. A header that is present must always match. Since revision
-/// 2026-07-28, requests must have the headers.
+/// Check the MCP headers against the messages in the body. A header that is present must always match. From revision
+/// 2026-07-28 on, the headers are required.
 ///
 /// # Errors
 /// A header does not match the body, is missing although it is required, or is present more than once.
@@ -260,7 +261,7 @@ pub fn check_mcp_headers(headers: &HeaderMap, messages: &Messages) -> Result<(),
         let is_new = |version: Option<&str>| version.is_some_and(|version| version >= FIRST_WITH_HEADERS);
         let is_new = is_new(version) || messages.list.iter().any(|message| is_new(message.version.as_deref()));
         return match method.is_some() || name.is_some() || is_new {
-            true => mismatch("the body is a batch, which has no Mcp-Method"),
+            true => mismatch("the body is a batch, which cannot have Mcp-Method, Mcp-Name or revision 2026-07-28"),
             false => Ok(()),
         };
     };
@@ -300,7 +301,7 @@ fn mirrored_name(message: &Message) -> Option<&str> {
     }
 }
 
-/// Return the value of a header. It is an error if the header occurs more than once.
+/// Return the value of a header. Return an error if the header occurs more than once or has invalid characters.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<Option<&'h str>, RpcError> {
     let mut lines = headers.get_all(name).iter();
     let Some(first) = lines.next() else { return Ok(None) };
@@ -440,7 +441,8 @@ mod tests {
             (old, &[], ""),
             (old, &[("mcp-protocol-version", "2025-11-25")], ""),
             (old, &[V], "Mcp-Method header is missing"),
-            // A header is checked even if the revision does not require it, because another server may trust it.
+            // A header is checked even if the revision does not require it, because another server may rely on the
+            // header.
             (old, &[("mcp-name", "b")], "Mcp-Name header does not match"),
             (old, &[("mcp-method", "tools/list")], "Mcp-Method header does not match"),
             (r#"{"method":"notifications/x"}"#, &[V], ""),

@@ -1,5 +1,5 @@
 //! Measures the token usage of an LLM response while the gateway forwards it. If the provider does not report the
-//! usage, it is estimated from the generated text.
+//! usage, the meter estimates the usage from the length of the generated text.
 
 use std::sync::{Arc, LazyLock};
 
@@ -24,7 +24,7 @@ pub enum UsageFormat {
     },
 }
 
-/// The kind of tokens of a count.
+/// The kind of tokens that a count contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountKind {
     /// Input tokens, including cached input tokens.
@@ -35,7 +35,8 @@ pub enum CountKind {
     Output,
 }
 
-/// Paths of usage objects for [`UsageFormat::Auto`]. In the list of all paths, `type` and the counts of Ollama follow.
+/// Paths of usage objects for [`UsageFormat::Auto`]. In the list of all paths, the path `type` and the paths of the
+/// Ollama counts follow these paths.
 const USAGE_PATHS: [&[&str]; 8] = [
     &["usage"],
     &["response", "usage"],
@@ -62,7 +63,7 @@ static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
 pub struct MeasuredUsage {
     /// The numbers of used tokens.
     pub usage: TokenUsage,
-    /// Whether a count was estimated because the provider did not report it.
+    /// Whether a token count was estimated because the provider did not report the count.
     pub is_estimated: bool,
 }
 
@@ -75,7 +76,8 @@ enum Framing {
     Documents,
 }
 
-/// Measures a response that arrives in chunks. A chunk may end anywhere. The memory of the meter is bounded.
+/// Measures a response that arrives in chunks. A chunk may end at any byte. The meter needs only a bounded amount of
+/// memory.
 #[derive(Debug)]
 pub struct ResponseMeter {
     framing: Framing,
@@ -101,7 +103,8 @@ struct Tally {
 struct Document {
     text_bytes: u64,
     usage: Option<TokenUsage>,
-    /// Whether the text repeats the text of earlier events, as in `response.completed` of OpenAI Responses.
+    /// Whether the document repeats the text of earlier events, as the event `response.completed` of OpenAI Responses
+    /// does.
     repeats_text: bool,
 }
 
@@ -178,8 +181,8 @@ impl ResponseMeter {
         }
     }
 
-    /// Return a lower bound of the number of output tokens so far: the reported number or one per delta, whichever is
-    /// larger.
+    /// Return a lower bound of the number of output tokens so far: the reported number or the number of deltas,
+    /// whichever is larger.
     pub fn min_output(&self) -> u64 {
         self.tally.reported.map_or(0, |reported| reported.output).max(self.tally.deltas)
     }
@@ -249,8 +252,8 @@ impl JsonSink for Tally {
         }
         let Some(usage) = usage else { return };
         let reported = self.reported.unwrap_or_default();
-        // The report includes the output so far, so discard its estimate. Reports of 0 or of a lower number are ignored
-        // here.
+        // The report includes the output so far, so discard the estimate of this output. Keep the estimate if the
+        // reported number is 0 or lower than in an earlier report.
         if usage.output > 0 && usage.output >= reported.output {
             self.unreported_output = 0;
         }
@@ -258,7 +261,7 @@ impl JsonSink for Tally {
     }
 }
 
-/// Return whether an event is the extra event with the usage that OpenAI sends because of
+/// Return whether an event is the additional event with the token usage, which OpenAI sends if the request sets
 /// `stream_options.include_usage`.
 pub fn is_usage_event(event: &[u8]) -> bool {
     #[derive(Deserialize)]
@@ -266,7 +269,7 @@ pub fn is_usage_event(event: &[u8]) -> bool {
         choices: Vec<IgnoredAny>,
         usage: Option<IgnoredAny>,
     }
-    // For speed, parse only events that contain `[]`. The extra event has `"choices": []`, but most events have
+    // For speed, parse only events that contain `[]`. The usage event has `"choices": []`, but most other events have
     // choices.
     if memmem::find(event, b"[]").is_none() {
         return false;
@@ -302,6 +305,7 @@ enum Line {
     Field(usize),
     /// In the data, after its first byte. A space as the first byte is not part of the data.
     Data,
+    /// At the start of the data, directly after `data:`.
     DataStart,
     /// In another field of the event, or in a comment.
     Other,
@@ -494,7 +498,7 @@ pub(super) mod tests {
         let stream = delta("") + &delta("a") + &delta("four") + &delta("five5") + "data: [DONE]\n\n";
         assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured((100, 0, 4), true));
         let empty = delta("") + "data: [DONE]\n\n";
-        assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "neither text nor usage");
+        assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "no text and no usage");
         assert_eq!(measure("application/json", [&b"{\"error\":{\"message\":\"x\"}}"[..]]), None);
         assert!(ResponseMeter::new("image/png", UsageFormat::Auto, 4).is_none());
     }

@@ -1,6 +1,6 @@
 //! Token counts and error bodies in the formats of LLM providers, and the weights of tokens.
 //!
-//! | provider | where | cached input |
+//! | provider | location of the token counts | cached input tokens |
 //! |---|---|---|
 //! | OpenAI Chat Completions, Mistral, DeepSeek, most compatible servers | `usage` with `prompt_tokens` | part of the input |
 //! | OpenAI Responses | `usage` or `response.usage` with `input_tokens` and `input_tokens_details` | part of the input |
@@ -15,8 +15,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
 
-/// Maximum plausible number of tokens. A report with a larger count is ignored, because it would use up a quota for
-/// years.
+/// Maximum plausible number of tokens. The gateway ignores a report with a larger count, because this count would use
+/// up a quota for years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
 
 /// The numbers of tokens that a request used.
@@ -48,7 +48,7 @@ pub fn parse_usage(json: &[u8]) -> Option<TokenUsage> {
     serde_json::from_slice::<UsageObject>(json).ok()?.tokens()
 }
 
-/// Parse a single count. Return `None` if it is absent or invalid.
+/// Parse a single count. Return `None` if the count is absent or invalid.
 pub fn parse_count(json: &[u8]) -> Option<u64> {
     match serde_json::from_slice(json).ok()? {
         Count::Valid(count) => Some(count),
@@ -204,7 +204,7 @@ impl<'de> Deserialize<'de> for Count {
 
 // === Weights of tokens, which determine the cost of a request in the unit of the limit ===
 
-/// Maximum weight of a token.
+/// Maximum weight of a token, in the unit of the limit.
 pub const MAX_WEIGHT: i32 = 1_000_000;
 
 /// Maximum cost. Lua 5.1, which runs the scripts in Redis, represents integers exactly only up to this value.
@@ -258,8 +258,8 @@ pub struct ModelWeights {
 
 impl ModelWeights {
     /// Return the weights for a model. If several patterns match, the pattern with the most literal characters takes
-    /// precedence. If two have the same number, a pattern without `*` takes precedence. The case of the name is
-    /// ignored, because some servers ignore it.
+    /// precedence. If two patterns have the same number of literal characters, a pattern without `*` takes precedence.
+    /// The case of the model name is ignored, because some servers ignore it too.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
         let model = model.map(str::to_ascii_lowercase);
         model.and_then(|model| NamePattern::best_match(&self.models, &model)).copied().unwrap_or(self.default)
@@ -294,7 +294,7 @@ impl NamePattern {
         let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
         let Some(last) = parts.next_back() else { return rest.is_empty() };
         for part in parts {
-            // Use the leftmost occurrence, because it leaves the most text for the following parts.
+            // Use the leftmost occurrence of the part, because it leaves the most text for the following parts.
             let Some(at) = rest.find(part) else { return false };
             rest = &rest[at + part.len()..];
         }
@@ -352,7 +352,7 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                // The path belongs to the older Completions API, whose events differ from Chat Completions.
+                // `is_text` is true for the older Completions API, whose events differ from those of Chat Completions.
                 let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
@@ -407,7 +407,7 @@ impl Provider {
 }
 
 /// Return the last non-empty segment of a path, without parameters after `;`. Many servers ignore trailing slashes and
-/// such parameters.
+/// parameters in paths.
 pub fn operation(path: &str) -> &str {
     let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
     last.split(';').next().unwrap_or_default()

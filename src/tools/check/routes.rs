@@ -1,5 +1,5 @@
-//! Warnings that need a route lookup for sample requests: redirects that lead to themselves, and alternative spellings
-//! of a path that evade the limits of its route.
+//! Warnings that depend on the routes of sample requests: redirect loops, alternative spellings of a path that evade
+//! the limits of its route, and requests that evade a route's `require`.
 
 use http::header::{HOST, LOCATION};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri};
@@ -15,12 +15,13 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{RedirectTarget, Route, RouteAction};
 use crate::tools::check::LintInput;
 
-/// The host of sample requests for routes without `hosts`. A host with this name cannot exist (RFC 6761 §6.4).
+/// The host of sample requests for routes without `hosts`. The top-level domain `invalid` is reserved, so no host has
+/// this name (RFC 6761 §6.4).
 const ANY_HOST: &str = "host.invalid";
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// Warn of redirects whose location matches the route that sent the redirect.
+/// Warn of redirects to a location that matches the route of the redirect itself.
 pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
     for candidates in candidates_by_route(input.config) {
@@ -64,8 +65,8 @@ fn loop_issue(route: &Route) -> (String, String) {
     (message, hint.to_owned())
 }
 
-/// Return whether all requests seem to come through a proxy that terminates TLS. This is assumed if there are trusted
-/// proxies, no listener has TLS, and the route has no conditions and no `listeners`.
+/// Return whether all requests of a route probably come through a proxy that terminates TLS. The answer is yes if there
+/// are trusted proxies, no listener has TLS, and the route has no conditions and no `listeners`.
 fn is_behind_tls_proxy(input: &LintInput<'_>, candidate: &RouteCandidate<'_>) -> bool {
     let has_proxies = !input.config.client_ip.trusted_proxies.is_empty();
     let no_tls = input.config.listeners.iter().all(|listener| listener.tls.is_none());
@@ -84,7 +85,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
             find(config, host, request, listener).is_some_and(|found| found.index == route.index)
         };
         if !is_found(&sample.host, &request, listener) {
-            // Skip the request if another route takes precedence for it.
+            // Another route takes precedence for this request, so the request does not get the redirect.
             return false;
         }
         let Ok(response) = redirect.response(&request, &route.path_pattern, &path) else { return false };
@@ -98,7 +99,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
     })
 }
 
-/// Return the listeners that a client may connect to when it follows a location.
+/// Return the listeners to which a client may connect when it follows a redirect to `location`.
 fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Vec<usize> {
     let Some(scheme) = location.scheme_str() else { return vec![current] };
     let default_port = if scheme == "https" { 443 } else { 80 };
@@ -114,8 +115,8 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     listeners
 }
 
-/// Warn of a protected route (with limits or `require`) with a literal path, if another spelling of the path matches an
-/// unprotected route to the same upstream.
+/// Warn of a route with a literal path that has limits or `require`, if another spelling of the path matches a route to
+/// the same upstream that lacks this protection.
 pub(super) fn unlimited_spellings(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).filter_map(|candidates| unlimited_spelling(input, &candidates)).collect()
 }
@@ -149,7 +150,7 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
         }
     };
     let message = format!(
-        "{} match the route `{}` on the same upstream, which {missing}: many applications treat these paths as `{path}`",
+        "{} match the route `{}` on the same upstream, and this route {missing}: many applications treat these paths as `{path}`",
         spellings.join(", "),
         other.name
     );
@@ -158,13 +159,14 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of a route with `require` that is restricted by `methods`, `match`, `hosts` or `listeners`, if other requests for
-/// the same path match a catch-all route to the same upstream that needs no credential.
+/// Warn of a route with `require` that is restricted by `methods`, `match`, `hosts` or `listeners`. The warning is
+/// necessary if other requests for the same path match a catch-all route that forwards to the same upstream without a
+/// credential.
 pub(super) fn open_alternatives(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).flat_map(|candidates| open_alternatives_of(input, &candidates)).collect()
 }
 
-/// The methods of sample requests. OPTIONS is not included, because preflights never have a credential.
+/// The methods of sample requests. OPTIONS is not included, because a CORS preflight never has a credential.
 const SAMPLE_METHODS: [Method; 6] =
     [Method::GET, Method::HEAD, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
@@ -175,7 +177,7 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
     let Some(path) = route.path_pattern.sample("x").filter(|_| requires_credential) else { return issues };
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return issues };
     // Find a catch-all route without authentication that matches the requests that the restriction excludes. A route
-    // with `identify` is not reported, because it admits requests without a credential on purpose.
+    // with `identify` is not reported, because `identify` says that requests without a credential are intended.
     let open_route = |sample: Sample, listeners: &[usize], is_catch_all: fn(&config::tables::Route) -> bool| {
         let is_open = |found: &&Route| {
             found.auth.is_none()
@@ -242,13 +244,13 @@ fn has_method(candidates: &[RouteCandidate<'_>], method: &Method) -> bool {
     candidates.iter().any(|candidate| candidate.methods.contains(method))
 }
 
-/// Return the routes that match sample requests for `path`, one for each listener. Apart from the path, the requests
-/// meet all conditions of the route `candidate`.
+/// Return the routes that match sample requests for `path`, one route for each listener. Apart from the path, the
+/// sample requests meet all conditions of the route `candidate`.
 fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
     Sample::new(candidate).map_or(Vec::new(), |sample| sample.found_routes(config, candidate.listeners, path))
 }
 
-/// The protection of an upstream by a route.
+/// How a route protects its upstream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Protection<'r> {
     /// The route has a limit that denies requests.
@@ -264,7 +266,8 @@ fn protections(route: &Route) -> impl Iterator<Item = Protection<'_>> {
     requires_credential.then_some(Protection::Credential).into_iter().chain(limits)
 }
 
-/// Return a protection (a limit or `require`) that `route` has and `other` lacks, if both lead to the same upstream.
+/// Return a protection (a limit or `require`) that `route` has and `other` lacks, if both routes forward to the same
+/// upstream.
 fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>> {
     let (RouteAction::Forward(upstreams), RouteAction::Forward(others)) = (&route.action, &other.action) else {
         return None;
@@ -330,7 +333,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// Return `None` if a condition is a regular expression, because a matching value is then unknown.
+    /// Return `None` if a condition is a regular expression, because this function cannot construct a matching value.
     fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
         Sample::with_conditions(candidate, candidate.conditions)
     }
@@ -368,7 +371,7 @@ impl Sample {
         Some(Sample { host, method, headers, query, body: JsonBody::from_values(values) })
     }
 
-    /// Create a sample that has the host and the method of the route, but meets none of its conditions.
+    /// Create a sample with the host and the method of the route that meets none of the route's conditions.
     fn without_conditions(candidate: &RouteCandidate<'_>) -> Option<Self> {
         let absent = candidate.conditions.iter().filter(|condition| condition.test == ValueTest::Absent);
         let present =
@@ -382,8 +385,8 @@ impl Sample {
         self
     }
 
-    /// Return the routes that match the request with this path, one for each listener. An empty list means all
-    /// listeners.
+    /// Return the routes that match the sample request with this path, one route for each of `listeners`. An empty list
+    /// means all listeners.
     fn found_routes<'r>(&self, config: &'r CompiledConfig, listeners: &[usize], path: &str) -> Vec<&'r Route> {
         let Some(request) = self.with_path(path) else { return Vec::new() };
         let listeners = (0..config.listeners.len()).filter(|index| includes(listeners, *index));

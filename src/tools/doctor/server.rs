@@ -27,29 +27,29 @@ const MIN_VERSION: (u32, u32) = (6, 2);
 /// The Redis releases with which `make test-stores` runs the tests.
 const TESTED_RELEASES: [(&str, (u32, u32)); 4] =
     [("redis", (6, 2)), ("redis", (7, 0)), ("redis", (8, 2)), ("valkey", (9, 1))];
-/// If a script runs for longer than `lua-time-limit`, the server replies BUSY to all clients. The scripts take less
-/// than 1 ms, but on a busy machine a limit below this value may be exceeded.
+/// The check warns if `lua-time-limit` is below this value. If a script runs longer than `lua-time-limit`, the server
+/// replies BUSY to all clients. The gateway's scripts take less than 1 ms, but may take longer on a busy machine.
 const SHORT_SCRIPT_LIMIT_MS: u64 = 100;
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
-/// `store.timeout` should be at least this many median round trips, because a call may wait for another call and for
-/// the script.
+/// `store.timeout` should be at least this multiple of the median round trip, because Redis may run other calls before
+/// a call of the gateway.
 const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
 const MIN_TIMEOUT: Duration = Duration::from_millis(50);
-/// The check warns if connecting takes longer than this, which is half of the default of `store.connect_timeout`.
+/// The check warns if connecting takes longer than this time: half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
 /// Connect to the server and send HELLO.
 ///
 /// # Errors
-/// The connection or the authentication fails. The error is the diagnosis for administrators.
+/// The connection or the authentication fails. The error is an explanation for administrators.
 pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // Send HELLO, because a successful TCP connection does not prove that the server is Redis. Without a password, the
-    // client has not sent any command yet.
+    // Send HELLO, because a successful TCP connection does not prove that the server is Redis. If the configuration has
+    // no password, this is the first command that the client sends.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -81,7 +81,7 @@ pub(super) async fn check_version(
     let number: (u32, u32) = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
     let check = Check::ok("version", format!("{server} {version}"));
     Ok(if number < MIN_VERSION {
-        check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
+        check.with_status(Status::Failed).with_advice("the gateway requires version 6.2 or later")
     } else if !TESTED_RELEASES.contains(&(server.as_str(), number)) {
         check.with_advice("the gateway is tested with Redis 6.2, 7.0 and 8.2 and Valkey 9.1; this version should work")
     } else {
@@ -97,7 +97,8 @@ pub(super) async fn check_role(
     let reply_fields = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
         (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
-        // If ROLE is not permitted, use the role of the HELLO reply, which does not contain the number of replicas.
+        // If the user may not call ROLE, use the role in the reply to HELLO. That reply does not contain the number of
+        // replicas.
         (_, Some(hello)) => {
             let role = if hello.role == Some(ServerRole::Master) { "master" } else { "not a master" };
             return Ok(Check::ok("role", role));
@@ -144,7 +145,7 @@ pub(super) async fn check_round_trip(
     );
     Ok(if median >= store_timeout {
         check.with_status(Status::Failed).with_advice(format!(
-            "Redis replies later than store.timeout, so most checks follow on_store_error; {advised_timeout}"
+            "Redis replies later than store.timeout, so on_store_error applies to most checks; {advised_timeout}"
         ))
     } else if store_timeout < median * TIMEOUT_HEADROOM {
         check
@@ -236,8 +237,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     })
 }
 
-/// Check the eviction policy. The counters of every limit have a TTL, so every policy except `noeviction` may evict
-/// them.
+/// Check the eviction policy. The counters of limits have a TTL, so every policy except `noeviction` may evict them.
 pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = match connection.info("memory").await {
         Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
@@ -269,11 +269,11 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     }
     let effect = match policy {
         "volatile-ttl" => "evicts the keys that expire soonest, which are those of limits with short windows",
-        "volatile-lru" | "volatile-lfu" | "volatile-random" => "evicts keys with a TTL, which all limits have",
+        "volatile-lru" | "volatile-lfu" | "volatile-random" => "evicts keys with a TTL, such as the counters of limits",
         _ => "evicts any key",
     };
     let found = format!(
-        "{policy} with maxmemory {}: Redis {effect}, and an evicted limit has its full quota again",
+        "{policy} with maxmemory {}: Redis {effect}, and a client whose counter is evicted has its full quota again",
         format_mib(max_bytes)
     );
     Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
@@ -287,7 +287,8 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
         format!("{} evicted since the start of the server or CONFIG RESETSTAT", pluralize(evicted, "key")),
     );
     Ok(if evicted > 0 {
-        let advice = "the evicted keys may contain limits: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
+        let advice =
+            "the evicted keys may be counters of limits: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
@@ -304,12 +305,12 @@ fn format_mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-// Checks for restarts and outages: whether overrides are persistent, and whether a cluster works without one of its
-// masters.
+// Checks for restarts and outages of Redis: whether overrides are persistent, and whether a cluster works without one
+// of its masters.
 
-const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are \
-                                  lost if no gateway is running then, or all gateways restart as well: CONFIG SET \
-                                  appendonly yes";
+const PERSISTENCE_ADVICE: &str = "after a restart of Redis, running gateways write back the overrides that they know; \
+                                  overrides are lost if no gateway is running at that time, or if all gateways \
+                                  restart as well: CONFIG SET appendonly yes";
 
 /// Check whether overrides survive a restart of Redis. The result is a warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
@@ -358,13 +359,13 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
 
 /// Check the time after which the server replies BUSY while a script runs.
 pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
-    // Use the older name of the setting, which all versions accept. Since Redis 7.0, the setting is also called
-    // `busy-reply-threshold`.
+    // Use the older name of the setting, which all Redis versions accept. Since Redis 7.0, `busy-reply-threshold` is
+    // another name of this setting.
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
             let found = format!(
-                "lua-time-limit is {limit_ms} ms: after a longer delay of a script, Redis rejects the calls of all clients"
+                "lua-time-limit is {limit_ms} ms: while a script runs for longer, Redis rejects the calls of all clients"
             );
             Check::ok("script time", found)
                 .with_status(Status::Warning)
@@ -397,8 +398,8 @@ async fn config_value(connection: &mut DiagnosticConnection, name: &str) -> Resu
 // === Permissions: whether the Redis user may run the commands that the limits need ===
 
 /// A script that returns the indices of the commands in ARGV that the user may not call. In a command, KEY is a
-/// placeholder for KEYS[1]. The result is false if the server is older than Redis 7.0, because it then lacks
-/// `redis.acl_check_cmd`.
+/// placeholder for KEYS[1]. The script returns false if the server lacks `redis.acl_check_cmd`, as all versions before
+/// Redis 7.0 do.
 const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
@@ -408,7 +409,8 @@ for i = 1, #ARGV do
 end
 return refused";
 
-/// The commands that the gateway itself calls for every limit. The lists below have the commands that the scripts call.
+/// The commands that the gateway sends for every limit. The lists below contain the commands that the gateway's Lua
+/// scripts call, and the commands for overrides and usage totals.
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
@@ -455,8 +457,8 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // If the user may not call EVAL, report a failure instead of a skipped check, because the gateway also
-            // needs EVAL.
+            // If the user may not call EVAL, report a failure instead of a skipped check, because the gateway cannot
+            // work without EVAL.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -467,14 +469,17 @@ pub(super) async fn check_permissions(
         return Ok(Check::skipped("permissions", "the server sent an unexpected reply"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::skipped("permissions", "this server cannot check permissions, which requires Redis 7.0"));
+        return Ok(Check::skipped(
+            "permissions",
+            "this server cannot check permissions, because it is older than Redis 7.0",
+        ));
     };
     let missing: Vec<_> =
         refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
     Ok(if missing.is_empty() {
         Check::ok(
             "permissions",
-            format!("{} that these limits need are allowed", pluralize(commands.len() as u64, "command")),
+            format!("the user may run all {} that these limits need", pluralize(commands.len() as u64, "command")),
         )
     } else {
         let found = format!(
@@ -516,13 +521,15 @@ fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
-        // Name the command and the key pattern, because the user may lack the permission for either of them.
+        // Name the command and the key pattern, because the user may lack the permission for the command or for the
+        // key.
         ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
 }
 
-// Check scripts and decisions: run the commands that the gateway runs for a request. All keys have a TTL.
+// Check scripts and decisions: run the commands that the gateway runs for a request. All keys that these checks write
+// have a TTL.
 
 /// A SHA-1 digest that no script has.
 const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";
@@ -541,7 +548,7 @@ pub(super) async fn check_scripts(
                 .with_status(Status::Failed)
                 .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // Call each script without keys. Our scripts then reply with the error RLARG and change nothing.
+        // Call each script without keys. The gateway's scripts then reply with the error RLARG and change nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
@@ -551,8 +558,8 @@ pub(super) async fn check_scripts(
             }
         }
     }
-    // Check NOSCRIPT, because the gateway depends on it. Redis loses all scripts at a restart, and the gateway loads
-    // them again when it receives NOSCRIPT.
+    // Check that an unknown script gets NOSCRIPT. Redis loses all scripts when it restarts, and the gateway loads them
+    // again only after the reply NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
@@ -570,7 +577,7 @@ pub(super) async fn check_scripts(
     ))
 }
 
-/// Check one limit with each algorithm of the configuration, and refund the charge. If the refund fails, the TTL
+/// Charge one limit with each algorithm of the configuration, and refund the charge. If the refund fails, the TTL
 /// removes the keys.
 pub(super) async fn check_decisions(server: &RedisServer, requirements: &Requirements) -> Result<Check, CallError> {
     let settings = RedisSettings {
@@ -581,8 +588,8 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // `run_checks` has verified that the server has the configured mode (such as cluster), so the store does not reject
-    // it.
+    // `run_checks` has verified that the server has the configured mode (such as cluster), so the store accepts the
+    // server.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;
@@ -628,8 +635,8 @@ fn decision_failed(error: &StoreError) -> Check {
     Check::ok("decisions", found).with_status(Status::Failed)
 }
 
-/// Return the rule with a window of one second, so that its key expires soon if the refund fails. Calendar windows and
-/// permits expire at their usual times.
+/// Return the rule with a window of one second, so that its key expires soon if the refund fails. A calendar window
+/// still expires at its end, and a concurrency permit after its TTL.
 fn with_short_window(rule: &Rule) -> Rule {
     let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
     quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())

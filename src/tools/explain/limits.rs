@@ -1,5 +1,5 @@
-//! The limits of a route for a request: identities, quotas and usage. The usage is read from the counters without a
-//! charge.
+//! Reports the identities, quotas and usage of a route's limits for a request. The usage is read from the counters
+//! without charging them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -27,8 +27,8 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 
-/// Convert the verdict of a peek into the decision of a check. A peek charges nothing, so if the request is admitted,
-/// its cost is subtracted from `remaining` here.
+/// Convert the verdict of a peek into the decision of a check. A peek reads the counters without charging them. If the
+/// request is admitted, this function therefore subtracts its cost from `remaining`.
 pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
     let after_charge =
@@ -51,8 +51,8 @@ fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     outcome.remaining.saturating_sub(tokens)
 }
 
-/// Report each limit of a route. `checks` contains one check for each limit that applies. It is empty if the request is
-/// rejected before the checks are built.
+/// Report each limit of a route. `checks` contains one check for each limit that applies. `checks` is empty if the
+/// request is rejected before the checks are built.
 pub(super) fn limit_reports(
     config: &CompiledConfig,
     route: &Route,
@@ -102,7 +102,7 @@ pub(super) fn limit_reports(
     reports.collect()
 }
 
-/// Report the limits without an identity as skipped. The request was rejected for its credential, so the missing
+/// Report the limits without an identity as skipped. The request was rejected because of its credential, so the missing
 /// identity is not a separate error.
 pub(super) fn skip_without_credential(reports: &mut [LimitReport]) {
     for report in reports.iter_mut().filter(|report| report.error.is_some()) {
@@ -199,15 +199,16 @@ fn limit_usage(
 
 // Read access to the counters of limits.
 
-/// Maximum time to read the counters. An interactive command can wait for longer than `store.timeout`.
+/// Maximum time to read the counters. An interactive command can wait longer than `store.timeout`, whose default is 50
+/// ms.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Read access to the counters of the limits.
+/// Read access to the limits' counters.
 pub trait Counters {
-    /// The active overrides. `None` if they are unknown or if there are none.
+    /// The active overrides. `None` if the overrides are unknown, or if there are no overrides.
     fn overrides(&self) -> Option<Arc<OverrideTable>>;
 
-    /// Check limits without a charge.
+    /// Check limits without charging them.
     ///
     /// # Errors
     /// The counters cannot be read.
@@ -273,7 +274,7 @@ impl Counters for RedisCounters {
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
-        // Limits that are charged after the response require one available token before it.
+        // A limit that is charged after the response requires one available token before the response.
         let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
         let deadline = monotonic() + self.store.timeout();

@@ -23,7 +23,7 @@ pub struct Explanation {
     pub listener: Option<String>,
     /// The route that the request matches.
     pub route: Option<MatchedRoute>,
-    /// Routes that the request does not use, the closest match first.
+    /// Routes that the request does not use. The route that comes closest to a match is first.
     pub other_routes: Vec<OtherRoute>,
     /// Number of routes that `other_routes` omits.
     pub other_routes_omitted: usize,
@@ -43,7 +43,7 @@ pub struct Explanation {
     pub decision: Option<&'static str>,
     /// The response to the request.
     pub response: ResponseReport,
-    /// The request that an upstream would receive. `None` if nothing is forwarded.
+    /// The request that an upstream would receive. `None` if the gateway would forward nothing.
     pub upstream: Option<UpstreamReport>,
 }
 
@@ -181,11 +181,12 @@ pub struct EffectiveQuota {
 /// The usage of an identity.
 #[derive(Debug, Serialize)]
 pub struct LimitUsage {
-    /// The decision of the limit, in the words of the access log. `None` if another limit denies the request.
+    /// The decision of the limit, with the values of the access log, such as `denied`. `None` if another limit denies
+    /// the request.
     pub decision: Option<&'static str>,
     /// The tokens that remain before the request.
     pub remaining: u64,
-    /// The tokens that remain after the request, if the limit allows it.
+    /// The tokens that remain after the request, if the limit allows the request.
     pub remaining_after: Option<u64>,
     /// Seconds until the quota is fully available again, if no further request arrives.
     pub reset_seconds: f64,
@@ -199,12 +200,13 @@ pub struct LimitUsage {
 /// The response to the request.
 #[derive(Debug, Default, Serialize)]
 pub struct ResponseReport {
-    /// Origin of the response: `gateway`, `upstream` or `authentication-server`. The last value means that an
-    /// authentication server decides, which `explain` does not call.
+    /// Origin of the response: `gateway`, `upstream` or `authentication-server`. `authentication-server` means that an
+    /// authentication server determines the response. `explain` does not call this server.
     pub source: &'static str,
     /// The status of the response. `None` if the upstream determines the status.
     pub status: Option<u16>,
-    /// The outcome, in the words of the access log. The outcome is `undecided` if an authentication server decides.
+    /// The outcome, with the values of the access log's field `outcome`, or `undecided` if an authentication server
+    /// decides.
     pub outcome: &'static str,
     /// The headers of the response. If the response comes from an upstream, the list has only the headers that the
     /// gateway adds.
@@ -235,7 +237,7 @@ pub struct UpstreamReport {
     pub set_headers: Vec<HeaderReport>,
     /// Headers of the request that are not forwarded.
     pub removed_headers: Vec<String>,
-    /// The mirror of the route. `None` if no copy is sent.
+    /// The mirror of the route. `None` if the route has no mirror.
     pub mirror: Option<MirrorReport>,
 }
 

@@ -34,7 +34,7 @@ pub(super) struct Comparison<'r> {
     config: &'r CompiledConfig,
     /// The route that the request uses, if any route matches.
     winner: Option<RouteCandidate<'r>>,
-    /// The other routes, the closest match first.
+    /// The other routes. The route that comes closest to a match is first.
     others: Vec<RouteCandidate<'r>>,
     /// The hosts of each route, by the index of the route.
     hosts: HashMap<usize, BTreeSet<String>>,
@@ -49,7 +49,8 @@ impl<'r> Comparison<'r> {
             hosts.entry(candidate.target.index).or_default().extend(candidate.host.clone());
         }
         all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
-        // A route has a candidate for each combination of host and trailing slash. Keep the closest of them.
+        // A route has a candidate for each combination of host and trailing slash. Keep only the candidate that comes
+        // closest to a match.
         let mut seen = HashSet::new();
         all.retain(|candidate| seen.insert(candidate.target.index));
         let (mut winner, others): (Vec<_>, Vec<_>) =
@@ -70,7 +71,8 @@ impl<'r> Comparison<'r> {
         }
     }
 
-    /// Report at most `max` of the other routes, the closest match first. Also return the number of omitted routes.
+    /// Report at most `max` of the other routes. The route that comes closest to a match is first. Also return the
+    /// number of omitted routes.
     pub(super) fn other_routes(&self, max: usize) -> (Vec<OtherRoute>, usize) {
         let other = |other: &RouteCandidate<'_>| {
             let (mismatch, reason) = self.mismatch_reason(other);
@@ -176,7 +178,7 @@ pub(super) fn upstream_report(
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
-    // The certificate of the client is unknown here, so the report shows its headers only as removed.
+    // The client certificate is unknown here, so the report lists the headers for the certificate only as removed.
     let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
     let request_info = UpstreamRequestInfo {
         credentials,

@@ -20,7 +20,8 @@ pub struct LogEntry<'l> {
     pub time_us: u64,
     /// Duration of the request in µs.
     pub duration_us: Option<u64>,
-    /// Address of the peer of the server that wrote the log: the client or a proxy. See `is_client_resolved`.
+    /// Address of the client. If `is_client_resolved` is false, it may be the address of a proxy that connected to the
+    /// server that wrote the log.
     pub client: Option<IpAddr>,
     /// The request method.
     pub method: &'l [u8],
@@ -34,13 +35,14 @@ pub struct LogEntry<'l> {
     pub certificate_subject: Option<Cow<'l, [u8]>>,
     /// Request headers, and additional headers for log fields that the user maps to identities ([`FieldMapping`]).
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
-    /// Whether `client` is the address of the client even if the request came through a proxy.
+    /// Whether `client` is the address of the client even if the request came through a proxy, because the server has
+    /// already evaluated the proxy's header.
     pub is_client_resolved: bool,
     /// The name of the route, if the log contains it.
     pub route: Option<Cow<'l, str>>,
     /// The cost of the request for each limit, if the log contains it.
     pub costs: Vec<(Cow<'l, str>, u64)>,
-    /// Whether the gateway responded without a check of limits.
+    /// Whether the gateway responded before it checked limits.
     pub is_unchecked: bool,
     /// Share of the successful requests that the gateway logged. `None` means all requests.
     pub sample_rate: Option<f64>,
@@ -117,7 +119,7 @@ pub enum LineError {
     TooLong,
 }
 
-/// A parser of a log format, with its state.
+/// A parser of a log format, with the parser's state.
 #[derive(Debug, Clone)]
 pub enum Format {
     /// The common or combined format, AWS ALB logs, or an nginx `log_format`.
@@ -152,10 +154,10 @@ impl Format {
         }
     }
 
-    /// Detect the format: the format that parses most of these lines, but more than half of them. Return its name and
-    /// its parser.
+    /// Detect the format: the format that parses the most of these lines, if it parses more than half of them. Return
+    /// the name and the parser of the format.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
-        // Try `combined` before `common`, because the parser of `common` also accepts combined lines.
+        // Try `combined` before `common`, because the parser of `common` also accepts lines in the combined format.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
@@ -169,8 +171,8 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // Reverse the order, because `max_by_key` returns the last maximum, but the first format of the list takes
-        // precedence.
+        // If several formats parse the same number of lines, the first format of the list must win. Reverse the order,
+        // because `max_by_key` returns the last maximum.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
@@ -178,7 +180,7 @@ impl Format {
     /// Map log fields to request headers. `sample` is the first lines of the log.
     ///
     /// # Errors
-    /// The log has no field of this name. The error contains the name and the fields of the log.
+    /// The log lacks a mapped field. The error contains the name of this field and the names of the log's fields.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
@@ -226,8 +228,8 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the request target can contain escapes. Use a constant for the method, because the method must
-                // outlive `line`.
+                // A line with escapes is an owned copy, which does not live long enough for `self.method`. Therefore,
+                // use a constant for the method, which contains no escapes.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);
@@ -238,8 +240,8 @@ impl<'l> LogEntry<'l> {
     }
 }
 
-/// Return the end of the method and the range of the request target. Return `None` if the line has no version, because
-/// the request is then HTTP/0.9 or invalid.
+/// Return the end of the method and the range of the request target. Return `None` if the line has no HTTP version,
+/// because the request is then HTTP/0.9 or invalid.
 fn split_request_line(line: &[u8]) -> Option<(usize, std::ops::Range<usize>)> {
     let method = memchr::memchr(b' ', line)?;
     let version = memchr::memrchr(b' ', line)?;
@@ -282,7 +284,7 @@ pub(crate) fn closing_quote(text: &[u8]) -> Option<usize> {
     }
 }
 
-/// Decode the escapes `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache and `\uHHHH` of JSON.
+/// Decode the escapes `\"`, `\\`, `\n`, `\t` and `\xHH`, which nginx and Apache write, and the JSON escape `\uHHHH`.
 pub(crate) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else { return Cow::Borrowed(text) };
     let mut out = text[..first].to_vec();
@@ -340,7 +342,7 @@ enum TimestampFormat {
     Unix,
 }
 
-/// The last parsed time. Consecutive lines often have the same time, which is then not parsed again.
+/// The last parsed time. Consecutive lines often have the same time, so the cache saves parsing it again.
 #[derive(Debug, Clone, Default)]
 struct TimestampCache {
     text: Vec<u8>,
@@ -397,7 +399,7 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     u64::try_from(seconds).ok()?.checked_mul(1_000_000)
 }
 
-/// Parse an RFC 3339 time with `T` or a space. The result is in µs since the Unix epoch.
+/// Parse an RFC 3339 time, with `T` or a space between date and time. The result is in µs since the Unix epoch.
 fn parse_iso8601(text: &[u8]) -> Option<u64> {
     let timestamp: Timestamp = std::str::from_utf8(text).ok()?.parse().ok()?;
     u64::try_from(timestamp.as_microsecond()).ok()

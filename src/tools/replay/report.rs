@@ -47,11 +47,11 @@ pub struct LineCounts {
     pub unlimited: u64,
     /// Number of requests that no route matches.
     pub no_route: u64,
-    /// Number of requests whose route depends on the body.
+    /// Number of requests whose route depends on the request body, which logs do not contain.
     pub route_by_body: u64,
     /// Number of requests that lack the identity of a limit, so that the gateway would reject them.
     pub no_identity: u64,
-    /// Number of requests of clients that an access rule denies.
+    /// Number of requests from clients that an access rule denies.
     pub forbidden: u64,
     /// Number of requests with an invalid path, host, method or cost.
     pub malformed: u64,
@@ -59,7 +59,8 @@ pub struct LineCounts {
     pub not_http: u64,
     /// Number of lines that cannot be parsed.
     pub unreadable: u64,
-    /// Number of requests that were checked late, because they are out of order by more lines than the reorder window.
+    /// Number of requests that were checked later than in the order of time, because their line is too far out of
+    /// order.
     pub late: u64,
 }
 
@@ -89,7 +90,7 @@ pub struct LimitSummary {
     pub configured_quota: Option<String>,
     /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// The information that the log lacks, so that the limit was not replayed.
+    /// The information that the log lacks, if the limit could not be replayed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
     /// Number of requests that this limit checked.
@@ -110,8 +111,8 @@ pub struct LimitSummary {
     pub step_seconds: u64,
     /// Number of requests and denials over time.
     pub series: Vec<SeriesPoint>,
-    /// The smallest quota that denies less than the target share. The JSON value is null if there is no such quota, and
-    /// absent if no quota was searched.
+    /// The smallest quota that denies less than the target share. The JSON value is null if no quota denies less than
+    /// this share, and absent if no quota was searched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggestion: Option<Option<SuggestedQuota>>,
     /// Notes about this limit.
@@ -297,7 +298,8 @@ pub fn format_span(seconds: u64) -> String {
 
 // Notes about properties of the logs that make the results less accurate.
 
-/// If log times are whole seconds, the results of limits with a window below this value (60 s) are inaccurate.
+/// If log times are whole seconds, the results of limits with a window below this value (60 s) are inaccurate, and the
+/// report says so.
 const COARSE_WINDOW_US: u64 = 60_000_000;
 
 /// Return the notes about a replay.
@@ -335,7 +337,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         let (requests, header) =
             (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
         notes.push(format!(
-            "{requests} from trusted proxies have no `{header}` header: the proxies count as the clients"
+            "{requests} from trusted proxies have no `{header}` header: the address of the proxy is used instead"
         ));
     }
     let has_short_window = config.limits.iter().any(|limit| {
@@ -351,7 +353,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     notes
 }
 
-// The terminal output. Its lines have at most 80 characters.
+// The terminal output, whose lines have at most 80 characters.
 
 /// Maximum width of a line, in characters.
 const TERMINAL_WIDTH: usize = 80;
@@ -362,7 +364,7 @@ const CHART_COLUMNS: usize = TERMINAL_WIDTH - 4;
 /// Characters for the bars of a chart, in the order of their height.
 const CHART_BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// Maximum number of identities to list.
+/// Maximum number of identities that are listed for a limit.
 const MAX_NAMED_IDENTITIES: usize = 5;
 
 /// Write a report to the terminal.
@@ -486,7 +488,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
         None => write_wrapped(
             out,
             "  ",
-            &format!("Every quota in the same time unit denies at least {goal} of the requests."),
+            &format!("Every quota with the same window denies at least {goal} of the requests."),
         ),
     }
 }
@@ -520,7 +522,7 @@ fn shorten(text: &str, width: usize) -> String {
 }
 
 /// Write a text wrapped at [`TERMINAL_WIDTH`]. The first line starts with `mark`. The other lines are indented by the
-/// width of `mark`, but at least by 2 spaces.
+/// width of `mark`, or by 2 spaces if `mark` is shorter.
 fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()> {
     let mut line = mark.to_owned();
     let mut is_empty = true;

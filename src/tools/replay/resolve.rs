@@ -1,4 +1,4 @@
-//! Converts log lines into checks of limits, with the route table, the identities and the costs of the gateway.
+//! Converts log lines into checks of limits, with the gateway's code for routes, identities and costs.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -73,7 +73,7 @@ pub enum RejectReason {
     NotHttp,
     /// No route matches the request.
     NoRoute,
-    /// The route depends on the body, which logs do not have.
+    /// The route depends on the request body, which logs do not contain.
     RouteByBody,
     /// The identity of a limit is missing.
     NoIdentity,
@@ -93,7 +93,7 @@ pub struct SeenIdentities {
     pub labels: Vec<IdentityLabel>,
 }
 
-/// The label of an identity, which the report shows.
+/// The label of an identity in the report.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum IdentityLabel {
     /// The client network.
@@ -106,7 +106,7 @@ pub enum IdentityLabel {
 #[derive(Debug)]
 pub struct LineResolver<'v> {
     config: &'v ReplayConfig,
-    /// The request of the current line, whose allocations are reused.
+    /// The request of the current line. All lines reuse this value to avoid allocations.
     request: Request<()>,
     /// Identities of each limit.
     pub seen: Vec<SeenIdentities>,
@@ -116,7 +116,7 @@ pub struct LineResolver<'v> {
     /// The index of the listener for requests whose log does not name the route: the first listener with TLS, or the
     /// first listener if none has TLS.
     listener: usize,
-    /// Number of lines from trusted proxies that lack the header with the client address.
+    /// Number of requests that came from a trusted proxy, but whose log line lacks the header with the client address.
     pub missing_client_count: u64,
 }
 
@@ -235,7 +235,8 @@ impl<'v> LineResolver<'v> {
                     variants.len() - 1
                 })
             });
-            // If the cost is not fixed, it depends on the request or its response, so use the cost in the log.
+            // A cost that is not fixed depends on the request or its response. Use the cost in the log, if the log
+            // contains it.
             let logged_cost = entry.costs.iter().find(|(name, _)| **name == *check.limit.name).map(|(_, cost)| *cost);
             let is_from_request = !matches!(replay_route.limits[check.limit_index].cost, Cost::Fixed(_));
             let cost = logged_cost.filter(|_| is_from_request).unwrap_or(check.cost);
@@ -254,7 +255,7 @@ impl<'v> LineResolver<'v> {
         let Ok(method) = Method::from_bytes(entry.method) else { return false };
         let Ok(uri) = Uri::try_from(&*entry.target) else { return false };
         let host = entry.host.as_deref().or_else(|| uri.authority().map(|authority| authority.as_str().as_bytes()));
-        // If the log has no host, route the request like an HTTP/1.0 request, because HTTP/1.1 requires a host.
+        // If the log has no host, treat the request as HTTP/1.0, because an HTTP/1.1 request without a host is invalid.
         *self.request.version_mut() = if host.is_some() { Version::HTTP_11 } else { Version::HTTP_10 };
         let value = host.map(|host| {
             if self.host_cache.1.is_none() || self.host_cache.0 != host {
@@ -310,7 +311,7 @@ pub struct IdentityField {
     pub field: String,
 }
 
-/// The reason why the options do not fit the configuration.
+/// The reason why the options contradict the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayConfigError {
     /// An option names a limit that does not exist in the configuration.
@@ -339,10 +340,10 @@ pub struct ReplayLimit {
     pub skip_reason: Option<String>,
     /// Notes on the limit for the report.
     pub notes: Vec<String>,
-    /// The change of the charge after the response: a cost, a refund or nothing.
+    /// How the charge changes after the response: by a cost, by a refund or not at all.
     pub deferred: Deferred,
-    /// The variants of consumers that do not use the default variant. The key is the value of the mapped log field: the
-    /// name of the consumer or the hash of its identity.
+    /// The variants of the consumers that do not use the default variant. The key of the map is the value of the mapped
+    /// log field: the name of the consumer or its identity hash.
     pub consumer_variants: HashMap<Box<[u8]>, Arc<LimitVariant>>,
     /// Whether the mapped log field may contain secrets. If so, the report shows hashes.
     pub is_secret: bool,
@@ -356,7 +357,7 @@ impl ReplayLimit {
     }
 }
 
-/// The limits of a route that can be replayed.
+/// The limits of a route, without those that cannot be replayed.
 #[derive(Debug)]
 pub struct ReplayRoute {
     /// The identities of the limits of this route.
@@ -381,9 +382,8 @@ pub struct ReplayConfig {
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Map log fields to the identities of limits. The mapped fields are `identity_fields`. If the log lacks a part of an
-/// identity, the log's identity hash is mapped instead. Each field is mapped to a separate header (see
-/// `mapped_header`).
+/// Map log fields to the identities of limits: the fields in `identity_fields`, and for other limits whose identity the
+/// log lacks, the identity hash in the log. Each field is mapped to a separate header (see `mapped_header`).
 ///
 /// # Errors
 /// An option names an unknown limit.
@@ -514,7 +514,7 @@ impl ReplayConfig {
     }
 }
 
-// Functions that find out whether a log has the information that the limits of a configuration need.
+// Functions that determine whether a log has the information that limits depend on.
 
 /// Return the first part of the identity of a limit that the log lacks. Return `None` if the log has all parts.
 pub(super) fn missing_identity_input(
@@ -533,7 +533,7 @@ pub(super) fn missing_identity_input(
         Descriptor::ClientCert => {
             (!capabilities.certificate_subject).then(|| "the subject of the client certificate".to_owned())
         }
-        // Treat JWTs as missing, because they expire and logs should not contain them.
+        // Treat JWTs as missing, because logs should not contain them, and logged JWTs have usually expired.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Basic => Some("the user name (Basic authentication)".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
@@ -543,8 +543,8 @@ pub(super) fn missing_identity_input(
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// Return the headers that may contain the API keys of a limit: the headers that the API key providers of its routes
-/// read.
+/// Return the headers that may contain the API keys that a limit counts: the headers that the API key providers of the
+/// limit's routes read.
 fn api_key_headers<'c>(
     config: &'c CompiledConfig,
     compiled: &'c CompiledLimit,
@@ -571,8 +571,8 @@ fn identify_by_api_key(config: &CompiledConfig, route: &Route) -> RouteAuth {
     }
 }
 
-/// Return notes on how the replay differs from the gateway. `is_mapped` is true if a log field is mapped to the
-/// identity of the limit.
+/// Return notes on how the replay of a limit differs from the gateway's decisions. `is_mapped` is true if a log field
+/// is mapped to the identity of the limit.
 pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilities: &FormatCapabilities) -> Vec<String> {
     let mut notes = Vec::new();
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
@@ -608,7 +608,8 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
     notes
 }
 
-/// Return the variants of consumers that do not use the default variant, by consumer name and by identity hash.
+/// Return the variants of the consumers that do not use the default variant. The keys of the map are the names of the
+/// consumers and, for a limit by the API key alone, also their identity hashes.
 pub(super) fn consumer_variants(
     config: &CompiledConfig,
     compiled: &CompiledLimit,

@@ -1,5 +1,5 @@
-//! The simulation checks the limits of logged requests in virtual time, with the gateway's memory store and algorithms.
-//! The quota search repeats the simulation with other quotas.
+//! The simulation checks the limits of logged requests in virtual time (the times in the log), with the gateway's
+//! memory store and algorithms. The quota search repeats the simulation with other quotas.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -19,7 +19,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit, SeenIdentities};
 
-/// Capacity of the memory store. It is so large that the store evicts no state.
+/// Capacity of the memory store, so large that the store evicts no state.
 const MAX_STATES: usize = 1 << 40;
 
 /// The decision of one limit for a request.
@@ -48,7 +48,8 @@ pub struct RequestMeta {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Scheduled {
     due_at_us: u64,
-    /// Sequence number of the request. Operations that are due at the same time run in this order.
+    /// Sequence number of the request. Operations that are due at the same time run in the order of their sequence
+    /// numbers.
     sequence: u64,
     limit_index: u16,
     variant_index: u16,
@@ -108,7 +109,8 @@ impl<'a> Simulation<'a> {
         self.variants[limit_index][0] = variant;
     }
 
-    /// Check the limits of a request. If the request is out of order, use the current virtual time.
+    /// Check the limits of a request. If the request is earlier than the current virtual time, use the current virtual
+    /// time.
     pub fn decide(
         &mut self,
         meta: RequestMeta,
@@ -119,7 +121,7 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // A permit id is `first_permit_id` plus the index of the limit. Reserve the lowest 8 bits for this index.
+        // A permit id is `first_permit_id` plus the index of the check. Reserve the lowest 8 bits for this index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -137,7 +139,7 @@ impl<'a> Simulation<'a> {
             })
             .collect();
         let charges = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id));
-        // Count no usage, because usage totals do not influence decisions.
+        // Do not count usage totals, because they do not influence decisions.
         let charges: Vec<_> = charges.map(|charge| Charge { usage: None, ..charge }).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
@@ -253,8 +255,8 @@ pub struct LimitStats {
     pub series: TimeSeries,
 }
 
-/// Numbers of requests and denials in each step of time. When there are more than `MAX_STEPS` steps, they are merged
-/// into longer steps.
+/// Numbers of requests and denials in each step of time. If there are more than `MAX_STEPS` steps, they are merged into
+/// longer steps.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
     step_index: usize,
@@ -342,7 +344,7 @@ impl TimeSeries {
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // Steps of the greatest length cannot be merged. Limit their number, because invalid log times may span
+        // Steps of the greatest length cannot be merged. Limit their number, because a log with wrong times may span
         // centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
@@ -380,7 +382,8 @@ pub enum Suggestion {
     None,
 }
 
-/// The search tries every count below this number. Above, it tries only counts with three significant digits.
+/// The search tries every count (the number in a quota) below this value. Above it, the search tries only counts with
+/// three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
 /// The index of the largest count to try. Larger counts cannot be represented exactly.
@@ -394,7 +397,7 @@ fn count_at(number: u64) -> u64 {
     }
 }
 
-/// Return the index of the smallest count in the list of candidates that is at least `min_count`.
+/// Return the index of the smallest count that is at least `min_count`. `count_at` defines the order of counts.
 fn index_of_count(min_count: u64) -> u64 {
     let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {
@@ -406,8 +409,8 @@ fn index_of_count(min_count: u64) -> u64 {
 
 impl Recording {
     /// Find the smallest quota of a limit that denies less than the share `target` of its requests, with three
-    /// significant digits. If the configured quota denies more, the search raises its count in steps of doubling
-    /// length. Then it bisects.
+    /// significant digits. If the configured quota denies more, raise the index of its count in steps of doubling
+    /// length. Then use binary search.
     pub(super) fn suggest(
         &self,
         config: &ReplayConfig,
@@ -450,8 +453,8 @@ impl Recording {
         Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
-    /// Return a variant of the limit with another count, and with a burst in the same proportion to the count. Return
-    /// `None` if the variant is invalid.
+    /// Return a variant of the limit with another count, and with a burst that has the configured ratio to the count.
+    /// Return `None` if the variant is invalid.
     fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
         let burst = match &configured.rule {
@@ -495,8 +498,8 @@ impl Recording {
 
 // Variants of limits, which come from proposed quotas and from the search.
 
-/// Permit TTL in a replay: ten years. The gateway renews a permit until the request ends, so permits must not expire in
-/// a replay.
+/// Permit TTL in a replay: ten years. The gateway renews a permit until the request ends. The replay does not renew
+/// permits, so they must not expire.
 const REPLAY_PERMIT_TTL_US: u64 = 3650 * 86_400 * 1_000_000;
 
 /// A quota that the user proposes for a limit (`--limit`).
@@ -537,8 +540,8 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // Keep the configured burst. If it equals the count of the configured quota, use the count of the new quota
-        // instead.
+        // Keep the configured burst. If the configured burst equals the count of the configured quota, use the count of
+        // the new quota as the burst.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),
@@ -549,8 +552,8 @@ pub(super) fn proposed_variant(
     variant.map(Arc::new).map_err(|error| ProposalError::Quota { name: name.clone(), quota: text.clone(), error })
 }
 
-/// Return the variant with a permit TTL that no request exceeds. If the variant is not a concurrency limit, return it
-/// unchanged.
+/// Return the variant with a permit TTL that no request exceeds. If the limit is not a concurrency limit, return the
+/// variant unchanged.
 pub(super) fn with_unbounded_permit_ttl(
     config: &CompiledConfig,
     limit: &LimitSpec,

@@ -31,7 +31,8 @@ struct CaddyLine<'l> {
     status: Option<u16>,
 }
 
-/// A number of seconds or a text. Caddy's options `time_format` and `duration_format` determine which one it is.
+/// A time or duration: a number of seconds or a text, as determined by Caddy's options `time_format` and
+/// `duration_format`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CaddyTime<'l> {
@@ -178,10 +179,10 @@ struct NativeLimit<'l> {
     cost: Option<u64>,
 }
 
-/// A mapped field whose name starts with this prefix is the identity hash of the limit after the prefix.
+/// The name of a mapped field with an identity hash is this prefix and the name of the limit.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
-/// Outcomes of requests that have a route, but to which the gateway may respond without a check of the route's limits.
+/// Outcomes of requests that match a route, but to which the gateway responds before it checks the route's limits.
 const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
 
 impl NativeFormat {

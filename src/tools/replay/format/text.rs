@@ -1,4 +1,4 @@
-//! Text access logs: templates in the syntax of nginx's `log_format`, and the columns of CloudFront logs.
+//! Parsers of text access logs: templates in the syntax of nginx's `log_format`, and CloudFront logs.
 
 use std::borrow::Cow;
 
@@ -17,7 +17,7 @@ pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_loc
 
 /// Access logs of AWS Application Load Balancers:
 /// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>. `$rest`
-/// contains all further fields, because AWS adds new fields at the end.
+/// contains all further fields, because AWS may append new fields.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
 /// The reason why a text is not a valid `log_format`.
@@ -40,7 +40,7 @@ pub enum FormatError {
     NoRequest,
 }
 
-/// The part of a request that a variable contains.
+/// The part of a request or response that a variable contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FieldRole {
     Other,
@@ -244,7 +244,7 @@ impl Variable {
 // === CloudFront: tab-separated columns, named by a `#Fields` line
 // (<https://docs.aws.amazon.com/AmazonCloudFront/latest/DeveloperGuide/standard-logs-reference.html>) ===
 
-/// The part of a request that a column contains.
+/// The part of a request or response that a column contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnRole {
     Other,

@@ -1,4 +1,5 @@
-//! The report as one self-contained HTML page, without scripts and external resources, in dark and light mode.
+//! The report as one self-contained HTML page, without scripts and external resources. The page supports dark and light
+//! mode.
 
 use std::fmt;
 use std::fmt::Write;
@@ -9,12 +10,12 @@ use crate::tools::replay::report::{
 
 const STYLESHEET: &str = include_str!("report.css");
 
-/// Width of a chart in units of its SVG view box, which scales to the width of the page.
+/// Width of a chart in units of its SVG view box. The view box is scaled to the width of the page.
 const CHART_WIDTH: f64 = 720.0;
 /// Height of a chart in units of its SVG view box.
 const CHART_HEIGHT: f64 = 160.0;
 
-/// A text that is displayed with HTML metacharacters escaped and control characters replaced.
+/// A text whose `Display` escapes HTML metacharacters and replaces control characters.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -119,7 +120,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
                 group_digits(quota.denied),
                 group_digits(limit.requests)
             )?,
-            None => writeln!(out, "<p>Every quota in the same time unit denies at least {goal} of the requests.</p>")?,
+            None => writeln!(out, "<p>Every quota with the same window denies at least {goal} of the requests.</p>")?,
         }
     }
     write_chart(limit, out)?;
@@ -149,7 +150,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     writeln!(out, "</table></div>")
 }
 
-/// Write a chart of requests over time, with one bar per step. The denied requests are the upper part of the bar.
+/// Write a chart of requests over time, with one bar per step. The upper part of a bar shows the denied requests.
 fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
     let width = CHART_WIDTH / limit.series.len().max(1) as f64;
