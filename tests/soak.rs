@@ -51,6 +51,10 @@ const FAULTS: [Fault; 8] = [
 /// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
+/// Maximum number of 503 responses to one client until the circuit breaker opens, after Redis has stopped replying
+/// (docs/explanation/failures.md). The client waits for each response, and the breaker opens after about six timeouts.
+const MAX_REJECTED: usize = 6;
+
 /// The pause between two requests of a client. All clients together send a few hundred requests per second.
 const PACE: Duration = Duration::from_millis(10);
 
@@ -116,6 +120,8 @@ struct Run {
     round: AtomicUsize,
     /// A counter that is odd while a fault disturbs the upstream.
     upstream: AtomicUsize,
+    /// A counter that is odd while Redis does not reply.
+    redis: AtomicUsize,
     answered: AtomicUsize,
     slowest_ms: AtomicUsize,
 }
@@ -135,27 +141,44 @@ impl Run {
         }
     }
 
-    /// Send requests to a route that never fails. It needs no upstream, and its limit falls back to a local share if
-    /// the store fails.
+    /// Check the response to a request for `/hello`. The route needs no upstream, and its limit falls back to a local
+    /// share if the store fails. When Redis stops replying, at most [`MAX_REJECTED`] requests get 503. `before` is the
+    /// value of `redis` when the request was sent, and `rejected` the number of 503 responses since Redis stopped.
+    fn check_hello(&self, before: usize, rejected: &mut usize, content: &[u8]) {
+        if content == b"hello" {
+            *rejected = 0;
+            return;
+        }
+        let text = String::from_utf8_lossy(content);
+        let is_disturbed = before % 2 == 1 || self.redis.load(Ordering::SeqCst) != before;
+        *rejected += 1;
+        assert!(is_disturbed && *rejected <= MAX_REJECTED, "rejection {rejected} of `/hello`: {text}");
+        assert!(text.contains("\"status\":503"), "{text}");
+    }
+
+    /// Send requests to `/hello` over HTTP/1.1.
     fn hello(&self, address: SocketAddr) {
-        let mut client = Client::connect(address);
+        let (mut client, mut rejected) = (Client::connect(address), 0);
         self.repeat(|number| {
+            let before = self.redis.load(Ordering::SeqCst);
             let reply = client.get_with("/hello", &[("x-id", &(number % 1000).to_string())]);
-            assert_eq!((reply.status, reply.text()), (200, "hello"));
+            self.check_hello(before, &mut rejected, &reply.body);
         });
     }
 
     /// Send requests to `/hello` over HTTP/2, a hundred requests per connection.
     fn hello_by_http2(&self, address: SocketAddr) {
-        let mut client = Http2::connect(address, &[]);
+        let (mut client, mut rejected) = (Http2::connect(address, &[]), 0);
         self.repeat(|number| {
+            let before = self.redis.load(Ordering::SeqCst);
             let place = number as u32 % 100;
             if place == 0 {
                 client = Http2::connect(address, &[]);
             }
             let head = block("GET", "/hello", &[("x-id", "http2")]);
             client.send(&frame(HEADERS, END_STREAM | END_HEADERS, 2 * place + 1, &head)).unwrap();
-            assert_eq!(client.until(DATA, 2 * place + 1).expect("a response").payload, b"hello");
+            let data = client.until(DATA, 2 * place + 1).expect("a response");
+            self.check_hello(before, &mut rejected, &data.payload);
         });
     }
 
@@ -257,9 +280,11 @@ impl Scene<'_> {
                 eventually("it is restored", || Redis::start_on(port).map(|redis| self.redis = redis).is_some());
             }
             Fault::RedisStopped => {
+                self.run.redis.fetch_add(1, Ordering::SeqCst);
                 signal(&self.redis.child, "STOP");
                 last();
                 signal(&self.redis.child, "CONT");
+                self.run.redis.fetch_add(1, Ordering::SeqCst);
             }
             Fault::RedisHangsUp => {
                 let mut connection = self.redis.connection();

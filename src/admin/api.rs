@@ -43,7 +43,8 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Error text of the 404 response for paths that the API does not have.
 const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
-                         /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
+                         /api/identities, /api/usage, /api/reset, /api/overrides, /api/certificates, \
+                         /api/certificates/renew and /api/differences";
 
 type Result<T> = std::result::Result<T, ApiError>;
 

@@ -126,7 +126,8 @@ pub struct UsageReport {
     pub to: Option<String>,
     /// How the report groups the cost of each limit.
     pub by: GroupBy,
-    /// The entries, sorted by limit, by consumer or hash, and by period.
+    /// The entries, sorted by limit, then by consumer (or by the hash of the identity, if it has no consumer), then by
+    /// period.
     pub usage: Vec<UsageEntry>,
     /// The total cost of each limit.
     pub totals: Vec<UsageTotal>,

@@ -196,7 +196,8 @@ fn parse_expiry(text: &str) -> Result<Datetime, String> {
         Some((time, us)) if us > clock::unix_us() => Ok(time),
         Some(_) => Err("the time is in the past".to_owned()),
         None => {
-            Err("write a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned())
+            Err("write a duration (90d), a date (2027-01-31) or a time with a UTC offset (2027-01-31T12:00:00Z)"
+                .to_owned())
         }
     }
 }

@@ -212,11 +212,15 @@ impl Overrides {
             if let Err(error) = &result {
                 // Warn only about errors of the overrides hash, because rate limit checks already report all other
                 // errors.
-                if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                    warn!(%error, "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md \
-                                   lists the permissions");
-                } else {
-                    debug!(%error, "cannot read overrides at the moment; retrying");
+                let code = error.error_reply().map(|reply| reply.code()).filter(|code| HASH_ERRORS.contains(code));
+                match code.filter(|_| POLL_LOG_THROTTLE.should_log(LOG_INTERVAL)) {
+                    Some("NOPERM") => warn!(
+                        %error,
+                        "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md lists the \
+                         permissions"
+                    ),
+                    Some(_) => warn!(%error, key, "cannot read overrides: another program uses the key"),
+                    None => debug!(%error, "cannot read overrides at the moment; retrying"),
                 }
             }
             sleep(if result.is_ok() { POLL_INTERVAL } else { RETRY_INTERVAL }).await;
@@ -408,10 +412,8 @@ fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant)
     }
 }
 
-/// Return whether the hash of overrides cannot be read although checks work.
-fn is_hash_error(error: &StoreError) -> bool {
-    error.error_reply().is_some_and(|reply| ["NOPERM", "WRONGTYPE"].contains(&reply.code()))
-}
+/// Codes of the errors that occur only for the hash of overrides: the Redis user may not read it, or it is not a hash.
+const HASH_ERRORS: [&str; 2] = ["NOPERM", "WRONGTYPE"];
 
 const OVERRIDE_FIELD: &str = "size";
 const RESET_FIELD: &str = "reset";

@@ -253,8 +253,9 @@ async fn key_outlives_the_refill_of_its_bucket() {
 async fn calendar_months_have_their_own_length() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "calendar");
-    let (day, hour) = (24, 1);
-    for (unit, zone, start, hours) in [
+    // In minutes.
+    let (day, hour) = (24 * 60, 60);
+    for (unit, zone, start, minutes) in [
         (CalendarUnit::Month, "UTC", "2027-01-01T00:00:00Z", 31 * day),
         (CalendarUnit::Month, "UTC", "2027-02-01T00:00:00Z", 28 * day),
         (CalendarUnit::Month, "UTC", "2028-02-01T00:00:00Z", 29 * day),
@@ -265,8 +266,8 @@ async fn calendar_months_have_their_own_length() {
         (CalendarUnit::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
         (CalendarUnit::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
-        // In this time zone, daylight saving time moves the clock by only half an hour.
-        (CalendarUnit::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
+        // In this time zone, the clock is set back by only half an hour.
+        (CalendarUnit::Day, "Australia/Lord_Howe", "2027-04-03T13:00:00Z", day + hour / 2),
         // Weeks start on Monday.
         (CalendarUnit::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
         (CalendarUnit::Week, "Europe/Berlin", "2027-03-21T23:00:00Z", 7 * day - hour),
@@ -276,7 +277,7 @@ async fn calendar_months_have_their_own_length() {
         let what = format!("{unit:?} of {zone} from {start}");
         let limit = Limit::new("limit", calendar(2, unit, zone));
         let start = start.parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64;
-        let length = hours * 3600 * SECOND;
+        let length = minutes * 60 * SECOND;
         let spend = async |at: u64| {
             stores.clock.set(at);
             stores.call(Operation::Check, &[limit.charge(u128::from(start), 2)]).await

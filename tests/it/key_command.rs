@@ -275,8 +275,8 @@ fn keys_have_a_name_an_expiry_and_routes() {
     let before = read(&path);
     for (arguments, expected) in [
         (&["--expires", "2020-01-01"][..], "the time is in the past"),
-        (&["--expires", "soon"], "a duration (90d), a day (2027-01-31) or a time with an offset"),
-        (&["--expires", "2999-01-31T12:00:00"], "a time with an offset"),
+        (&["--expires", "soon"], "a duration (90d), a date (2027-01-31) or a time with a UTC offset"),
+        (&["--expires", "2999-01-31T12:00:00"], "a time with a UTC offset"),
         (&["--route", "s"], "unknown route `s`"),
     ] {
         let said = key(directory.path(), &[&["new", "--consumer", "a"], arguments].concat(), "");

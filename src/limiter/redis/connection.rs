@@ -115,8 +115,9 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 }
 
 impl Connections {
-    /// Return the error for a checkout that timed out without a failed attempt. If the gateway was already connected to
-    /// the server, a new connection is still being opened. Connecting takes several round trips, so this case is not an
+    /// Return the error for a checkout that timed out without a failed attempt. If the gateway has connected to the
+    /// server before, a new connection is probably still being opened. This takes several round trips, and may take
+    /// longer than the timeout of the checkout even if the server is healthy. The error is therefore an overload, not an
     /// outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {

@@ -175,7 +175,7 @@ impl RedisEndpoint {
             }
             RedisEndpoint::Sentinel(sentinels) => {
                 format!(
-                    "neither a Sentinel nor the master `{}` answers in time; check whether they are running",
+                    "no answer in time from the Sentinels or from the master `{}`; check whether all of them are running",
                     sentinels.master_name
                 )
             }

@@ -408,7 +408,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         write_wrapped(out, "  ! ", note)?;
     }
     if limited == 0 && report.limits.0.iter().all(|limit| limit.skipped.is_none()) {
-        writeln!(out, "no request counts against a limit")?;
+        writeln!(out, "none of the requests is subject to a limit")?;
     }
     let (known, unknown): (Vec<_>, Vec<_>) = report.limits.0.iter().partition(|limit| limit.skipped.is_none());
     if !known.is_empty() {

@@ -386,7 +386,7 @@ pub enum Suggestion {
 /// three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
-/// The index of the largest count to try. Larger counts cannot be represented exactly.
+/// The largest index that the search passes to [`count_at`]. The counts after it cannot be represented exactly.
 const MAX_COUNT_INDEX: u64 = MAX_EXACT_COUNT + 900 * 13;
 
 /// Return the count with this index: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
