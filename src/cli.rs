@@ -186,7 +186,7 @@ enum Command {
         "sluicegate schema consumers > consumers.schema.json",
     ])]
     Schema {
-        /// Print the schema of this file
+        /// The kind of configuration file whose schema to print
         #[arg(default_value = "gateway")]
         file: generate::SchemaFile,
     },

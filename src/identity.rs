@@ -361,8 +361,8 @@ pub(super) enum IdentityPart<'a> {
     Missing(IdentityError),
 }
 
-/// Tags for the kinds of parts. Without tags, the consumer `1` would have the same identity as a header with the value
-/// `1`.
+/// Tags of the parts of an identity, one for each kind of part. Without tags, the consumer `1` would have the same
+/// identity as a header with the value `1`.
 pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
 pub(super) const CONSUMER_TAG: u8 = b'c';

@@ -541,7 +541,7 @@ fn readme_lists_every_command() {
     let commands: Vec<_> = commands.filter(|name| !name.is_empty() && *name != "help" && *name != "run").collect();
     assert!(commands.len() > 10, "{commands:?}");
     let page = pages::read("README.md");
-    let table = page.split("\n## Commands\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let table = page.split("\n## Commands and documentation\n").nth(1).unwrap().split("\n## ").next().unwrap();
     for command in commands {
         assert!(table.contains(&format!("`{command}`")), "README.md does not name `{command}`");
     }

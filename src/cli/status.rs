@@ -375,14 +375,21 @@ fn describe(response: &Value) -> String {
     /// Maximum age of the changes that are printed, in seconds. If the file watcher reloaded the file before this
     /// command, the changes are a few seconds old.
     const RECENT: f64 = 60.0;
+    /// Maximum age in seconds of changes that this reload has applied. The file watcher reads the file once per second.
+    const CURRENT: f64 = 5.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let (Some(_), false) = (age, changes.is_empty()) else {
+    let (Some(age), false) = (age, changes.is_empty()) else {
         return format!(
             "{file}: reloaded; no key has changed. Environment variables, secrets and other files may have changed\n"
         );
     };
-    let mut text = format!("{file}: reloaded; {}\n", pluralize(changes.len() as u64, "difference"));
+    let differences = pluralize(changes.len() as u64, "difference");
+    let mut text = if age < CURRENT {
+        format!("{file}: reloaded; {differences}\n")
+    } else {
+        format!("{file}: reloaded; no key has changed since the reload {age:.0} s ago, which had {differences}\n")
+    };
     changes.iter().for_each(|change| text += &format!("  {change}\n"));
     text
 }

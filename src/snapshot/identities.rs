@@ -77,6 +77,11 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, skips_other_messages, methods, exemptions: exempt }
 }
 
+/// Return whether `by` contains a source with an error, which is reported and has no descriptor.
+pub(super) fn has_faulty_source(limit: &config::tables::Limit, descriptors: &[Descriptor]) -> bool {
+    limit.by.as_ref().is_some_and(|by| by.get_ref().0.len() != descriptors.len())
+}
+
 /// Compile `exempt`. Each source must be in `by`. `ip` is also valid if the client network can replace another source.
 fn exemptions(
     limit: &config::tables::Limit,
@@ -100,6 +105,8 @@ fn exemptions(
             _ => descriptors.iter().find(|descriptor| descriptor.matches_label(label)),
         };
         match descriptor {
+            // The missing source may be the one that has an error.
+            None if has_faulty_source(limit, descriptors) => {}
             None => {
                 let examples: Vec<_> =
                     descriptors.iter().map(|descriptor| format!("\"{}={written}\"", descriptor.label())).collect();

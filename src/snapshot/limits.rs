@@ -409,7 +409,9 @@ fn tiers(
     let mut tiers = BTreeMap::new();
     for (tier, written) in &limit.tiers {
         reader.check_name(written.span(), tier);
-        if let Err(descriptor) = remote_auth::check_tier_identity(tier_source, &identity_spec.descriptors) {
+        if let Err(descriptor) = remote_auth::check_tier_identity(tier_source, &identity_spec.descriptors)
+            && !identities::has_faulty_source(limit, &identity_spec.descriptors)
+        {
             let issue = Issue::new(written.span(), format!("`tiers` require `{descriptor}` in `by`"));
             let hint = match tier_source {
                 TierSource::ApiKey => format!("add \"{descriptor}\" to `by`, or choose another source: [tiers] from"),

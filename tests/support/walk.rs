@@ -18,7 +18,7 @@ use super::gateway::binary;
 use super::pages::{are_like, blocks};
 
 /// The ports in the documents. Each walk replaces them with free ports.
-const PORTS: [&str; 5] = ["8080", "8081", "9000", "9180", "6379"];
+const PORTS: [&str; 6] = ["8080", "8081", "9000", "9180", "9181", "6379"];
 
 /// Where the commands write their output.
 #[derive(Clone, Copy, PartialEq, Eq)]

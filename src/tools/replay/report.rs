@@ -485,11 +485,9 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
                 &format!("The smallest quota that denies fewer than {goal}: {quota_text} ({denies})."),
             )
         }
-        None => write_wrapped(
-            out,
-            "  ",
-            &format!("Every quota with the same window denies at least {goal} of the requests."),
-        ),
+        None => {
+            write_wrapped(out, "  ", &format!("No quota with this window denies fewer than {goal} of the requests."))
+        }
     }
 }
 

@@ -378,7 +378,7 @@ pub enum Suggestion {
         /// Number of requests that the quota denies.
         denied: u64,
     },
-    /// Every quota with the configured window denies at least the target share of the requests.
+    /// No quota was found: with the configured window, every quota denies the target share of the requests or more.
     None,
 }
 

@@ -120,7 +120,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
                 group_digits(quota.denied),
                 group_digits(limit.requests)
             )?,
-            None => writeln!(out, "<p>Every quota with the same window denies at least {goal} of the requests.</p>")?,
+            None => writeln!(out, "<p>No quota with this window denies fewer than {goal} of the requests.</p>")?,
         }
     }
     write_chart(limit, out)?;
