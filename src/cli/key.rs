@@ -144,6 +144,15 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
                 fingerprint(&secret.hash())
             )?;
             writeln!(stdout(), "{secret}")?;
+            let tiers = file.tiers();
+            if *create && tier.is_none() && !tiers.is_empty() {
+                let tiers = tiers.into_iter().collect::<Vec<_>>().join(", ");
+                writeln!(
+                    stderr(),
+                    "`{consumer}` has no tier, so the default quotas apply. To choose a tier, set `tier` of the \
+                     consumer in {path}: {tiers}"
+                )?;
+            }
         }
         Action::Hash => writeln!(stdout(), "{}", format_hash(&read_secret()?.hash()))?,
         Action::List { json: true } => {

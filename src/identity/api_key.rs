@@ -339,6 +339,24 @@ mod tests {
     const SECRET: &str = "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
 
     #[test]
+    fn key_whose_hash_differs_only_after_the_index_is_unknown() {
+        let presented = digest(&SHA256, b"guessed key");
+        let hash: KeyHash = presented.as_ref().try_into().unwrap();
+        let find = |hash: KeyHash| {
+            let mut consumers = Consumers::default();
+            let key = ConsumerKey { hash, consumer: Arc::default(), terms: None };
+            consumers.insert(key).unwrap();
+            consumers.find_by_key(b"guessed key").is_some()
+        };
+        assert!(find(hash));
+        for index in 0..hash.len() {
+            let mut other = hash;
+            other[index] ^= 1;
+            assert!(!find(other), "the hashes differ in byte {index}");
+        }
+    }
+
+    #[test]
     fn malformed_key_hashes_are_rejected() {
         for text in ["", "sha256:", &SECRET[..70], &SECRET.to_uppercase(), "md5:00", &format!("{SECRET}00")] {
             assert_eq!(parse_key_hash(text), None, "{text}");

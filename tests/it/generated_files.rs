@@ -26,8 +26,9 @@ fn init_writes_configurations_that_serve_without_warnings() {
         let path = directory.path().join("gateway.toml");
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.lines().all(|line| line.len() <= 120), "{situation}");
-        std::fs::write(&path, text.replace("127.0.0.1:8080", "127.0.0.1:0").replace("0.0.0.0:8080", "127.0.0.1:0"))
-            .unwrap();
+        let addresses = ["127.0.0.1:8080", "0.0.0.0:8080", "127.0.0.1:9180"];
+        let on_free_ports = addresses.iter().fold(text.clone(), |text, address| text.replace(address, "127.0.0.1:0"));
+        std::fs::write(&path, on_free_ports).unwrap();
         let has_keys = text.contains("consumers = ");
         let secret = if has_keys {
             let new = ["key", "new", "--consumer", "acme", "--create", "--tier", "free"];

@@ -59,6 +59,17 @@ fn hash(digit: char) -> String {
 }
 
 #[test]
+fn new_consumer_without_a_tier_is_noted_if_limits_have_tiers() {
+    let (directory, _) = folder(Some(""));
+    let new =
+        |arguments: &[&str]| key(directory.path(), &[&["new", "--create", "--consumer"], arguments].concat(), "").err;
+    let noted = new(&["acme"]);
+    let expected = "`acme` has no tier, so the default quotas apply. To choose a tier, set `tier` of the consumer in";
+    assert!(noted.contains(expected) && noted.trim_end().ends_with(": pro"), "{noted}");
+    assert!(!new(&["globex", "--tier", "pro"]).contains("no tier"));
+}
+
+#[test]
 fn running_gateway_reads_new_keys() {
     let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# no consumers yet\n")]);
     let status = |secret: &str| gateway.client().get_with("/r", &[("x-api-key", secret)]).status;

@@ -304,10 +304,10 @@ fn check_and_doctor_examine_every_master() {
     let one = ("a", &*format!("{FIXED}quota = \"5/3650d\""));
     let other = ("b", "by = \"ip\"\nquota = \"5/3650d\"");
     let (code, said) = run("check", &config(&cluster.url(), "5s", &[one]));
-    assert!(code == Some(0) && !said.contains("calls at the same time"), "{said}");
+    assert!(code == Some(0) && !said.contains("store calls at the same time"), "{said}");
     assert_eq!(said.matches("warning: store").count(), 3, "one warning per master: {said}");
     let (code, said) = run("check", &config(&cluster.url(), "5s", &[one, other]));
-    assert!(code == Some(0) && said.contains("note: route `r` makes up to 2 calls at the same time"), "{said}");
+    assert!(code == Some(0) && said.contains("note: route `r` makes up to 2 store calls at the same time"), "{said}");
     let (code, said) = run("doctor", &config(&cluster.url(), "5s", &[one, other]));
     for master in cluster.masters() {
         assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", master.port)), "{said}");

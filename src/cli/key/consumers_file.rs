@@ -1,6 +1,7 @@
 //! Edits of the consumers file. An edit keeps the file's comments, order and whitespace, and replaces the file
 //! atomically.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::{MetadataExt, fchown};
@@ -411,6 +412,11 @@ impl ConsumersFile {
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Return the names of the tiers that the limits of the configuration define.
+    pub(super) fn tiers(&self) -> BTreeSet<&str> {
+        self.config.limits.values().flat_map(|limit| limit.limit.tiers.keys().map(|tier| &**tier)).collect()
     }
 
     pub(super) fn document(&self) -> anyhow::Result<ConsumersDoc> {
