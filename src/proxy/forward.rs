@@ -98,7 +98,7 @@ pub(super) async fn forward(
     }
     *request.version_mut() = Version::HTTP_11;
     if let Some(selected) = selected {
-        selected.copy(context, &mut request, pending_upgrade.is_some());
+        selected.copy(context, upstream, &mut request, pending_upgrade.is_some());
     }
     if upstream.protocol() == Protocol::Http2 {
         set_http2_target(&mut request);

@@ -190,9 +190,15 @@ pub(super) fn select<'a>(
 }
 
 impl Selected<'_> {
-    /// Copy a request that is about to be sent. `request` already has the target and the headers for an HTTP/1.1
-    /// upstream. `is_upgrade` is true if the request offers to upgrade the connection.
-    pub(super) fn copy(self, context: &RequestContext<'_>, request: &mut Request<RequestBody>, is_upgrade: bool) {
+    /// Copy a request that is about to be sent to `original`. `request` already has the target and the headers for an
+    /// HTTP/1.1 upstream. `is_upgrade` is true if the request offers to upgrade the connection.
+    pub(super) fn copy(
+        self,
+        context: &RequestContext<'_>,
+        original: &Upstream,
+        request: &mut Request<RequestBody>,
+        is_upgrade: bool,
+    ) {
         let Selected { mirror, stats, client } = self;
         if is_upgrade {
             return stats.drop_copy(DropReason::Upgrade);
@@ -207,8 +213,10 @@ impl Selected<'_> {
         head.headers_mut().clone_from(request.headers());
         let snapshot = context.snapshot;
         let upstream = snapshot.upstreams[mirror.upstream].clone();
-        if upstream.sends_client_cert() {
-            ForwardedCertificate(context.peer.certificate.as_deref()).set_headers(head.headers_mut());
+        // Each upstream decides for itself whether it gets the certificate, so remove that of the original request.
+        if upstream.sends_client_cert() || original.sends_client_cert() {
+            let certificate = context.peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
+            ForwardedCertificate(certificate).set_headers(head.headers_mut());
         }
         if let Some(client) = client {
             head.extensions_mut().insert(client);
@@ -234,7 +242,8 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        // Reserve memory for the known length, or for `max_body` bytes if the length is unknown.
+        // Reserve memory for the known length, or for `max_body` bytes if the length is unknown. A longer body of known
+        // length was dropped above.
         let max = length.exact().map_or(mirror.max_body, |length| length as usize);
         let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);

@@ -426,3 +426,28 @@ fn client_certificate_is_forwarded_where_the_upstream_is_told() {
         }
     }
 }
+
+#[test]
+fn copies_have_the_client_certificate_only_if_their_own_upstream_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let alice = authority.client(&[(DnType::CommonName, "alice")], NOW);
+    let client = tls(&[&server.der], Some(&alice), &[&TLS13]);
+    let listeners = listener(folder.path(), &server, &authority.pem(), Some("optional"));
+    for (is_told, is_copy_told) in [(false, false), (true, false), (false, true), (true, true)] {
+        let (upstream, mirror) = (Upstream::start(), Upstream::start());
+        let config = format!(
+            "[upstream.api]\nservers = [\"{}\"]\nclient_cert_header = {is_told}\n\
+             [upstream.next]\nservers = [\"{}\"]\nclient_cert_header = {is_copy_told}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nupstream = \"api\"\nmirror = {{ upstream = \"next\" }}\n{listeners}",
+            upstream.url(),
+            mirror.url()
+        );
+        let gateway = Gateway::start(&config);
+        assert_eq!(ask(&client, gateway.address, NAME, "/r").unwrap().status, 200);
+        eventually("the copy arrives", || mirror.count() == 1);
+        let has_certificate = [&upstream, &mirror].map(|server| !server.last().headers("client-cert").is_empty());
+        assert_eq!(has_certificate, [is_told, is_copy_told]);
+    }
+}
