@@ -35,8 +35,8 @@ use crate::config::secrets::redacted_config;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::access::{AccessRules, NetworkFile};
-use crate::identity::api_key::ConsumerDirectory;
-use crate::identity::auth::AuthProvider;
+use crate::identity::api_key::{ANONYMOUS_TIER, ConsumerDirectory};
+use crate::identity::auth::{AuthProvider, TierSource};
 use crate::identity::{ClientIpResolver, Descriptor, IdentitySpec};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
@@ -267,6 +267,14 @@ impl CompiledConfig {
         let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         file.consumers.store(Arc::new(consumers));
         Ok(())
+    }
+
+    /// Return the tiers that consumers can choose with `tier`. The result is empty if `[tiers]` selects another source.
+    pub fn consumer_tiers(&self) -> BTreeSet<&str> {
+        match self.auth.tier_source {
+            TierSource::ApiKey => identities::tiers(&self.limits).filter(|tier| *tier != ANONYMOUS_TIER).collect(),
+            TierSource::Jwt(_) | TierSource::Forward(_) => BTreeSet::new(),
+        }
     }
 }
 

@@ -108,7 +108,7 @@ pub struct Consumer {
 }
 
 /// Tier of anonymous clients.
-const ANONYMOUS_TIER: &str = "anonymous";
+pub const ANONYMOUS_TIER: &str = "anonymous";
 
 /// The caller of a request, as determined from its API key.
 #[derive(Debug, Clone, PartialEq, Eq)]

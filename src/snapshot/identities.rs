@@ -201,6 +201,11 @@ pub(super) struct KnownNames<'c> {
     tier_source: &'c TierSource,
 }
 
+/// Return the tiers that the limits define. A tier of several limits occurs several times.
+pub(super) fn tiers(limits: &LimitsByName) -> impl Iterator<Item = &str> {
+    limits.values().flat_map(|compiled| compiled.limit.tiers.keys()).map(|tier| &**tier)
+}
+
 impl<'c> KnownNames<'c> {
     /// Collect the names of a configuration without errors.
     pub(super) fn new(
@@ -226,9 +231,8 @@ impl<'c> KnownNames<'c> {
     }
 
     fn tiers(&self) -> impl Iterator<Item = &'c str> {
-        let compiled = self.compiled.values().flat_map(|compiled| compiled.limit.tiers.keys()).map(|tier| &**tier);
         let written = self.written.into_iter().flat_map(BTreeMap::values);
-        compiled.chain(written.flat_map(|limit| limit.get_ref().tiers.keys()).map(String::as_str))
+        tiers(self.compiled).chain(written.flat_map(|limit| limit.get_ref().tiers.keys()).map(String::as_str))
     }
 
     fn has_errors(&self, name: &str) -> bool {

@@ -414,9 +414,9 @@ impl ConsumersFile {
         &self.path
     }
 
-    /// Return the names of the tiers that the limits of the configuration define.
+    /// Return the tiers that consumers can choose.
     pub(super) fn tiers(&self) -> BTreeSet<&str> {
-        self.config.limits.values().flat_map(|limit| limit.limit.tiers.keys().map(|tier| &**tier)).collect()
+        self.config.consumer_tiers()
     }
 
     pub(super) fn document(&self) -> anyhow::Result<ConsumersDoc> {
