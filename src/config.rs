@@ -103,8 +103,8 @@ pub struct Server {
     /// headers.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// Maximum time for which a client connection stays open without a request. This is also the idle timeout of
-    /// upgraded connections (`websocket`).
+    /// Maximum time between the end of a response and the next request on a client connection. This is also the idle
+    /// timeout of upgraded connections (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
     /// Maximum time without progress on a request or response body. If the client stops sending the request body, it
@@ -259,8 +259,8 @@ pub struct ExternalAccount {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Admin {
-    /// Address and port, such as `"127.0.0.1:9180"`. A `[[listener]]` cannot have the same port. Optional if `socket`
-    /// is set.
+    /// Address and port, such as `"127.0.0.1:9180"`. They must not overlap with the address and port of a
+    /// `[[listener]]`. Optional if `socket` is set.
     pub address: Option<Text>,
     /// Path of a Unix socket for the admin API, or `"off"`. The socket serves the same endpoints as `address`,
     /// including the endpoints that change something. Clients need no token, because the mode of the socket is 0600:

@@ -179,7 +179,7 @@ impl IdentitySpec {
     /// Return the identity of a request, or `None` if the limit does not apply.
     ///
     /// # Errors
-    /// A part is missing and `on_missing` is `reject`, or a part is ambiguous or malformed.
+    /// A part is missing and `on_missing` is `reject`, or a part is ambiguous or invalid.
     pub fn identify(
         &self,
         request: &RequestAttributes<'_>,
@@ -438,7 +438,7 @@ impl Descriptor {
     /// Return the value of this part in a request.
     ///
     /// # Errors
-    /// The value is ambiguous or malformed.
+    /// The value is ambiguous or invalid.
     pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
         // Reject several values for one name, because the upstream could use a different value than the gateway.

@@ -51,9 +51,9 @@ const FAULTS: [Fault; 8] = [
 /// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
-/// Maximum number of 503 responses to one client until the circuit breaker opens, after Redis has stopped replying
-/// (docs/explanation/failures.md). The client waits for each response, and the breaker opens after about six timeouts.
-const MAX_REJECTED: usize = 6;
+/// Maximum number of 503 responses to one client until the circuit breaker opens, after Redis has stopped replying. The
+/// client waits for each response (docs/explanation/failures.md).
+const MAX_REJECTED: usize = 3;
 
 /// The pause between two requests of a client. All clients together send a few hundred requests per second.
 const PACE: Duration = Duration::from_millis(10);

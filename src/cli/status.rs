@@ -393,3 +393,21 @@ fn describe(response: &Value) -> String {
     changes.iter().for_each(|change| text += &format!("  {change}\n"));
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_changes_are_not_reported_as_changes_of_this_reload() {
+        let text = |age: Value| {
+            describe(&json!({ "file": "g.toml", "changes": ["limit a: quota: 1 -> 2"], "changed_seconds_ago": age }))
+        };
+        assert_eq!(text(json!(0.2)), "g.toml: reloaded; 1 difference\n  limit a: quota: 1 -> 2\n");
+        let old = "g.toml: reloaded; no key has changed since the reload 31 s ago, which had 1 difference\n";
+        assert!(text(json!(31.2)).starts_with(old), "{}", text(json!(31.2)));
+        for none in [json!(61), Value::Null] {
+            assert!(text(none).starts_with("g.toml: reloaded; no key has changed. "));
+        }
+    }
+}

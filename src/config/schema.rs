@@ -18,7 +18,8 @@ pub fn consumers() -> Schema {
     root_schema::<Consumers>("consumers.toml of Sluicegate")
 }
 
-/// Generate a JSON Schema (draft 07) without references, because not all editors support references.
+/// Generate a JSON Schema without references. It uses draft 07. All editors support this draft, but not all editors
+/// support references.
 fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
     let mut schema = settings.with_transform(TomlSchema).into_generator().into_root_schema_for::<T>();

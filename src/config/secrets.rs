@@ -250,8 +250,8 @@ fn redact_line(line: &str) -> String {
     redacted_line
 }
 
-/// Replace each byte in a range with an asterisk, except whitespace, quotes, brackets, `=` and references to
-/// environment variables.
+/// Replace each byte in a range with an asterisk, except whitespace, quotes, brackets, `=` and the names of environment
+/// variables in `${NAME}`. Default values of environment variables are replaced.
 fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);

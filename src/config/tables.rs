@@ -101,8 +101,8 @@ pub struct Route {
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
     /// Styles of the RateLimit headers: `draft-11`, `draft-07`, `draft-03`, `github`, `openai` or `anthropic`. `ietf`
-    /// is the newest draft, `draft-11`. `[]` = no headers. `draft-11` describes all limits. `openai` and `anthropic`
-    /// describe one limit for each `unit`. The other styles describe one limit. In a denial, it is the violated limit
+    /// is the newest draft, `draft-11`. `[]` = no headers. `draft-11` describes all limits. The other styles describe
+    /// one limit, or with `openai` and `anthropic` one limit for each `unit`. In a denial, it is the violated limit
     /// with the longest wait. Otherwise, it is the limit with the smallest share of its quota left.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
@@ -236,8 +236,8 @@ pub struct DirectResponse {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Redirect {
-    /// Path or absolute URL of the redirect, such as `"/v1/{rest}"` or `"https://example.com/"`. It may contain path
-    /// parameters. A redirect has either `to` or `scheme`.
+    /// Path or `http://` or `https://` URL of the redirect, such as `"/v1/{rest}"` or `"https://example.com/"`. It may
+    /// contain path parameters, but not in the host. A redirect has either `to` or `scheme`.
     pub to: Option<Text>,
     /// Scheme of the redirect. The redirect keeps the host, path and query of the request.
     #[schemars(extend("enum" = ["http", "https"]))]
@@ -285,10 +285,11 @@ pub struct Limit {
     /// year. Days on which daylight saving time begins or ends have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
-    /// How to handle requests that lack a value in `by`. `"reject"`: reject with 401 if an API key, token or client
-    /// certificate is missing, otherwise with 400. `"skip"`: do not apply the limit. `"ip"`: use the client network as
-    /// the identity. Default: `"reject"`. A limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` by default does not
-    /// apply to requests without such a message.
+    /// How to handle requests that lack a value in `by`. `"reject"`: reject with 401 if an API key, token, client
+    /// certificate or user name (`basic`) is missing, with 403 if a header from an authentication server is missing,
+    /// otherwise with 400. `"skip"`: do not apply the limit. `"ip"`: use the client network as the identity. Default:
+    /// `"reject"`. A limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` by default does not apply to requests
+    /// without such a message.
     #[schemars(extend("enum" = ["reject", "skip", "ip"]))]
     pub on_missing: Option<Text>,
     /// Fallback while the store is unavailable. `"local"`: enforce the local share of this gateway. `"allow"`: fail
@@ -403,8 +404,8 @@ pub struct Upstream {
     /// which the gateway waits for the client's request body does not count.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub response_timeout: Option<Text>,
-    /// Maximum time for which an idle connection is kept for reuse. With HTTP/2, a connection is idle while it has no
-    /// requests in flight.
+    /// Maximum time for which an idle connection is kept for reuse. With HTTP/2, this time begins when the last request
+    /// was sent, even if this request is still in flight.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
     /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`. `hash:HEADER` sends requests

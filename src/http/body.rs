@@ -199,8 +199,8 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // The callback has removed all data of this frame. Wake the task at once: the upstream body was
-                    // ready, so it may have more data.
+                    // The frame has no data for the client. Wake the task at once: the upstream body has not returned
+                    // `Pending` yet, so it will not wake the task.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }

@@ -386,9 +386,10 @@ impl Drop for ChunkReservation {
     }
 }
 
-// === Read limits === hyper always reads one chunk ahead of its caller, and the chunks become larger as a response
-// continues. If a client opens many HTTP/2 streams and reads none of the responses, most of the gateway's memory
-// consists of these chunks.
+// === Read limits ===
+//
+// hyper always reads one chunk ahead of its caller, and the chunks become larger as a response continues. If a client
+// opens many HTTP/2 streams and reads none of the responses, most of the gateway's memory consists of these chunks.
 
 /// Maximum number of bytes per read from a connection.
 #[derive(Debug, Clone, Copy)]

@@ -72,8 +72,8 @@ impl ConnectionActivity {
         InFlightRequest { activity: self.clone(), flow }
     }
 
-    /// Record that bytes have arrived from the client. `is_partial` is true if these bytes end within request headers.
-    /// Bytes that arrive while a request is in flight are considered a part of that request.
+    /// Record that bytes have arrived from the client. `is_partial` is true if these bytes may end within request
+    /// headers. Bytes that arrive while a request is in flight are considered a part of that request.
     pub fn record_headers(&self, is_partial: bool) {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         if is_partial != (counter & 1 == 1) {

@@ -373,7 +373,8 @@ pub fn has_padding(headers: &HeaderMap) -> bool {
 }
 
 /// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. Only gRPC calls get gRPC errors,
-/// which have the HTTP status 200. All other requests get HTTP errors.
+/// which have the HTTP status 200. All other requests get HTTP errors, because caches decide by the status whether they
+/// may store a response.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
     *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
 }

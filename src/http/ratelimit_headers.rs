@@ -134,8 +134,8 @@ impl HeaderStyle {
 }
 
 /// Append the RateLimit headers for those limits of a decision that are announced to clients. For a denial, the headers
-/// describe only the violated limits, with the time until the request would be admitted. `Retry-After` is set if the
-/// request can be admitted later. `policy` is the value of `RateLimit-Policy`, or `None` to derive this value from the
+/// describe the violated limits, with the time until the request would be admitted. `Retry-After` is set if the request
+/// can be admitted later. `policy` is the value of `RateLimit-Policy`, or `None` to derive this value from the
 /// decision.
 pub fn append_decision_headers(
     headers: &mut HeaderMap,

@@ -169,8 +169,8 @@ impl RequestBody {
         if body.is_end_stream() {
             return RequestBody(None);
         }
-        // Count only HTTP/1.x bodies of unknown length, because only these can have trailers, which must be checked
-        // before the next request.
+        // Count only HTTP/1.x bodies of unknown length. In HTTP/1.x, only these bodies can have trailers, which must be
+        // checked before the next request.
         let is_counted = !is_http2 && body.size_hint().exact().is_none();
         let flow = is_counted.then(|| in_flight.flow().clone());
         flow.iter().for_each(|flow| flow.start_body());
@@ -573,8 +573,9 @@ pub fn has_unread_body(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream() && !request.body().is_buffered()
 }
 
-/// Discard the body of a request that will not be forwarded. Read a body of at most `MAX_DRAINED_BODY` bytes to its end
-/// in the background, and abandon any other body.
+/// Discard the body of a request that will not be forwarded. If the length of the body is known and at most
+/// `MAX_DRAINED_BODY` bytes, and the request has no `Expect`, read the body to its end in the background. Abandon any
+/// other body.
 pub fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) {
     if !has_unread_body(&request) {
         return;

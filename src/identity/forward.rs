@@ -148,7 +148,7 @@ pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Calls to the server that are in progress, each with a receiver for its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
-    /// Secret key of the hash, unique to this process. Credentials cannot be guessed from a hash without it.
+    /// Random secret key of the hash, unique to this cache. Credentials cannot be guessed from a hash without it.
     secret: [u8; 32],
 }
 

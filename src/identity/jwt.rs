@@ -197,7 +197,8 @@ impl JwtVerifier {
         }
     }
 
-    /// Verify a token. The signature is verified only once for the same token and keys.
+    /// Verify a token. If the cache of the current keys contains the token, its signature is not verified again, but
+    /// its claims are checked.
     ///
     /// # Errors
     /// The token is invalid.

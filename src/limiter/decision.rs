@@ -65,8 +65,8 @@ pub struct Decision<'a> {
     pub permits: Option<Box<ConcurrencyPermits>>,
     /// The charges and refunds that are deferred until the response is known.
     pub deferred_charges: Option<Box<DeferredCharges>>,
-    /// Limit index and [`Charge::debt_before_us`] of each check. The list is empty unless the request is admitted and
-    /// at least one charge may be refunded.
+    /// Limit index and [`Charge::debt_before_us`] of each check that the store or the local share performed. The list
+    /// is empty unless the request is admitted and at least one charge may be refunded.
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 

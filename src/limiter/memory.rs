@@ -263,8 +263,8 @@ const EVICTION_SAMPLE: usize = 5;
 const MAX_EVICTION_SEARCH: usize = 256;
 
 /// A state with at least this used share of its quota (in 1/255) is evicted only to make room for the guaranteed part
-/// of another limit. The value is half of the quota, so that a client that causes the eviction of its own state gains
-/// at most half of the quota.
+/// of another limit. The value is half of the quota, so that a client that causes the eviction of the state of its
+/// identity gains at most half of the quota.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.

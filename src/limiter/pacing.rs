@@ -16,7 +16,7 @@ pub const MAX_WAITING_CHECKS: usize = 16_384;
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
 /// While a call is in flight, further checks wait for its reply for at most the store timeout divided by this number.
-/// With the default timeout of 50 ms, they wait for at most 3 ms. Clients would notice a longer delay.
+/// With the default timeout of 50 ms, they wait for about 3 ms. Clients would notice a longer delay.
 const LATENCY_TARGET_DIVISOR: u32 = 16;
 
 /// tokio's timers have a resolution of 1 ms. If a timer fires more than this duration after its deadline, other tasks

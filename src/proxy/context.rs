@@ -428,8 +428,8 @@ pub struct Peer {
     pub listener: usize,
     /// The resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
-    /// Whether forwarding headers must not be trusted, although the peer is a trusted proxy. True if its PROXY header
-    /// does not contain the address of the client.
+    /// Whether forwarding headers must not be trusted, although the peer is a trusted proxy. True if the peer forwards
+    /// a client whose address its PROXY header does not contain.
     is_distrusted: bool,
 }
 

@@ -325,8 +325,8 @@ fn auth_response(
             "unauthenticated"
         }
         StatusCode::FORBIDDEN => {
-            // Add a challenge for a token without the required claim (RFC 6750 §3.1). An API key that is not allowed on
-            // this route gets no challenge.
+            // Add a challenge for a token without the required claim (RFC 6750 §3.1). Add none for an API key that is
+            // not allowed on this route, because another credential would not help.
             if matches!(error, AuthError::Claim(_)) {
                 let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
                 response.headers_mut().insert(WWW_AUTHENTICATE, challenge);

@@ -369,9 +369,10 @@ where
     Ok(checks)
 }
 
-/// Build the checks of a request that is not authenticated, only for the limits that need no credential. The cost of
-/// these checks is charged at once and never refunded, because attempts to guess a credential would otherwise cost
-/// nothing. Concurrency limits are skipped, because the request is rejected at once.
+/// Build the checks of a request that is not authenticated, only for the limits that may charge such a request (see
+/// [`IdentitySpec::limits_unauthenticated`]). The cost of these checks is charged at once and never refunded, because
+/// attempts to guess a credential would otherwise cost nothing. Concurrency limits are skipped, because the request is
+/// rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],

@@ -213,8 +213,8 @@ impl PathPattern {
         None
     }
 
-    /// Return whether both patterns match the same paths. Two regular expressions match the same paths only if their
-    /// texts are equal.
+    /// Return whether both patterns match the same paths. Regular expressions are compared by their text, so the result
+    /// can be false for two expressions that match the same paths.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let (one, other) = match (&self.0, &other.0) {
             (PathForm::Segments(one), PathForm::Segments(other)) => (one, other),

@@ -214,7 +214,7 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails,
+    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails, also
     /// return the known addresses of this family.
     pub(crate) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
         let (config, options) = match self {

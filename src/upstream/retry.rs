@@ -51,8 +51,8 @@ impl Upstream {
     /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
     /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
     /// once more to the same endpoint if a reused connection was closed before the response (RFC 9110 §9.2.2), or if
-    /// the HTTP/2 server did not process the request. Other retries go to other endpoints, limited by `retries` and the
-    /// retry budget.
+    /// the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
+    /// `retries` and the retry budget.
     ///
     /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
     /// extensions of the request.
@@ -399,7 +399,7 @@ pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// Each header is encoded as: length of the name (u32), twice the length of the value, plus one if the value is
+    /// Each header is encoded as: length of the name (u32), twice the length of the value plus one if the value is
     /// sensitive (u32), name, value.
     encoded_headers: Vec<u8>,
 }

@@ -105,6 +105,21 @@ fn redis_is_reached_over_a_unix_socket() {
 }
 
 #[test]
+fn overrides_key_of_another_program_is_named_in_the_log() {
+    let redis = Redis::start();
+    let gateway = gateway(&format!("url = \"{}\"\ntimeout = \"5s\"", redis.url()));
+    redis::cmd("SET").arg("rl:overrides").arg("a text").exec(&mut redis.connection()).unwrap();
+    let expected = "cannot read overrides: another program uses the key";
+    eventually("the key of another program is logged", || gateway.log().contains(expected));
+    assert!(
+        gateway.log().contains("rl:overrides") && !gateway.log().contains("lacks a permission"),
+        "{}",
+        gateway.log()
+    );
+    assert_counts(&gateway, "limits apply although the overrides cannot be read");
+}
+
+#[test]
 fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
     // Create the Redis user with the command in the manual.
@@ -127,7 +142,8 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert!(!right.log().contains("cannot read overrides"), "{}", right.log());
     // Reading overrides requires separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
-    eventually("the missing permission is logged", || right.log().contains("cannot read overrides"));
+    let expected = "cannot read overrides: the Redis user lacks a permission";
+    eventually("the missing permission is logged", || right.log().contains(expected));
     let before = redis.calls("evalsha");
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));

@@ -91,7 +91,7 @@ impl OrderError {
     }
 
     fn is_problem(&self, kind: &str) -> bool {
-        matches!(self, OrderError::Ca { error, .. } if is_problem(error, kind))
+        matches!(self, OrderError::Ca { error, .. } if has_problem_type(error, kind))
     }
 }
 
@@ -110,7 +110,7 @@ impl<T> AtStep<T> for Result<T, Error> {
 async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> Result<T, Error> {
     for _ in 0..MAX_NONCE_RETRIES {
         match request().await {
-            Err(error) if is_problem(&error, "badNonce") => {}
+            Err(error) if has_problem_type(&error, "badNonce") => {}
             result => return result,
         }
     }
@@ -118,7 +118,7 @@ async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> R
 }
 
 /// Return whether the error has this problem type (RFC 8555 §6.7).
-fn is_problem(error: &Error, kind: &str) -> bool {
+fn has_problem_type(error: &Error, kind: &str) -> bool {
     let Error::Api(problem) = error else { return false };
     problem.r#type.as_deref().and_then(|text| text.strip_prefix("urn:ietf:params:acme:error:")) == Some(kind)
 }
@@ -169,7 +169,7 @@ pub(super) async fn account(
 /// Remove the account from the storage if the CA does not know it.
 async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
     match result {
-        Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
+        Err(error) if has_problem_type(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
         _ => Ok(()),
     }
 }
@@ -328,7 +328,7 @@ impl OrderContext<'_> {
         let order = match place(replaced.as_ref()).await {
             // The CA provides no renewal information (RFC 9773), or the certificate was already replaced.
             Err(Error::Unsupported(_)) if replaced.is_some() => place(None).await,
-            Err(error) if replaced.is_some() && is_problem(&error, "alreadyReplaced") => place(None).await,
+            Err(error) if replaced.is_some() && has_problem_type(&error, "alreadyReplaced") => place(None).await,
             result => result,
         };
         let order = order.at("cannot create an ACME order")?;

@@ -447,6 +447,23 @@ mod tests {
     }
 
     #[test]
+    fn end_of_a_string_is_found_at_every_offset() {
+        // The bytes differ from `"` and `\\` in one bit, or are next to them.
+        for filler in [b'x', b'!', b'#', b'[', b']', 0x22 ^ 0x80, 0x5C ^ 0x80, 0, 0xFF] {
+            for length in 0..64 {
+                let text = vec![filler; length];
+                assert_eq!(find_string_end(&text), None, "{length} bytes {filler:#x}");
+                for (offset, end) in (0..length).flat_map(|offset| [(offset, b'"'), (offset, b'\\')]) {
+                    let mut text = text.clone();
+                    text[offset] = end;
+                    *text.last_mut().unwrap() = end;
+                    assert_eq!(find_string_end(&text), Some(offset), "{length} bytes {filler:#x}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn value_at_a_path_is_found() {
         for (path, text, expected) in [
             ("/usage", r#"{"usage":{"a":1}}"#, &[r#"{"a":1}"#][..]),
