@@ -209,9 +209,10 @@ pub(super) fn settle<'d, 'a>(
     route: &Route,
     result: &Result<Response<Body>, UpstreamError>,
 ) -> impl Future<Output = ()> + use<'d, 'a> {
+    let limits = &route.rate_limits.limits;
     let charges = decision.deferred_charges.take();
     let settlement =
-        charges.and_then(|charges| charges.settle(|index, deferred| settle_action(route, index, deferred, result)));
+        charges.and_then(|charges| charges.settle(|index, deferred| settle_action(&limits[index], deferred, result)));
     async move {
         let Some(settlement) = settlement else { return };
         match settlement.await {
@@ -235,15 +236,14 @@ pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Bod
     !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
 }
 
-fn settle_action(
-    route: &Route,
-    limit_index: usize,
+/// Return the charge or refund of a limit that the response determines.
+pub fn settle_action(
+    route_limit: &RouteLimit,
     deferred: Deferred,
     result: &Result<Response<Body>, UpstreamError>,
 ) -> SettleAction {
     let no_headers = HeaderMap::new();
     let headers = result.as_ref().map_or(&no_headers, Response::headers);
-    let route_limit = &route.rate_limits.limits[limit_index];
     match (is_refunded(route_limit, result), deferred) {
         (true, Deferred::Refund | Deferred::Settle) => SettleAction::Refund,
         (false, Deferred::Charge) => {

@@ -8,10 +8,11 @@ mod routing;
 use std::net::IpAddr;
 
 use http::header::{CONTENT_LENGTH, ORIGIN};
-use http::{HeaderMap, Request};
+use http::{HeaderMap, Request, Response};
 use serde_json::Value;
 use tokio::runtime::Builder;
 
+use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers;
@@ -38,6 +39,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport};
+use crate::upstream::UpstreamError;
 
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
@@ -226,25 +228,26 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if matches!(credential_error, Some(Rejection::Auth(_))) {
             limits::skip_without_credential(&mut explanation.limits);
         }
-        let decision = match verdict {
-            Ok(verdict) => Some(limits::simulated_decision(verdict, &checks)),
+        let verdict = match verdict {
+            Ok(verdict) => Some(verdict),
             Err(CountersUnavailable(reason)) => {
                 explanation.counters_unavailable = Some(reason);
                 None
             }
         };
-        explanation.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
-        let decision = match decision {
-            Some(decision) if !decision.admitted => {
-                return Err(Rejection::RateLimited {
-                    decision,
-                    rate_limits: &route.rate_limits,
-                    is_grpc: is_grpc_call(request),
-                    provider: llm.as_ref().map(|llm| llm.provider),
-                });
-            }
-            decision => decision,
+        let decide = |response: Option<&Result<Response<Body>, UpstreamError>>| {
+            verdict.as_ref().map(|verdict| limits::simulated_decision(verdict, &checks, route, response))
         };
+        let decision = decide(None);
+        explanation.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
+        if let Some(decision) = decision.filter(|decision| !decision.admitted) {
+            return Err(Rejection::RateLimited {
+                decision,
+                rate_limits: &route.rate_limits,
+                is_grpc: is_grpc_call(request),
+                provider: llm.as_ref().map(|llm| llm.provider),
+            });
+        }
         match credential_error {
             Some(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })) => {
                 let (source, outcome) = ("authentication-server", "undecided");
@@ -262,7 +265,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length), received));
         }
         let cors = found.cors.as_ref();
-        routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)
+        routing::admitted_response(&variables, target.forwarded_path(), decide, cors)
     }
 
     /// Return the reason why the body cannot be read.

@@ -54,8 +54,8 @@ const CHOICES: [&[(&str, &str)]; 4] = [
     &[("\"GET\"", ""), ("\"GET\"", "1"), ("\"POST\"", "2")],
 ];
 
-/// The quotas are per day, so that no token refills while the test runs.
-const LIMITS: [(&str, &str); 9] = [
+/// The windows are so long that no token refills while the test runs.
+const LIMITS: [(&str, &str); 17] = [
     ("ip", "by = \"ip\"\nquota = \"16/day\"\n"),
     ("key", "by = \"api-key\"\nquota = \"6/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
     ("needed", "by = \"header:x-user\"\nquota = \"10/day\"\nalgorithm = \"sliding-log\"\n"),
@@ -65,7 +65,28 @@ const LIMITS: [(&str, &str); 9] = [
     ("writes", "by = \"ip\"\nquota = \"6/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),
     ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"6/day\"\nannounce = false\n"),
     ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"40/day\"\nunit = \"tokens\"\n"),
+    ("aligned", "by = [\"ip\", \"route\"]\nquota = \"30/6h\"\nalgorithm = \"fixed-window\"\n"),
+    (
+        "calendar",
+        "by = [\"ip\", \"route\"]\nquota = \"20/month\"\nalgorithm = \"fixed-window\"\ntime_zone = \"Asia/Tokyo\"\n",
+    ),
+    (
+        "first",
+        "by = [\"ip\", \"route\"]\nquota = \"20/day\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n",
+    ),
+    ("sliding", "by = [\"ip\", \"route\"]\nquota = \"20/day\"\nalgorithm = \"sliding-window\"\n"),
+    ("parts", "by = [\"ip\", \"route\"]\nquota = \"20/day\"\nalgorithm = \"sliding-buckets\"\n"),
+    ("refunded", "by = [\"ip\", \"route\"]\nquota = \"20/day\"\nrefund_on = [\"302\"]\n"),
+    (PERMITS, "by = \"ip\"\nquota = \"3\"\nalgorithm = \"concurrency\"\n"),
+    (DEFERRED, "by = [\"ip\", \"route\"]\nquota = \"20/day\"\ncost = { response_header = \"x-tokens-used\" }\n"),
 ];
+
+/// The concurrency limit, whose permits are released after the response.
+const PERMITS: &str = "flight";
+/// The limit whose cost is in the response of the upstream.
+const DEFERRED: &str = "used";
+/// The cost in the response of the upstream.
+const COST_OF_RESPONSE: u64 = 3;
 
 /// Access rules for a route. Clients have loopback addresses, or the addresses that a trusted proxy reports.
 const ACCESS: [&str; 5] = [
@@ -223,6 +244,11 @@ fn explained(config: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> 
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 
+/// Return the cost of a limit, or null if the response determines the cost.
+fn known_cost(limit: &Value) -> &Value {
+    if limit["limit"] == DEFERRED { &Value::Null } else { &limit["cost"] }
+}
+
 /// Return the parts of an explanation that the access log contains, in the same form as [`logged`].
 fn as_logged(facts: &Value) -> Value {
     let limits = facts["limits"].as_array().unwrap().iter().filter(|limit| limit["usage"].is_object()).map(|limit| {
@@ -230,7 +256,7 @@ fn as_logged(facts: &Value) -> Value {
         let left =
             if standing["remaining_after"].is_null() { &standing["remaining"] } else { &standing["remaining_after"] };
         let remaining = if limit["shadow"] == true { &Value::Null } else { left };
-        json!([limit["limit"], limit["identity"], limit["cost"], standing["decision"], remaining])
+        json!([limit["limit"], limit["identity"], known_cost(limit), standing["decision"], remaining])
     });
     let status = facts["response"]["status"].as_u64().unwrap_or(200);
     json!([
@@ -247,8 +273,9 @@ fn as_logged(facts: &Value) -> Value {
 /// client's address in the explanation instead of the one in the record.
 fn logged(line: &Value, facts: &Value) -> Value {
     let limits = line["limits"].as_array().into_iter().flatten();
-    let limits = limits
-        .map(|limit| json!([limit["limit"], limit["identity"], limit["cost"], limit["decision"], limit["remaining"]]));
+    let limits = limits.map(|limit| {
+        json!([limit["limit"], limit["identity"], known_cost(limit), limit["decision"], limit["remaining"]])
+    });
     let client = if line["route"].is_null() { &facts["client"]["address"] } else { &line["client"] };
     json!([line["method"], client, line["route"], line["status"], line["outcome"], limits.collect::<Vec<_>>()])
 }
@@ -304,14 +331,43 @@ const HEADERS: [&str; 14] = [
     "access-control-max-age",
 ];
 
+/// A limit in a RateLimit header.
+#[derive(Debug)]
+struct RateLimit {
+    name: String,
+    remaining: u64,
+    /// Seconds until the reset. A concurrency limit has no such time.
+    reset: Option<u64>,
+}
+
+fn limits_of(field: &str) -> Vec<RateLimit> {
+    let parse = |member: &str| {
+        let (name, parameters) = member.split_once(";r=").unwrap();
+        let (remaining, reset) = parameters.split_once(";t=").unzip();
+        RateLimit {
+            name: name.trim_matches('"').to_owned(),
+            remaining: remaining.unwrap_or(parameters).parse().unwrap(),
+            reset: reset.map(|seconds| seconds.parse().unwrap()),
+        }
+    };
+    field.split(", ").map(parse).collect()
+}
+
+/// Return the remaining permits of the limit [`PERMITS`] before a request, or `None` if the limit does not apply.
+fn free_permits(facts: &Value) -> Option<u64> {
+    let limits = facts["limits"].as_array().unwrap();
+    limits.iter().find(|limit| limit["limit"] == PERMITS)?["usage"]["remaining"].as_u64()
+}
+
 #[test]
 fn explanation_matches_the_gateway_for_a_thousand_requests() {
     // A response to HEAD has no body.
     let upstream = Upstream::responding(|seen| {
         let body = if seen.head.starts_with("HEAD ") { "" } else { "ok" };
-        format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{body}").into_bytes()
+        format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Tokens-Used: {COST_OF_RESPONSE}\r\n\r\n{body}").into_bytes()
     });
     let (mut outcomes, mut denied, mut sent, mut routes) = (BTreeSet::new(), 0, 0, BTreeSet::new());
+    let mut announced = BTreeSet::new();
     for seed in 1..=4 {
         let random = &mut Random(seed);
         let redis = Redis::start();
@@ -341,10 +397,32 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
             for field in facts["response"]["headers"].as_array().unwrap() {
                 let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
                 match (name, value) {
-                    // The explanation hides configured values, and the times in `RateLimit` may differ. For these
-                    // headers, check only that the response contains them.
-                    (_, None) | ("ratelimit", _) => {
-                        assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}")
+                    // The explanation hides configured values. For these headers, check only that the response
+                    // contains them.
+                    (_, None) => assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}"),
+                    // The request comes some milliseconds after the explanation, so that the times in seconds may
+                    // differ by one.
+                    ("ratelimit", Some(value)) => {
+                        let (said, sent) = (limits_of(value), limits_of(reply.header(name).unwrap()));
+                        announced.extend(said.iter().map(|limit| limit.name.clone()));
+                        let is_same = |(said, sent): (&RateLimit, &RateLimit)| match &*said.name {
+                            // The explanation does not know the cost in the response of the upstream.
+                            DEFERRED if facts["upstream"].is_object() => {
+                                sent.remaining == said.remaining.saturating_sub(COST_OF_RESPONSE)
+                            }
+                            _ => {
+                                let times = said.reset.zip(sent.reset);
+                                sent.remaining == said.remaining
+                                    && said.reset.is_some() == sent.reset.is_some()
+                                    && times.is_none_or(|(said, sent)| said.abs_diff(sent) <= 1)
+                            }
+                        };
+                        let names =
+                            |limits: &[RateLimit]| Vec::from_iter(limits.iter().map(|limit| limit.name.clone()));
+                        assert!(
+                            names(&said) == names(&sent) && said.iter().zip(&sent).all(is_same),
+                            "seed {seed}: {said:?}, sent {sent:?} for {asked:?}"
+                        );
                     }
                     ("retry-after", Some(value)) => {
                         let (said, waited) =
@@ -359,6 +437,9 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
                     facts["response"]["headers"].as_array().unwrap().iter().any(|field| field["name"] == name);
                 assert_eq!(is_said, reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}\n{facts:#}");
             }
+            eventually("the permit of the request is released", || {
+                free_permits(&explained(&compiled, &remote, &asked)) == free_permits(&facts)
+            });
             said.push((asked, facts));
         }
         let log = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
@@ -388,6 +469,10 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
     }
     // The random requests cover denials, forwarded requests and routes.
     assert!(denied > 20 && sent > 100 && routes.len() > 30, "{denied} denied, {sent} sent, {routes:?}");
+    let in_headers = |(name, terms): &&(&str, &str)| !terms.contains("shadow") && *name != "user";
+    for (name, _) in LIMITS.iter().filter(in_headers) {
+        assert!(announced.contains(*name), "{name} is not among {announced:?}");
+    }
     let expected =
         ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host", "forbidden", "preflight"];
     for outcome in expected {

@@ -6,49 +6,96 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::Response;
 use tokio::runtime::{Builder, Runtime as Reactor};
 
+use crate::http::body::Body;
 use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
 use crate::identity::display::DisplayPart;
 use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
-use crate::limiter::algorithm::{Outcome, Status};
+use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use crate::limiter::algorithm::{Outcome, Rule, Status, StepKind};
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::IdentityEncoder;
 use crate::limiter::overrides::{OverrideTable, Overrides};
 use crate::limiter::redis::{RedisSettings, overrides};
-use crate::limiter::settlement::Deferred;
+use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::limiter::store;
 use crate::limiter::store::{DecidedBy, RedisStore};
 use crate::limiter::verdict::{Charge, Operation, Verdict};
 use crate::proxy::metrics::LimitDecision;
+use crate::proxy::rate_limit::settle_action;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
+use crate::upstream::UpstreamError;
 
 /// Convert the verdict of a peek into the decision of a check. A peek reads the counters without charging them. If the
-/// request is admitted, this function therefore subtracts its cost from `remaining`.
-pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
+/// request is admitted, this function therefore adds the request's own charge to each outcome.
+///
+/// `response` is the response to an admitted request if the gateway itself generates it. The decision then contains the
+/// outcomes after the settlement, as the response headers do. Without it, the decision contains no charge that depends
+/// on the response.
+pub(super) fn simulated_decision<'a>(
+    verdict: &Verdict,
+    checks: &[LimitCheck<'a, '_>],
+    route: &Route,
+    response: Option<&Result<Response<Body>, UpstreamError>>,
+) -> Decision<'a> {
     let admitted = verdict.granted > 0;
+    let tokens = |check: &LimitCheck<'_, '_>| {
+        let route_limit = &route.rate_limits.limits[check.limit_index];
+        match response.map(|response| settle_action(route_limit, check.deferred, response)) {
+            None | Some(SettleAction::Nothing) => charged_tokens(check),
+            Some(SettleAction::Charge(cost) | SettleAction::Settle(cost)) => cost,
+            Some(SettleAction::Refund) => 0,
+        }
+    };
     let after_charge =
         |(check, outcome): (&LimitCheck<'_, '_>, &Outcome)| match admitted && outcome.status == Status::Ok {
-            true => Outcome { remaining: remaining_after(check, outcome), ..*outcome },
+            true => outcome_after(check, outcome, tokens(check), verdict.now_us),
             false => *outcome,
         };
     let outcomes = checks.iter().zip(&verdict.outcomes).map(after_charge).collect();
-    Decision::new(Verdict { outcomes, ..verdict }, store::DecidedBy::Store, checks.iter())
+    Decision::new(Verdict { outcomes, ..verdict.clone() }, store::DecidedBy::Store, checks.iter())
 }
 
-fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
-    let tokens = match check.deferred {
-        // Subtract nothing, because the gateway charges the cost after the response.
+/// Add a charge of `tokens` to the outcome of a peek.
+fn outcome_after(check: &LimitCheck<'_, '_>, outcome: &Outcome, tokens: u64, now_us: u64) -> Outcome {
+    if tokens == 0 {
+        return *outcome;
+    }
+    let rule = &check.variant.rule;
+    // The reset time if the identity had no other charges. A deferred cost may exceed the quota.
+    let alone_us = rule.step(None, now_us, StepKind::Charge, tokens).outcome.reset_us;
+    let reset_us = match rule {
+        // A bucket refills the tokens of one charge after those of another.
+        Rule::TokenBucket(_) => outcome.reset_us.saturating_add(alone_us),
+        // The request is charged in the window that an earlier request has opened.
+        Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) if outcome.reset_us > 0 => {
+            outcome.reset_us
+        }
+        // The charges expire independently of each other.
+        Rule::FixedWindow(_)
+        | Rule::SlidingWindow(_)
+        | Rule::SlidingBuckets(_)
+        | Rule::SlidingLog(_)
+        | Rule::Concurrency(_) => outcome.reset_us.max(alone_us),
+    };
+    Outcome { remaining: outcome.remaining.saturating_sub(tokens), reset_us, ..*outcome }
+}
+
+/// Return the number of tokens that an admitted request takes before its response.
+fn charged_tokens(check: &LimitCheck<'_, '_>) -> u64 {
+    match check.deferred {
+        // The gateway charges the cost after the response.
         Deferred::Charge => 0,
         // A request takes one concurrency permit, regardless of its cost.
         Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
         Deferred::Nothing | Deferred::Refund | Deferred::Settle => check.cost,
-    };
-    outcome.remaining.saturating_sub(tokens)
+    }
 }
 
 /// Report each limit of a route. `checks` contains one check for each limit that applies. `checks` is empty if the
@@ -60,7 +107,7 @@ pub(super) fn limit_reports(
     checks: &[LimitCheck<'_, '_>],
     verdict: Option<&Verdict>,
 ) -> Vec<LimitReport> {
-    let decision = verdict.map(|verdict| simulated_decision(verdict.clone(), checks));
+    let decision = verdict.map(|verdict| simulated_decision(verdict, checks, route, None));
     let metering = &route.rate_limits;
     let reports = metering.limits.iter().enumerate().map(|(limit_index, route_limit)| {
         let identity_spec = &metering.identities[route_limit.identity_index];
@@ -190,7 +237,8 @@ fn limit_usage(
     LimitUsage {
         decision: LimitDecision::from_decision(check, decision).map(LimitDecision::label),
         remaining: outcome.remaining,
-        remaining_after: (decision.admitted && !is_denied).then(|| remaining_after(check, outcome)),
+        remaining_after: (decision.admitted && !is_denied)
+            .then(|| outcome.remaining.saturating_sub(charged_tokens(check))),
         reset_seconds: seconds(outcome.reset_us),
         retry_seconds: (is_denied && outcome.status != Status::CostTooLarge).then(|| seconds(outcome.retry_us)),
         max_wait_seconds: queue_policy.map(|wait| wait.max_wait.as_secs_f64()),

@@ -26,6 +26,7 @@ use crate::snapshot::routes::{Route, RouteAction};
 use crate::tools::explain::report::{
     HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
+use crate::upstream::UpstreamError;
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -263,33 +264,34 @@ pub(super) fn rejection_response(
     })
 }
 
-/// Report the response to a request that the limits admit.
+/// Report the response to a request that the limits admit. `decide` returns the decision for the response of the
+/// gateway itself, or for the unknown response of an upstream.
 ///
 /// # Errors
 /// The action of the route rejects the request.
-pub(super) fn admitted_response(
+pub(super) fn admitted_response<'d>(
     variables: &RequestVariables<'_, ()>,
     path: &str,
-    decision: Option<&Decision<'_>>,
+    decide: impl Fn(Option<&Result<Response<Body>, UpstreamError>>) -> Option<Decision<'d>>,
     cors: Option<&CorsDecision<'_>>,
 ) -> Result<ResponseReport, Rejection<'static>> {
     let RequestVariables { route, request, .. } = *variables;
     let mutations = &route.response_headers;
     let values = mutations.render_without_literals(|variable| variables.content(variable));
     let is_configured = |name: &str| is_configured(mutations, name);
-    let apply_headers = |headers: &mut HeaderMap| {
+    let apply_headers = |headers: &mut HeaderMap, decision: Option<Decision<'d>>| {
         mutations.apply(headers, &values);
-        if let Some(decision) = decision {
+        if let Some(decision) = &decision {
             append_ratelimit_headers(headers, &route.rate_limits, decision);
         }
         if let Some(cors) = cors {
             cors.apply(headers);
         }
     };
-    let mut response = match &route.action {
+    let response = match &route.action {
         RouteAction::Forward(_) => {
             let mut headers = HeaderMap::new();
-            apply_headers(&mut headers);
+            apply_headers(&mut headers, decide(None));
             let removed = mutations.remove.iter().map(ToString::to_string).collect();
             return Ok(ResponseReport {
                 source: "upstream",
@@ -302,7 +304,10 @@ pub(super) fn admitted_response(
         RouteAction::DirectResponse(direct_response) => direct_response.response(),
         RouteAction::Redirect(redirect) => redirect.response(request, &route.path_pattern, path)?,
     };
-    apply_headers(response.headers_mut());
+    let result = Ok(response);
+    let decision = decide(Some(&result));
+    let mut response = result.map_err(Rejection::Upstream)?;
+    apply_headers(response.headers_mut(), decision);
     Ok(gateway_response(response, "ok", is_configured))
 }
 
