@@ -135,10 +135,11 @@ fn stopped_and_continued_store_crosses_no_replies() {
                         let reply = client.get(&path);
                         sent += 1;
                         if reply.status == 503 {
-                            // Requests get 503 until the circuit breaker opens.
+                            // Requests get 503 until the circuit breaker opens, after two timeouts. On a busy machine,
+                            // a client may start late and add a third rejection.
                             assert_eq!(reply.header("retry-after"), Some("1"));
                             rejected += 1;
-                            assert!(rejected <= 6, "{rejected} rejected of {sent}");
+                            assert!(rejected <= 3, "{rejected} rejected of {sent}");
                             continue;
                         }
                         assert_eq!(reply.status, 200);
