@@ -10,7 +10,8 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use crate::limiter::algorithm::Rule;
-use crate::tools::replay::resolve::RejectReason;
+use crate::limiter::quota::CalendarUnit;
+use crate::tools::replay::resolve::{RejectReason, ReplayLimit};
 use crate::tools::replay::simulator::Suggestion;
 use crate::tools::replay::{REORDER_WINDOW_LINES, Replay, ReplayResult};
 
@@ -228,7 +229,7 @@ impl LimitSummary {
             step_seconds: stats.series.step_seconds(),
             series: stats.series.points().into_iter().map(to_point).collect(),
             suggestion,
-            notes: limit.notes.clone(),
+            notes: limit.notes.iter().cloned().chain(short_log_note(limit, result)).collect(),
         }
     }
 
@@ -288,12 +289,38 @@ pub fn format_count(count: u64, one: &str, many: &str) -> String {
 
 /// Format a number of seconds, such as `5 min` or `2 h`.
 pub fn format_span(seconds: u64) -> String {
-    let units = [("weeks", 604_800), ("days", 86_400), ("h", 3600), ("min", 60)];
-    let large = units.into_iter().find(|(_, unit)| seconds >= 2 * unit || seconds == *unit);
+    let units = [("week", "weeks", 604_800), ("day", "days", 86_400), ("h", "h", 3600), ("min", "min", 60)];
+    let large = units.into_iter().find(|(.., unit)| seconds >= 2 * unit || seconds == *unit);
     match large {
-        Some((name, unit)) => format!("{} {name}", (seconds + unit / 2) / unit),
+        Some((one, many, unit)) => format_count((seconds + unit / 2) / unit, one, many),
         None => format!("{seconds} s"),
     }
+}
+
+/// Minimum length of a month and of a year, in µs.
+const SHORTEST_MONTH_US: u64 = 28 * 86_400_000_000;
+const SHORTEST_YEAR_US: u64 = 365 * 86_400_000_000;
+
+/// Return a warning if the log is shorter than the window of a limit.
+fn short_log_note(limit: &ReplayLimit, result: &ReplayResult) -> Option<String> {
+    let quota = &limit.variant.quota;
+    let (window_us, window) = match (quota.window_us, quota.calendar) {
+        _ if matches!(limit.variant.rule, Rule::Concurrency(_)) => return None,
+        (Some(us), _) if us.is_multiple_of(1_000_000) => (us, format_span(us / 1_000_000)),
+        (Some(us), _) => (us, format!("{} ms", us / 1000)),
+        (None, Some(CalendarUnit::Year)) => (SHORTEST_YEAR_US, "1 year".to_owned()),
+        (None, _) => (SHORTEST_MONTH_US, "1 month".to_owned()),
+    };
+    let (from_us, to_us) = result.statistics.time_range?;
+    let log_us = to_us.saturating_sub(from_us);
+    (log_us < window_us).then(|| {
+        let name = &limit.limit.name;
+        let log = format_span(log_us.div_ceil(1_000_000));
+        format!(
+            "the log covers {log}, which is less than the window of `{name}` ({window}): in a longer log, more \
+             requests may be denied, and the limit may need a larger quota"
+        )
+    })
 }
 
 // Notes about properties of the logs that make the results less accurate.
