@@ -15,6 +15,7 @@ use crate::app::hot_restart;
 use crate::app::maintenance::MaintenanceThread;
 use crate::app::reload::file_watcher::{FileWatcher, watch_files};
 use crate::config::diff;
+use crate::config::diff::Difference;
 use crate::config::error::ConfigError;
 use crate::config::include::ConfigFiles;
 use crate::identity::auth::ProviderKind;
@@ -87,7 +88,7 @@ impl Reloader {
             hot_restart::notify_reloaded();
             let path = self.config_handle.active().config.files.main.path.display().to_string();
             match &result {
-                Ok(_) => self.log_success(&path),
+                Ok((_, differences)) => self.log_success(&path, differences),
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
@@ -105,23 +106,26 @@ impl Reloader {
             }
             for ReloadRequest { reply, .. } in requests {
                 // Ignore a send error, which means that the receiver was dropped.
-                let _ = reply.send(result.clone());
+                let _ = reply.send(result.clone().map(|(change, _)| change));
             }
         }
     }
 
-    fn log_success(&self, path: &str) {
+    fn log_success(&self, path: &str, differences: &[Difference]) {
         let config = &self.config_handle.active().config;
         let routes = config.routes.len();
         let limits = config.limits.len();
         let upstreams = config.upstreams.len();
-        info!(file = %path, routes, limits, upstreams, "configuration reloaded");
+        // Omit the field if no key has changed.
+        let changed = Some(diff::summary(differences)).filter(|changed| !changed.is_empty());
+        info!(file = %path, routes, limits, upstreams, changed, "configuration reloaded");
         for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }
     }
 
-    fn apply(&mut self) -> Result<ConfigChange, ReloadError> {
+    /// Load and activate the configuration. Also return the differences from the previous configuration.
+    fn apply(&mut self) -> Result<(ConfigChange, Vec<Difference>), ReloadError> {
         if self.stop.is_cancelled() {
             return Err(ReloadError::Stopping);
         }
@@ -133,7 +137,6 @@ impl Reloader {
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
         let differences = diff::differences(&previous.config.redacted(), &config.redacted());
-        let differences = differences.iter().map(ToString::to_string).collect();
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
@@ -143,10 +146,11 @@ impl Reloader {
         let change = {
             let gateways = self.gateways.lock();
             gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
-            self.config_handle.activate(config, clusters, differences)
+            let texts = differences.iter().map(ToString::to_string).collect();
+            self.config_handle.activate(config, clusters, texts)
         };
         self.watcher = watch_files(&self.config_handle);
-        Ok(change)
+        Ok((change, differences))
     }
 }
 

@@ -13,6 +13,8 @@ pub struct Difference {
     /// Name of the entry: the name of a route, limit or upstream, or the address of a listener. `None` for tables
     /// without entries.
     pub name: Option<String>,
+    /// The changed table or key, such as `limit.per-ip` or `server.workers`.
+    pub changed: String,
     /// The description: `added`, `removed`, or each changed key with its old and new value.
     pub text: String,
     /// Whether the entry exists in both configurations, but with different values.
@@ -28,6 +30,18 @@ impl std::fmt::Display for Difference {
     }
 }
 
+/// Maximum number of names in a summary.
+const MAX_SUMMARY: usize = 20;
+
+/// Return the changed tables and keys on one line, without their values.
+pub fn summary(differences: &[Difference]) -> String {
+    let names: Vec<_> = differences.iter().take(MAX_SUMMARY).map(|difference| &*difference.changed).collect();
+    match differences.len().saturating_sub(MAX_SUMMARY) {
+        0 => names.join(", "),
+        more => format!("{} and {more} more", names.join(", ")),
+    }
+}
+
 /// Return the differences between two redacted configurations, sorted by table and name.
 pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     let (old_entries, new_entries) = (entries(old), entries(new));
@@ -36,18 +50,23 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     for key in keys {
         let (table, name) = key;
         let is_change = old_entries.contains_key(key) && new_entries.contains_key(key);
-        let mut push = |text: String| {
-            found.push(Difference { table: table.clone(), name: name.clone(), text, is_change });
+        let mut push = |changed: String, text: String| {
+            found.push(Difference { table: table.clone(), name: name.clone(), changed, text, is_change });
         };
+        let entry = name.as_ref().map_or_else(|| table.clone(), |name| format!("{table}.{name}"));
         match (old_entries.get(key), new_entries.get(key)) {
-            (None, Some(_)) if name.is_some() => push("added".to_owned()),
-            (Some(_), None) if name.is_some() => push("removed".to_owned()),
+            (None, Some(_)) if name.is_some() => push(entry, "added".to_owned()),
+            (Some(_), None) if name.is_some() => push(entry, "removed".to_owned()),
             (old, new) if old != new => {
                 // Omit the table name from the keys of an entry, because `Difference::table` contains it. Other keys
                 // start with the table name, as in `server.workers`.
                 let prefix = if name.is_some() { "" } else { &**table };
                 let changes = changed_keys(prefix, old.copied(), new.copied());
-                if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }
+                if name.is_some() {
+                    push(entry, changes.into_iter().map(|(_, text)| text).collect::<Vec<_>>().join("; "));
+                } else {
+                    changes.into_iter().for_each(|(key, text)| push(key, text));
+                }
             }
             _ => {}
         }
@@ -88,18 +107,21 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
 /// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
-/// Return a sorted list of the keys that differ, in the form `key old → new`.
-fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<String> {
+/// Return a sorted list of the keys that differ, each with a description in the form `key old → new`.
+fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<(String, String)> {
     let (mut old_leaves, mut new_leaves) = (BTreeMap::new(), BTreeMap::new());
     old.into_iter().for_each(|value| collect_leaves(prefix, value, &mut old_leaves));
     new.into_iter().for_each(|value| collect_leaves(prefix, value, &mut new_leaves));
     let keys: BTreeSet<_> = old_leaves.keys().chain(new_leaves.keys()).collect();
-    let changes = keys.into_iter().filter_map(|key| match (old_leaves.get(key), new_leaves.get(key)) {
-        (Some(old), Some(new)) if old == new => None,
-        (Some(old), Some(new)) => Some(format!("{key} {old} → {new}")),
-        (None, Some(new)) => Some(format!("{key} = {new} added")),
-        (Some(old), None) => Some(format!("{key} = {old} removed")),
-        (None, None) => None,
+    let changes = keys.into_iter().filter_map(|key| {
+        let text = match (old_leaves.get(key), new_leaves.get(key)) {
+            (Some(old), Some(new)) if old == new => return None,
+            (Some(old), Some(new)) => format!("{key} {old} → {new}"),
+            (None, Some(new)) => format!("{key} = {new} added"),
+            (Some(old), None) => format!("{key} = {old} removed"),
+            (None, None) => return None,
+        };
+        Some((key.clone(), text))
     });
     changes.collect()
 }
@@ -150,6 +172,14 @@ mod tests {
                 "server.drain_timeout = \"9s\" added",
             ]
         );
+        assert_eq!(
+            summary(&differences(&old, &new)),
+            "limit.a, limit.b, limit.gone, listener.0.0.0.0:80, route.r, server.drain_timeout"
+        );
         assert_eq!(differences(&new, &new), []);
+        assert_eq!(summary(&[]), "");
+        let many: serde_json::Map<_, _> = (0..30).map(|number| (format!("l{number:02}"), json!({}))).collect();
+        let many = summary(&differences(&json!({}), &json!({ "limit": many })));
+        assert!(many.ends_with("limit.l18, limit.l19 and 10 more"), "{many}");
     }
 }

@@ -134,10 +134,16 @@ fn invalid_file_changes_nothing_and_is_reported() {
 
 #[test]
 fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
-    let keys = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n";
+    let consumers = |digit: &str| format!("[[consumer]]\nname = \"a\"\nkeys = [\"sha256:{}\"]\n", digit.repeat(64));
+    // The file watcher does not see changes behind a symlink to another directory.
+    let (linked, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (link, target) = (linked.path().join("consumers.toml"), elsewhere.path().join("consumers.toml"));
+    std::fs::write(&target, consumers("0")).unwrap();
+    symlink(&target, &link).unwrap();
+    let keys = format!("[auth.keys]\nkind = \"api-key\"\nconsumers = {link:?}\n");
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
-    let consumers = format!("[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
-    let gateway = Gateway::start_with(&config("one"), &[("consumers.toml", &consumers)]);
+    let gateway = Gateway::start(&config("one"));
+    std::fs::write(&target, consumers("1")).unwrap();
     gateway.put(&config("two").replace("respond", "respnd"));
     assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);
     eventually("the other file is read again", || {
@@ -326,6 +332,47 @@ fn check_skips_the_comparison_if_no_gateway_answers() {
     let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "the port does not respond: {out}");
+}
+
+#[test]
+fn log_of_a_reload_names_changed_keys_and_changed_files() {
+    let keys =
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"ip\"\nquota = \"5/s\"\n";
+    let config = format!("{keys}{}", says("one"));
+    let consumers = |digit: &str| format!("[[consumer]]\nname = \"a\"\nkeys = [\"sha256:{}\"]\n", digit.repeat(64));
+    let gateway = Gateway::start_with(&with_admin(&config), &[("consumers.toml", &consumers("1"))]);
+    let lines = |message: &str| -> Vec<Value> {
+        let lines = gateway.log();
+        let lines = lines.lines().filter_map(|line| serde_json::from_str(line).ok());
+        lines.filter(|line: &Value| line["message"] == message).collect()
+    };
+    let last_change = |count: usize| {
+        eventually("the reload is logged", || lines("configuration reloaded").len() >= count);
+        lines("configuration reloaded").last().unwrap()["changed"].clone()
+    };
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 200);
+    assert_eq!(last_change(1), Value::Null, "no key has changed");
+    gateway.put(&with_admin(&format!("{}[server]\nmax_uri = \"1KiB\"\n", config.replace("5/s", "6/s"))));
+    assert_eq!(last_change(2), "limit.l, server.max_uri");
+    assert_eq!(lines("file reloaded").len(), 0, "{}", gateway.log());
+
+    // A requested reload reads all files, even if the configuration is invalid. It logs only files with new content.
+    gateway.put("no toml");
+    let rejected = "cannot reload the configuration: the active configuration stays in force";
+    eventually("the file is rejected", || !lines(rejected).is_empty());
+    for count in 2..=3 {
+        assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);
+        eventually("the reload is logged", || lines(rejected).len() >= count);
+    }
+    gateway.put_file("consumers.toml", &consumers("2"));
+    eventually("the changed file is logged", || !lines("file reloaded").is_empty());
+    gateway.put_file("consumers.toml", "broken");
+    let broken = "cannot reload the file: its previous content stays in force";
+    eventually("the broken file is logged", || !lines(broken).is_empty());
+    // The content is the same as that of the last valid file, but it was not the last content.
+    gateway.put_file("consumers.toml", &consumers("2"));
+    eventually("the corrected file is logged", || lines("file reloaded").len() == 2);
+    assert!(lines("file reloaded")[0]["file"].as_str().unwrap().ends_with("consumers.toml"));
 }
 
 #[test]

@@ -28,8 +28,18 @@ use crate::snapshot::current::{ConfigHandle, ReloadCause};
 /// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
-/// Callback that receives a group of files when at least one of them has new content.
-pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
+/// Callback that receives a group of files when at least one of them has new content, or when all files are reported.
+/// It returns whether the content is valid and therefore in use.
+pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot], Content) -> bool + Send>;
+
+/// Whether the content of a group is already in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// The content is new, or was invalid when it was reported before.
+    New,
+    /// The content is in use.
+    Known,
+}
 
 /// Reads the files of a group. An error contains the path of the file that cannot be read.
 pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> + Send>;
@@ -114,13 +124,13 @@ pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error
 
 /// Compare all files at each wake-up, until the watcher is dropped.
 fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
-    let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true)).collect();
+    let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true, true)).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
         // Discard a wake-up that arrived during the delay. The next comparison covers it.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
-        for (FileGroup { files, read, on_change, .. }, readable) in &mut groups {
+        for (FileGroup { files, read, on_change, .. }, readable, in_use) in &mut groups {
             // Stop if the callback of the previous group has replaced this watcher, as a reload does.
             if watcher.strong_count() == 0 {
                 return;
@@ -130,8 +140,9 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
                     *readable = true;
                     let same = current == *files;
                     *files = current;
+                    let content = if same && *in_use { Content::Known } else { Content::New };
                     if report_all || !same {
-                        on_change(files);
+                        *in_use = on_change(files, content);
                     }
                 }
                 Err((path, error)) => {
@@ -173,11 +184,12 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
         files.map(all).map_err(|error| (path.clone(), error))
     };
     let configuration = configuration.clone();
-    let reload = move |files: &[FileSnapshot]| {
+    let reload = move |files: &[FileSnapshot], _: Content| {
         if all(configuration.last_attempt()) != files {
             // The reload thread logs the result.
             let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
         }
+        true
     };
     FileGroup { files: all(last), read: Box::new(read), directories, on_change: Box::new(reload) }
 }
@@ -189,50 +201,50 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
     for (index, file) in &config.auth.jwks_files {
         let config = config.clone();
         let index = *index;
-        let reload = move |files: &[FileSnapshot]| {
-            let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return };
+        let reload = move |files: &[FileSnapshot], content: Content| {
+            let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return false };
             let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Some(Arc::new(keys))));
-            log_result(&files[0], keys);
+            log_result(&files[0], keys, content)
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
     for (index, file) in &config.auth.users_files {
         let config = config.clone();
         let index = *index;
-        let reload = move |files: &[FileSnapshot]| {
-            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return };
-            log_result(&files[0], basic.reload_users(&files[0]));
+        let reload = move |files: &[FileSnapshot], content: Content| {
+            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return false };
+            log_result(&files[0], basic.reload_users(&files[0]), content)
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
     for (index, consumers) in config.auth.consumers_files.iter().enumerate() {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot]| {
+        let reload = move |files: &[FileSnapshot], content: Content| {
             let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
-            let is_reloaded = read.is_ok();
-            log_result(&files[0], read);
+            let is_reloaded = log_result(&files[0], read, content);
             for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
-                if is_reloaded {
+                if is_reloaded && content == Content::New {
                     warn!("{warning}");
                 }
             }
+            is_reloaded
         };
         files.push((vec![consumers.file.clone()], Box::new(reload)));
     }
     for (index, networks) in config.network_files.iter().enumerate() {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot]| {
-            log_result(&files[0], config.reload_networks(index, &files[0].content));
+        let reload = move |files: &[FileSnapshot], content: Content| {
+            log_result(&files[0], config.reload_networks(index, &files[0].content), content)
         };
         files.push((vec![networks.file.clone()], Box::new(reload)));
     }
     for (index, tls) in config.upstream_tls.iter().enumerate().filter(|(_, tls)| !tls.files().is_empty()) {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot]| {
+        let reload = move |files: &[FileSnapshot], content: Content| {
             let now = Duration::from_micros(clock::unix_us());
             let read = config.upstream_tls[index].reload(files, now);
             let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
-            log_result(file, read.map_err(|(_, error)| error));
+            log_result(file, read.map_err(|(_, error)| error), content)
         };
         files.push((tls.files(), Box::new(reload)));
     }
@@ -247,31 +259,41 @@ fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Ve
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot]| {
-            let Some(tls) = &config.listeners[index].tls else { return };
+        let reload = move |files: &[FileSnapshot], content: Content| {
+            let Some(tls) = &config.listeners[index].tls else { return false };
             let now = Duration::from_micros(clock::unix_us());
             let read = tls.reload_certificate(certificate_index, &files[0].content, &files[1].content, now);
-            log_result(&files[0], read);
+            log_result(&files[0], read, content)
         };
         files.push((pair.to_vec(), Box::new(reload)));
     }
     if let Some((file, auth)) = &tls.client_ca {
         let config = config.clone();
         let auth = *auth;
-        let reload = move |files: &[FileSnapshot]| {
-            let Some(tls) = &config.listeners[index].tls else { return };
+        let reload = move |files: &[FileSnapshot], content: Content| {
+            let Some(tls) = &config.listeners[index].tls else { return false };
             let read = tls.reload_client_ca(&files[0].content, auth);
-            log_result(&files[0], read);
+            log_result(&files[0], read, content)
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
 }
 
-fn log_result(file: &FileSnapshot, result: Result<(), impl Display>) {
+/// Log the result of reloading a file, and return whether the content is in use. If the content was in use before, log
+/// only an error.
+fn log_result(file: &FileSnapshot, result: Result<(), impl Display>, content: Content) -> bool {
     let file = file.path.display();
     match result {
-        Ok(()) => info!(%file, "file reloaded"),
-        Err(error) => warn!(%file, %error, "cannot reload the file: its previous content stays in force"),
+        Ok(()) => {
+            if content == Content::New {
+                info!(%file, "file reloaded");
+            }
+            true
+        }
+        Err(error) => {
+            warn!(%file, %error, "cannot reload the file: its previous content stays in force");
+            false
+        }
     }
 }
 
@@ -284,7 +306,10 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(20);
 
     fn group(files: Vec<FileSnapshot>, on_change: impl Fn(&[FileSnapshot]) + Send + 'static) -> FileGroup {
-        let on_change: OnChange = Box::new(on_change);
+        let on_change: OnChange = Box::new(move |files, _| {
+            on_change(files);
+            true
+        });
         FileGroup::from((files, on_change))
     }
 
