@@ -240,6 +240,11 @@ impl Server {
                     // response.
                     () = self.wait_for_drain(drain_grace) => return Ok(()),
                 };
+                let Some(protocol) = protocol else {
+                    drop(stream);
+                    let Ok(stream) = returned_stream.try_recv() else { return Ok(()) };
+                    return Box::pin(self.reject_tls(stream, peer.address, deadline)).await;
+                };
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }
             Some(acceptor) => {
@@ -305,14 +310,22 @@ impl Server {
     }
 
     /// Respond with 400 to HTTP on a TLS listener, and close the connection.
-    async fn reject_plain_http(
-        &self,
-        mut stream: TcpStream,
-        client: IpAddr,
-        deadline: Instant,
-    ) -> Result<(), BoxError> {
+    async fn reject_plain_http(&self, stream: TcpStream, client: IpAddr, deadline: Instant) -> Result<(), BoxError> {
         self.record_handshake_failure(HandshakeFailure::PlainHttp, None, client, &[]);
-        timeout_at(deadline, stream.write_all(&handshake::plain_http_response())).await??;
+        self.reject(stream, handshake::PLAIN_HTTP, deadline).await
+    }
+
+    /// Respond with 400 to a TLS handshake on a listener without TLS, and close the connection.
+    async fn reject_tls(&self, stream: TcpStream, client: IpAddr, deadline: Instant) -> Result<(), BoxError> {
+        let network = self.gateway.config().client_ip.format_network(client);
+        handshake::log_unexpected_tls(stream.local_addr().ok(), &network);
+        self.reject(stream, handshake::UNEXPECTED_TLS, deadline).await
+    }
+
+    /// Respond with 400 and this detail, and close the connection.
+    async fn reject(&self, mut stream: TcpStream, detail: &str, deadline: Instant) -> Result<(), BoxError> {
+        let response = handshake::tls_mismatch_response(detail, self.gateway.config().server.proxy_status);
+        timeout_at(deadline, stream.write_all(&response)).await??;
         if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
             // Box the future, because only few connections need space for a lingering close.
             Box::pin(lingering_close(stream)).await;

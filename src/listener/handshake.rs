@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
+use jiff::Timestamp;
+use jiff::fmt::rfc2822::DateTimePrinter;
 use ppp::{v1, v2};
 use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -16,9 +18,10 @@ use tokio_rustls::{LazyConfigAcceptor, TlsAcceptor};
 use tracing::{info, warn};
 
 use crate::http::problem;
+use crate::limiter::clock;
 use crate::limiter::clock::LogThrottle;
 use crate::listener::metrics::HandshakeFailure;
-use crate::listener::stream::ReclaimableStream;
+use crate::listener::stream::{PARSER_PROXY_STATUS, ReclaimableStream};
 use crate::tls::{ALPN_ACME_TLS, ManagedCertificates};
 use crate::upstream::connector::ProxiedConnection;
 
@@ -51,10 +54,38 @@ pub(super) fn is_plain_http(first_bytes: &[u8]) -> bool {
     !method.is_empty() && method.iter().all(u8::is_ascii_uppercase)
 }
 
-/// Return the response to an HTTP request without TLS.
-pub(super) fn plain_http_response() -> Vec<u8> {
-    let detail = "the request was sent without TLS to a port that serves HTTPS: use https:// in the URL";
-    problem::raw_response(StatusCode::BAD_REQUEST, detail, "")
+/// Detail of the response to an HTTP request without TLS on a listener with TLS.
+pub(super) const PLAIN_HTTP: &str =
+    "the request was sent without TLS to a port that serves HTTPS: use https:// in the URL";
+
+/// Detail of the response to a TLS handshake on a listener without TLS. As with nginx and Go, the response is not
+/// encrypted. A client that expects TLS then reports that the server does not use TLS.
+pub(super) const UNEXPECTED_TLS: &str =
+    "the request was sent with TLS to a port that serves HTTP without TLS: use http:// in the URL";
+
+/// Return a 400 response for a connection on which no request can be parsed, because only one side uses TLS.
+pub(super) fn tls_mismatch_response(detail: &str, proxy_status: bool) -> Vec<u8> {
+    let now = Timestamp::from_microsecond(clock::unix_us() as i64).unwrap_or_default();
+    let mut headers = DateTimePrinter::new()
+        .timestamp_to_rfc9110_string(&now)
+        .map_or_else(|_| String::new(), |date| format!("date: {date}\r\n"));
+    if proxy_status {
+        headers += PARSER_PROXY_STATUS;
+    }
+    problem::raw_response(StatusCode::BAD_REQUEST, detail, &headers)
+}
+
+/// Log a client that starts a TLS handshake on a listener without TLS, at most once per `LOG_INTERVAL`. `network` is
+/// the client network.
+pub(super) fn log_unexpected_tls(listener: Option<SocketAddr>, network: &str) {
+    static THROTTLE: LogThrottle = LogThrottle::new();
+    if THROTTLE.should_log(LOG_INTERVAL) {
+        info!(
+            listener = listener.map(tracing::field::display),
+            network,
+            "a client started a TLS handshake on a listener without TLS; further handshakes are not logged for a minute"
+        );
+    }
 }
 
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
@@ -95,6 +126,15 @@ pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, 
             server_name = name,
             "the client sent an invalid server name (SNI), and the TLS handshake was rejected: a server name is a DNS \
              name without a port (RFC 6066); for hey, add `-host NAME`"
+        );
+        return;
+    }
+    if failure == HandshakeFailure::PlainHttp {
+        info!(
+            network,
+            reason,
+            "a TLS handshake failed: the client sent HTTP without TLS; further failures with this reason are not \
+             logged for a minute"
         );
         return;
     }
@@ -144,6 +184,9 @@ fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]
 /// Connection preface of HTTP/2 (RFC 9113 §3.4).
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// First byte of a TLS handshake: the type of the record (RFC 8446 §5.1). No HTTP method starts with this byte.
+const TLS_HANDSHAKE: u8 = 22;
+
 /// ALPN protocol ID of HTTP/2 (RFC 9113 §3.1).
 const ALPN_H2: &[u8] = b"h2";
 
@@ -162,8 +205,9 @@ impl Protocol {
         if alpn == Some(ALPN_H2) { Protocol::Http2 } else { Protocol::Http1 }
     }
 
-    /// Detect the version by the first bytes, and put these bytes back into the stream.
-    pub(super) async fn from_preface(stream: &mut ReclaimableStream) -> io::Result<Self> {
+    /// Detect the version by the first bytes, and put these bytes back into the stream. Return `None` if the bytes are
+    /// the start of a TLS handshake.
+    pub(super) async fn from_preface(stream: &mut ReclaimableStream) -> io::Result<Option<Self>> {
         let mut first = [0; PREFACE.len()];
         let mut count = 0;
         while count < PREFACE.len() && PREFACE.starts_with(&first[..count]) {
@@ -173,7 +217,11 @@ impl Protocol {
             }
         }
         stream.rewind(Bytes::copy_from_slice(&first[..count]));
-        Ok(if first == *PREFACE { Protocol::Http2 } else { Protocol::Http1 })
+        Ok(match first {
+            [TLS_HANDSHAKE, ..] => None,
+            _ if first == *PREFACE => Some(Protocol::Http2),
+            _ => Some(Protocol::Http1),
+        })
     }
 }
 

@@ -439,6 +439,9 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 /// Length of the value of `Date` (RFC 9110 §5.6.7).
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
+/// Header line of the responses to requests that cannot be parsed (RFC 9209 §2.3.1).
+pub(super) const PARSER_PROXY_STATUS: &str = "proxy-status: sluicegate;error=http_request_error\r\n";
+
 impl<'a> ParserError<'a> {
     /// Parse the bytes of an error response of hyper. Return `None` if the bytes are not an error response of hyper.
     fn parse(bytes: &'a [u8]) -> Option<Self> {
@@ -452,7 +455,7 @@ impl<'a> ParserError<'a> {
     fn response(&self, proxy_status: bool) -> Bytes {
         let mut headers = format!("date: {}\r\n", self.date);
         if proxy_status {
-            headers += "proxy-status: sluicegate;error=http_request_error\r\n";
+            headers += PARSER_PROXY_STATUS;
         }
         problem::raw_response(self.status, self.detail, &headers).into()
     }

@@ -216,6 +216,28 @@ fn plain_http_on_a_tls_port_gets_a_400_that_says_so() {
 }
 
 #[test]
+fn tls_on_a_plain_port_gets_a_400_and_is_logged_once() {
+    let gateway = Gateway::start(ROUTE);
+    for hello in [hello_for("one.test"), hello_for("two.test"), b"\x16".to_vec()] {
+        let mut client = gateway.client();
+        client.send(&hello);
+        let reply = client.reply().unwrap();
+        reply.assert_problem(400, "a TLS handshake");
+        assert!(reply.text().contains("http://"), "{reply:?}");
+        client.assert_closed("a TLS handshake");
+    }
+    assert_eq!(gateway.get("/hello").status, 200);
+    let log = gateway.log();
+    let lines: Vec<serde_json::Value> = log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let message = "a client started a TLS handshake on a listener without TLS";
+    let found: Vec<_> =
+        lines.iter().filter(|line| line["message"].as_str().unwrap_or_default().starts_with(message)).collect();
+    assert_eq!(found.len(), 1, "{log}");
+    let listener = found[0]["listener"].as_str().unwrap();
+    assert!(*listener == gateway.address.to_string() && found[0]["network"] == "127.0.0.1", "{log}");
+}
+
+#[test]
 fn handshakes_are_counted_by_result_and_reason() {
     let authority = Authority::new("clients");
     let client_pair = authority.client(&[(DnType::CommonName, "c")], NOW);
@@ -325,4 +347,5 @@ fn failed_handshake_is_logged_once_for_each_reason() {
     }
     let log = gateway.log();
     assert_eq!(log.lines().filter(|line| line.contains("TLS handshake")).count(), 2, "{log}");
+    assert!(log.contains("a TLS handshake failed: the client sent HTTP without TLS"), "{log}");
 }
