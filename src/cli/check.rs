@@ -1,6 +1,7 @@
 //! `sluicegate check`: reports errors and warnings of the configuration, changes that a reload would reject, and the
 //! maximum cost that each limit admits.
 
+use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::ops::Range;
 use std::path::Path;
@@ -18,7 +19,7 @@ use uuid::Uuid;
 
 use crate::app::maintenance;
 use crate::cli::admin::client::AdminClient;
-use crate::cli::admin::{request_target, unit_suffix};
+use crate::cli::admin::{printable_text, request_target, unit_suffix};
 use crate::cli::against;
 use crate::cli::against::Comparison;
 use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
@@ -42,6 +43,9 @@ use crate::upstream::dns::DnsResolver;
 /// Timeout of each step of connecting to the store. The timeout is short, so that the command ends quickly if the store
 /// is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Maximum number of quotas of single consumers in the text output.
+const MAX_CONSUMER_QUOTAS: usize = 20;
 
 /// Exit code if `--strict` is given and there are warnings.
 const EXIT_WARNINGS: u8 = 1;
@@ -197,7 +201,7 @@ fn check_loaded(
     let is_strict_failure = options.strict && !warnings.is_empty();
     let cannot_start = comparison.as_ref().is_some_and(|comparison| !comparison.unavailable.is_empty());
     if options.json {
-        let limits = config.limits.values().flat_map(guarantees).collect();
+        let limits = config.limits.values().flat_map(guarantees).chain(consumer_guarantees(config)).collect();
         print_json(&CheckReport {
             ok: !is_strict_failure && !cannot_start,
             errors: Vec::new(),
@@ -249,8 +253,13 @@ fn print_text(
         pluralize(config.upstreams.len() as u64, "upstream"),
         config.store.name,
     )?;
-    for guarantee in config.limits.values().flat_map(guarantees) {
-        writeln!(out, "  {}", guarantee.text())?;
+    let of_consumers = consumer_guarantees(config);
+    let listed = of_consumers.iter().take(MAX_CONSUMER_QUOTAS).map(Guarantee::text);
+    for text in config.limits.values().flat_map(guarantees).map(|guarantee| guarantee.text()).chain(listed) {
+        writeln!(out, "  {text}")?;
+    }
+    if let Some(more @ 1..) = of_consumers.len().checked_sub(MAX_CONSUMER_QUOTAS) {
+        writeln!(out, "  and {more} more quotas of consumers")?;
     }
     for (level, file) in issues_by_level.iter().flat_map(|(level, files)| files.iter().map(move |file| (level, file))) {
         writeln!(out, "\n{}", file.report(level, &Renderer::styled()))?;
@@ -299,10 +308,12 @@ const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
 
 /// The guarantee of one quota of a limit.
 #[derive(Debug, Serialize)]
-pub(crate) struct Guarantee<'a> {
+struct Guarantee<'a> {
     limit: &'a str,
-    /// The tier of the quota. `None` for the default quota.
+    /// The tier of the quota. `None` for the default quota and the quota of a consumer.
     tier: Option<&'a str>,
+    /// The consumer, if the quota is that of a single consumer.
+    consumer: Option<String>,
     /// Maximum cost that the quota admits in any window. For a concurrency limit, the maximum number of requests in
     /// flight.
     max_admitted: u64,
@@ -321,12 +332,17 @@ pub(crate) struct Guarantee<'a> {
     shadow: bool,
 }
 
-/// The guarantees of all quotas of a limit.
-pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
+/// The guarantees of the quotas of a limit: the default quota and the quotas of tiers.
+fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
+    compiled.limit.variants().map(|(tier, variant)| guarantee(compiled, tier, variant))
+}
+
+fn guarantee<'c>(compiled: &'c CompiledLimit, tier: Option<&'c str>, variant: &LimitVariant) -> Guarantee<'c> {
     let limit = &compiled.limit;
-    limit.variants().map(|(tier, variant)| Guarantee {
+    Guarantee {
         limit: &limit.name,
         tier,
+        consumer: None,
         max_admitted: variant.worst_case(),
         unit: &limit.unit,
         window_seconds: window_seconds(variant),
@@ -335,7 +351,23 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
         overdraft: compiled.cost.as_ref().is_some_and(Cost::is_deferred),
         overrun: compiled.cost.as_ref().and_then(Cost::llm).filter(|_| tier.is_none()).map(|llm| overrun(llm)),
         shadow: limit.shadow,
-    })
+    }
+}
+
+/// The guarantees of the quotas of single consumers, in the order of the limits and of the consumers' names.
+fn consumer_guarantees(config: &CompiledConfig) -> Vec<Guarantee<'_>> {
+    let directory = config.auth.consumers();
+    // Remove duplicates: a consumer is repeated for each of its keys.
+    let consumers: BTreeMap<_, _> = directory.iter().map(|consumer| (&consumer.name, consumer)).collect();
+    let mut guarantees = Vec::new();
+    for compiled in config.limits.values() {
+        guarantees.extend(consumers.values().filter_map(|consumer| {
+            let variant = consumer.variants.get(&compiled.limit.name)?;
+            let consumer = Some(consumer.name.to_string());
+            Some(Guarantee { consumer, overrun: None, ..guarantee(compiled, None, variant) })
+        }));
+    }
+    guarantees
 }
 
 /// Describe by how much requests can exceed a limit that counts LLM tokens, and under which conditions.
@@ -376,10 +408,13 @@ fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
 
 impl Guarantee<'_> {
     /// Format the guarantee for the terminal.
-    pub(crate) fn text(&self) -> String {
+    fn text(&self) -> String {
         let mut text = self.limit.to_owned();
         if let Some(tier) = self.tier {
             text += &format!(", tier {tier}");
+        }
+        if let Some(consumer) = &self.consumer {
+            text += &format!(", consumer {}", printable_text(consumer));
         }
         text += &format!(": at most {}{} ", self.max_admitted, unit_suffix(self.unit));
         text += &match self.window_seconds {

@@ -127,12 +127,51 @@ fn check_json_reports_the_guarantees_of_limits() {
     assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "the shipped configuration has a warning: {out}");
     let limit = |limit: &str, at_most: u64, window: f64, at_once: u64| {
         json!({
-            "limit": limit, "tier": null, "max_admitted": at_most, "unit": "requests", "window_seconds": window, "capacity": at_once, "prefetch": 0,
+            "limit": limit, "tier": null, "consumer": null, "max_admitted": at_most, "unit": "requests", "window_seconds": window, "capacity": at_once, "prefetch": 0,
             "overdraft": false, "shadow": false,
         })
     };
     let limits = [limit("hourly", 2000, 3600.0, 1000), limit("per-ip", 19, 1.0, 10), limit("per-key", 100, 60.0, 100)];
     assert_eq!(report, json!({ "ok": true, "errors": [], "warnings": [], "notes": [], "limits": limits }));
+}
+
+#[test]
+fn check_lists_the_quotas_of_consumers() {
+    let (directory, path) = directory_with(
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+         [limit.rate]\nby = \"api-key\"\nquota = \"10/min\"\ntiers = { pro = { quota = \"20/min\" } }\n\
+         [limit.all]\nby = \"api-key\"\nquota = \"100/hour\"\n[[route]]\nname = \"r\"\npath = \"/\"\n\
+         identify = [\"keys\"]\nlimits = [\"rate\", \"all\"]\nrespond = { status = 200 }\n",
+    );
+    let consumers = |count: usize| {
+        let consumer = |number: usize| {
+            format!(
+                "[[consumer]]\nname = \"c{number:02}\"\nkeys = [\"sha256:a{number:02}{:061}\", \"sha256:b{number:02}{:061}\"]\n\
+                 limit.rate = {{ quota = \"{}/min\", burst = 5 }}\n",
+                0,
+                0,
+                30 + number
+            )
+        };
+        std::fs::write(directory.path().join("consumers.toml"), (0..count).map(consumer).collect::<String>()).unwrap();
+    };
+    consumers(2);
+    let (code, out, _) = check(&path);
+    let expected = "  all: at most 199 in any 60 minutes, 100 at once\n\
+                    \x20 rate: at most 19 in any 60 s, 10 at once\n  rate, tier pro: at most 39 in any 60 s, 20 at once\n\
+                    \x20 rate, consumer c00: at most 34 in any 60 s, 5 at once\n\
+                    \x20 rate, consumer c01: at most 35 in any 60 s, 5 at once\n";
+    assert!(code == Some(0) && out.contains(expected) && !out.contains("more quotas"), "{out}");
+    consumers(25);
+    let (_, out, _) = check(&path);
+    assert_eq!(out.matches(", consumer c").count(), 20, "{out}");
+    assert!(out.contains("consumer c19: ") && out.contains("\n  and 5 more quotas of consumers\n"), "{out}");
+    let report: Value = serde_json::from_str(&check_with(&path, &["--json"]).1).unwrap();
+    let of_consumers: Vec<_> =
+        report["limits"].as_array().unwrap().iter().filter(|limit| limit["consumer"].is_string()).collect();
+    assert_eq!(of_consumers.len(), 25, "{report:#}");
+    let fields = ["limit", "tier", "consumer", "max_admitted", "capacity"].map(|field| &of_consumers[24][field]);
+    assert_eq!(json!(fields), json!(["rate", null, "c24", 58, 5]));
 }
 
 #[test]
