@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use tokio::time::timeout;
 
 use crate::admin::api::identities::IdentityQuery;
-use crate::admin::configuration::format_rfc3339;
+use crate::admin::configuration::{absolute_path, format_rfc3339};
 use crate::admin::events::{ConnectionCounts, EventStream, PeriodStats};
 use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
 use crate::admin::{AdminResponse, AdminServer, AdminState, typed_response};
@@ -248,6 +248,8 @@ impl ApiError {
 
 #[derive(Serialize)]
 struct Differences {
+    /// Absolute path of the active configuration file.
+    file: String,
     /// Configuration keys that differ and require a restart, in alphabetical order.
     restart: Vec<String>,
 }
@@ -266,7 +268,8 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     }
     restart.extend(active_digests.into_keys());
     restart.sort_unstable();
-    Ok(json_response(&Differences { restart }))
+    let file = absolute_path(&context.config.files.main.path);
+    Ok(json_response(&Differences { file, restart }))
 }
 
 // === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===

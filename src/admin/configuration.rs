@@ -1,5 +1,7 @@
 //! `/api/config` shows the active configuration. `/api/reload` reloads it.
 
+use std::path::Path;
+
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
@@ -14,8 +16,9 @@ use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
 /// Response body of `/api/config`.
 #[derive(Debug, Serialize)]
 struct ConfigView {
+    /// Absolute path of the configuration file.
     file: String,
-    /// The files that the configuration includes.
+    /// Absolute paths of the files that the configuration includes.
     included: Vec<String>,
     /// Addresses of the listeners and of the admin listener.
     addresses: Vec<String>,
@@ -68,8 +71,8 @@ impl AdminServer {
         let last_error = self.state.config_handle.last_failure();
         let last_error = last_error
             .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
-        let file = main.path.display().to_string();
-        let included = included.iter().map(|file| file.path.display().to_string()).collect();
+        let file = absolute_path(&main.path);
+        let included = included.iter().map(|file| absolute_path(&file.path)).collect();
         let loaded_at = format_rfc3339(active.active_since_us);
         let admin = active.config.admin.iter().map(|admin| admin.address);
         let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
@@ -128,6 +131,11 @@ fn revision(redacted: &Value) -> String {
 fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
     // Serialization cannot fail, because all map keys are strings.
     typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
+}
+
+/// Return the absolute path of a file whose path may be relative to the working directory of the gateway.
+pub(super) fn absolute_path(path: &Path) -> String {
+    std::path::absolute(path).map_or_else(|_| path.display().to_string(), |path| path.display().to_string())
 }
 
 /// Format µs since the Unix epoch as an RFC 3339 time. If the time is out of range, return the time of the epoch.

@@ -186,15 +186,23 @@ fn check_loaded(
         notes.push(Issue { span: None, message, hint: None });
     }
     if !options.offline && comparison.is_none() {
-        match restart_only_differences(path, config) {
-            Ok(keys) => {
+        let note = |message: String, hint: Option<String>| Issue {
+            span: parsed.admin.as_ref().map(|admin| admin.span()),
+            message,
+            hint,
+        };
+        match compare_with_running(path, config) {
+            Ok(RunningGateway::None) => {}
+            Ok(RunningGateway::SameFile(keys)) => {
                 warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, sources.main().1)))
             }
-            Err(error) => notes.push(Issue {
-                span: parsed.admin.as_ref().map(|admin| admin.span()),
-                message: format!("the configuration was not compared with the running gateway: {error}"),
-                hint: None,
-            }),
+            Ok(RunningGateway::OtherFile { gateway, file }) => notes.push(note(
+                format!("the gateway at {gateway} runs another file, {file}, and was not compared"),
+                Some("to compare with this gateway, use --against".to_owned()),
+            )),
+            Err(error) => {
+                notes.push(note(format!("the configuration was not compared with the running gateway: {error}"), None))
+            }
         }
     }
     let (warnings, notes) = (sources.by_file(warnings), sources.by_file(notes));
@@ -455,18 +463,42 @@ fn format_window(seconds: f64) -> String {
 /// runs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Return the keys that only a restart can change and whose values differ from those of the gateway at `[admin]`. The
-/// result is empty if no gateway responds at this address. The request contains salted digests instead of the values.
+/// The gateway at `[admin]`.
+enum RunningGateway {
+    /// No gateway responds, or the configuration has no `[admin]`.
+    None,
+    /// The gateway runs this file. The list contains the keys that only a restart can change and whose values differ.
+    SameFile(Vec<String>),
+    /// The gateway runs another file.
+    OtherFile { gateway: String, file: String },
+}
+
+/// Compare the configuration with that of the gateway at `[admin]`, if the gateway runs the same file. The request
+/// contains salted digests instead of the values.
 ///
 /// # Errors
 /// The gateway rejects the admin token.
-pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
+fn compare_with_running(path: &Path, config: &CompiledConfig) -> anyhow::Result<RunningGateway> {
     if config.admin.is_none() {
-        return Ok(Vec::new());
+        return Ok(RunningGateway::None);
     }
     let client = AdminClient::from_config(path, config)?;
-    let response = client.try_request(ADMIN_TIMEOUT, &Method::GET, &restart_query(config))?;
-    Ok(response.as_ref().map(restart_keys).unwrap_or_default())
+    let Some(response) = client.try_request(ADMIN_TIMEOUT, &Method::GET, &restart_query(config))? else {
+        return Ok(RunningGateway::None);
+    };
+    Ok(match response["file"].as_str() {
+        Some(file) if !is_same_file(path, Path::new(file)) => {
+            RunningGateway::OtherFile { gateway: client.to_string(), file: printable_text(file) }
+        }
+        _ => RunningGateway::SameFile(restart_keys(&response)),
+    })
+}
+
+/// Return whether two paths name the same file. If a file does not exist, as with a gateway in a container, compare the
+/// absolute paths.
+fn is_same_file(path: &Path, other: &Path) -> bool {
+    let resolve = |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).ok();
+    resolve(path) == resolve(other)
 }
 
 /// Return the keys that only a restart can change and whose values differ from those of the gateway behind `client`.
@@ -491,7 +523,7 @@ fn restart_keys(response: &Value) -> Vec<String> {
 }
 
 /// Build the warning that a changed key needs a restart.
-pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
+fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
     let message = format!("a reload will reject this file: `{key}` differs from the running gateway");
     let span = match key {
         "listener.address" => parsed.listener.first().map(|listener| listener.span()),

@@ -212,12 +212,15 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
     assert_eq!(reply.status, 200);
 }
 
-/// Run `check` on a file next to the gateway's configuration. Return its exit code and output.
+/// Write the gateway's configuration file and run `check` on it. Return its exit code and output.
 fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
-    let path = gateway.directory().join("checked.toml");
-    std::fs::write(&path, config).unwrap();
+    gateway.put_file("gateway.toml", config);
+    check_file(&gateway.directory().join("gateway.toml"), arguments)
+}
+
+fn check_file(path: &Path, arguments: &[&str]) -> (Option<i32>, String) {
     let mut command = binary();
-    command.arg("check").args(arguments).arg("--config").arg(&path).env_remove("SLUICEGATE_ADMIN_TOKEN");
+    command.arg("check").args(arguments).arg("--config").arg(path).env_remove("SLUICEGATE_ADMIN_TOKEN");
     let output = command.output().unwrap();
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
 }
@@ -273,7 +276,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
             panic!("{key}: {out}")
         };
         // The warning shows the line of the key or, for an address, the line of its `[[listener]]`.
-        let place = warning.split_once("checked.toml:").unwrap().1;
+        let place = warning.split_once("gateway.toml:").unwrap().1;
         let line: usize = place.split(':').next().unwrap().parse().unwrap();
         let shown = config.lines().nth(line - 1).unwrap();
         let expected = if key == "listener.address" { "[[listener]]" } else { key.split_once('.').unwrap().1 };
@@ -293,6 +296,40 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
     let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
     assert_eq!(out.matches(REFUSED).count(), 2, "each key has its own warning: {out}");
+}
+
+#[test]
+fn check_compares_only_with_a_gateway_that_runs_the_same_file() {
+    let admin = free_port();
+    let config = format!(
+        "[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n{}[log]\naccess = \"off\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\n",
+        says("one")
+    );
+    // The gateway has a relative path of its file.
+    let gateway = Gateway::start_by(&config, |path| {
+        let mut command = binary();
+        command.current_dir(path.parent().unwrap()).args(["--config", "gateway.toml"]);
+        command
+    });
+    let changed = config.replace("access = \"off\"", "access = \"off\"\nformat = \"json\"");
+    let own = gateway.directory().join("gateway.toml");
+    assert!(checked(&gateway, &changed, &[]).1.contains(REFUSED));
+    let elsewhere = tempfile::tempdir().unwrap();
+    // A link to the file is the same file.
+    let link = elsewhere.path().join("link.toml");
+    std::os::unix::fs::symlink(&own, &link).unwrap();
+    assert!(check_file(&link, &[]).1.contains(REFUSED));
+    let other = elsewhere.path().join("gateway.toml");
+    std::fs::write(&other, &changed).unwrap();
+    let (code, out) = check_file(&other, &["--strict"]);
+    let note = format!(
+        "note: the gateway at http://127.0.0.1:{admin} runs another file, {}, and was not compared",
+        own.display()
+    );
+    assert!(code == Some(0) && out.contains(&note) && !out.contains(REFUSED), "{out}");
+    assert!(out.contains("= help: to compare with this gateway, use --against"), "{out}");
+    assert!(check_file(&other, &["--against"]).1.contains("need a restart"));
 }
 
 #[test]
