@@ -1,6 +1,6 @@
 //! Validation of configuration values. All errors are collected, so that one run reports all of them.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::{Range, RangeInclusive};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -226,10 +226,8 @@ impl<'a> Validator<'a> {
     pub(super) fn address(&mut self, text: &Text) -> Option<SocketAddr> {
         let address = text.get_ref().parse().ok();
         if address.is_none() {
-            let message = format!("`{}` is not an address with a port", text.get_ref());
-            self.push_issue(
-                Issue::new(text.span(), message).with_hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
-            );
+            let (message, hint) = invalid_address(text.get_ref());
+            self.push_issue(Issue::new(text.span(), message).with_hint(hint));
         }
         address
     }
@@ -335,5 +333,33 @@ impl<'a> Validator<'a> {
                 "use 1 to 64 letters, digits, `-`, `_` or `.`, because names appear in headers, keys and metrics";
             self.push_issue(Issue::new(span, format!("`{name}` is not a valid name")).with_hint(hint));
         }
+    }
+}
+
+/// Return the message and the hint for text that is not an IP address with a port. The hint understands the forms of
+/// other programs: `localhost:8080`, `:8080`, `*:8080`, `8080`, `127.0.0.1` and `http://127.0.0.1:8080`.
+fn invalid_address(text: &str) -> (String, String) {
+    let message = format!("`{text}` is not an IP address with a port");
+    let is_name = |host: &str| host.contains(|c: char| c.is_ascii_alphabetic()) && !host.contains([':', '[', '/']);
+    let host_and_port = text.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+    let rest = ["http://", "https://"].iter().find_map(|scheme| text.strip_prefix(scheme));
+    if let Some(address) = rest.map(|rest| rest.trim_end_matches('/')).filter(|rest| rest.parse::<SocketAddr>().is_ok())
+    {
+        return (message, format!("write \"{address}\", without a scheme"));
+    }
+    match host_and_port {
+        Some(("localhost", port)) => {
+            (format!("`{text}` has a host name instead of an IP address"), format!("write \"127.0.0.1:{port}\""))
+        }
+        Some((host, port)) if is_name(host) => (
+            format!("`{text}` has a host name instead of an IP address"),
+            format!("write an address of this machine, such as \"127.0.0.1:{port}\", or \"0.0.0.0:{port}\" for all"),
+        ),
+        Some(("" | "*", port)) => {
+            (message, format!("write \"0.0.0.0:{port}\" for all IPv4 addresses, or \"[::]:{port}\" for IPv6"))
+        }
+        None if text.parse::<u16>().is_ok() => (message, format!("write \"127.0.0.1:{text}\" or \"0.0.0.0:{text}\"")),
+        None if text.parse::<Ipv4Addr>().is_ok() => (message, format!("add a port, such as \"{text}:8080\"")),
+        _ => (message, "such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\"".to_owned()),
     }
 }
