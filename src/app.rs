@@ -60,15 +60,17 @@ use crate::{admin, limiter};
 #[derive(Debug, thiserror::Error)]
 pub enum AppError {
     /// A listening socket cannot be opened.
-    #[error("cannot listen on {address}: {source}{}", hint(source))]
+    #[error("cannot listen on {address}: {source}")]
     Listen {
         /// The configured address.
         address: SocketAddr,
+        /// Index of the listener in the configuration. `None` for the admin listener.
+        listener_index: Option<usize>,
         /// The error of `bind` or `listen`.
         source: io::Error,
     },
     /// The admin socket cannot be opened.
-    #[error("cannot open the admin socket {}: {source}; set `socket` in [admin]", path.display())]
+    #[error("cannot open the admin socket {}: {source}", path.display())]
     AdminSocket {
         /// The configured path, or the default path.
         path: PathBuf,
@@ -97,12 +99,40 @@ pub enum AppError {
     Panic,
 }
 
-fn hint(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::AddrInUse => "; stop the other process, or choose another port",
-        io::ErrorKind::PermissionDenied => "; ports below 1024 need root or CAP_NET_BIND_SERVICE",
-        io::ErrorKind::AddrNotAvailable => "; this machine does not have that address",
-        _ => "",
+impl AppError {
+    /// Return the path of the configuration key that the error is about: names of tables and keys, and indices of
+    /// listeners. Return `None` if the error is not about a key.
+    pub fn config_key(&self) -> Option<Vec<String>> {
+        let key = match self {
+            AppError::Listen { listener_index: Some(index), .. } => {
+                return Some(vec!["listener".to_owned(), index.to_string(), "address".to_owned()]);
+            }
+            AppError::Listen { listener_index: None, .. } => ["admin", "address"],
+            AppError::AdminSocket { .. } => ["admin", "socket"],
+            AppError::AccessLog { .. } => ["log", "access"],
+            AppError::Traces(_) | AppError::Acme(_) | AppError::Worker(_) | AppError::Panic => return None,
+        };
+        Some(key.map(str::to_owned).to_vec())
+    }
+
+    /// Return what the operator can do about the error.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            AppError::Listen { source, .. } => match source.kind() {
+                io::ErrorKind::AddrInUse => {
+                    Some("another process listens on this address: stop that process, or choose another port")
+                }
+                io::ErrorKind::PermissionDenied => Some("ports below 1024 need root or CAP_NET_BIND_SERVICE"),
+                io::ErrorKind::AddrNotAvailable => Some("this machine does not have this address"),
+                _ => None,
+            },
+            AppError::AdminSocket { .. } => Some("set `socket` in [admin] to another path, or to \"off\""),
+            AppError::AccessLog { .. }
+            | AppError::Traces(_)
+            | AppError::Acme(_)
+            | AppError::Worker(_)
+            | AppError::Panic => None,
+        }
     }
 }
 
@@ -151,14 +181,15 @@ impl App {
         for (listener_index, &Listener { address, .. }) in config.listeners.iter().enumerate() {
             let opened = inherited.open(address, accepting);
             let ListenerSockets { address, by_worker } =
-                opened.map_err(|source| AppError::Listen { address, source })?;
+                opened.map_err(|source| AppError::Listen { address, listener_index: Some(listener_index), source })?;
             addresses.push(address);
             for (worker, opened) in sockets.iter_mut().zip(by_worker) {
                 worker.extend(opened.into_iter().map(|socket| (listener_index, socket)));
             }
         }
         let admin = config.admin.as_ref().map(|&AdminSettings { address, .. }| {
-            inherited.open_single(address).map_err(|source| AppError::Listen { address, source })
+            let opened = inherited.open_single(address);
+            opened.map_err(|source| AppError::Listen { address, listener_index: None, source })
         });
         let admin = admin.transpose()?;
         inherited.close_unclaimed();

@@ -240,6 +240,10 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
+            None if let Some(run::StartError(issues)) = error.downcast_ref() => {
+                anstream::eprintln!("{}", issues.report(&Level::ERROR, &Renderer::styled()));
+                Ok(ExitCode::FAILURE)
+            }
             // Exit with code 0 if the reader of standard output closes the pipe, as `head` does.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),

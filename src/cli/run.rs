@@ -1,5 +1,6 @@
 //! `sluicegate run`: serves requests until SIGTERM, SIGINT or a hot restart.
 
+use annotate_snippets::{Level, Renderer};
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
@@ -7,14 +8,18 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 use crate::app::hot_restart::HotRestart;
-use crate::app::{App, hot_restart};
+use crate::app::{App, AppError, hot_restart};
+use crate::config::error::{FileIssues, Issue};
+use crate::config::file::value_span;
+use crate::config::include::ConfigFiles;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;
 
 pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     log::init(config.log.format, config.log.level).context("cannot start the log")?;
-    let app = App::open(config)?;
+    let files = config.files.clone();
+    let app = App::open(config).map_err(|error| with_config_line(error, &files))?;
     let (config_handle, hot_restart) = (app.config_handle(), app.hot_restart()?);
     let stop = CancellationToken::new();
     let signal_runtime =
@@ -44,6 +49,20 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     app.run(&stop)?;
     info!("stopped");
     Ok(())
+}
+
+/// The reason why the gateway cannot start, with the configuration key that the error is about.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", .0.report(&Level::ERROR, &Renderer::plain()))]
+pub(super) struct StartError(pub(super) FileIssues);
+
+/// Return the error with the line of its configuration key. An error that is not about a key is returned unchanged.
+fn with_config_line(error: AppError, files: &ConfigFiles) -> anyhow::Error {
+    let Some(key) = error.config_key() else { return error.into() };
+    let text = String::from_utf8_lossy(&files.main.content).into_owned();
+    let hint = error.hint().map(str::to_owned);
+    let issue = Issue { span: value_span(&text, &key), message: error.to_string(), hint };
+    StartError(FileIssues { path: files.main.path.clone(), text, issues: vec![issue] }).into()
 }
 
 /// Why the process stops.

@@ -371,6 +371,13 @@ fn value_at<'t, 'd>(table: &'t DeTable<'d>, path: &[String]) -> Option<&'t Spann
     })
 }
 
+/// Return the span of the value at a path in a TOML text. Each segment is a key, or the index of a list item. If the
+/// value is missing, return the span of the table that should contain it.
+pub fn value_span(text: &str, path: &[String]) -> Option<Range<usize>> {
+    let table = DeTable::parse(text).ok()?;
+    (1..=path.len()).rev().find_map(|length| value_at(table.get_ref(), &path[..length])).map(Spanned::span)
+}
+
 /// Rename the last key of a path. Return the new path, or `None` if the table already has a key with the new name.
 fn rename_key(all: &mut DeTable<'_>, path: &[String], name: &'static str) -> Option<Vec<String>> {
     let (key, parents) = path.split_last()?;

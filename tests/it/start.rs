@@ -71,6 +71,43 @@ fn help_and_version_are_printed() {
 }
 
 #[test]
+fn errors_at_the_start_show_the_line_of_their_key() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap();
+    let free = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    let in_use = "= help: another process listens on this address: stop that process, or choose another port";
+    for (tables, line, error, help) in [
+        (format!("{free}[[listener]]\naddress = \"{taken}\"\n"), 4, format!("cannot listen on {taken}: "), in_use),
+        (format!("{free}[admin]\naddress = \"{taken}\"\n"), 4, format!("cannot listen on {taken}: "), in_use),
+        (
+            "[[listener]]\naddress = \"203.0.113.1:0\"\n".to_owned(),
+            2,
+            "cannot listen on 203.0.113.1:0: ".to_owned(),
+            "= help: this machine does not have this address",
+        ),
+        (
+            format!("{free}[admin]\nsocket = \"none/admin.sock\"\n"),
+            4,
+            "cannot open the admin socket ".to_owned(),
+            "= help: set `socket` in [admin] to another path",
+        ),
+        (format!("{free}[log]\naccess = \"none/access.log\"\n"), 4, "cannot write the access log to ".to_owned(), ""),
+    ] {
+        std::fs::write(&path, format!("{tables}{HELLO}")).unwrap();
+        let output = binary().arg("--config").arg(&path).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.starts_with(&format!("error: {error}")), "{text}");
+        let place = format!("gateway.toml:{line}:");
+        let shown = tables.lines().nth(line - 1).unwrap();
+        assert!(text.contains(&place) && text.contains(&format!("{line} | {shown}\n")), "{text}");
+        assert!(text.contains(help), "{text}");
+    }
+}
+
+#[test]
 fn port_in_use_is_named_and_not_shared() {
     let gateway = Gateway::start(HELLO);
     let directory = tempfile::tempdir().unwrap();
