@@ -24,10 +24,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use annotate_snippets::{Level, Renderer};
+use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 
 use crate::config::error::ConfigError;
-use crate::config::file::UnsetVariables;
+use crate::config::file::{UnsetVariables, config_argument};
 use crate::snapshot::CompiledConfig;
 
 /// The text that `--version` prints after the name of the program. `-V` prints only the version. `build.rs` sets the
@@ -225,6 +226,28 @@ enum Command {
         "cat access.log | sluicegate replay - --json > report.json",
     ])]
     Replay(replay::Arguments),
+}
+
+impl Arguments {
+    /// Parse the command line. If an argument is invalid, print the error and exit, as [`Parser::parse`] does. If the
+    /// argument is a configuration file, the error says how to name the file.
+    pub fn from_command_line() -> Self {
+        Arguments::try_parse().unwrap_or_else(|error| with_config_hint(error).exit())
+    }
+}
+
+/// Add a hint to the error about an unknown argument that is a configuration file.
+fn with_config_hint(mut error: clap::Error) -> clap::Error {
+    let argument =
+        [ContextKind::InvalidSubcommand, ContextKind::InvalidArg].into_iter().find_map(|kind| error.get(kind));
+    let Some(ContextValue::String(argument)) = argument else { return error };
+    let path = Path::new(argument);
+    if path.extension().is_some_and(|extension| extension == "toml") || path.is_file() {
+        let hint = format!("if this is the configuration file, write {}", config_argument(path));
+        error.remove(ContextKind::SuggestedSubcommand);
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
 }
 
 /// Run a command and return its exit code.

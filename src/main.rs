@@ -3,8 +3,6 @@
 use std::io::{Write, stderr};
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use sluicegate::cli;
 use sluicegate::cli::Arguments;
 
@@ -12,7 +10,7 @@ use sluicegate::cli::Arguments;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    match cli::execute(&Arguments::parse()) {
+    match cli::execute(&Arguments::from_command_line()) {
         Ok(code) => code,
         Err(error) => {
             // If standard error is closed, only the exit code reports the error.

@@ -12,6 +12,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
 use crate::cli::Arguments;
+use crate::config::file::config_option;
 use crate::config::schema;
 
 /// Print the completions of a shell.
@@ -328,8 +329,7 @@ pub(super) fn write_config(config_path: &Path, template: Template, force: bool) 
         write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;
     }
     let names: Vec<_> = files.iter().map(|(path, _)| path.display().to_string()).collect();
-    let config_argument =
-        if config_path == Path::new("gateway.toml") { String::new() } else { format!(" --config {}", names[0]) };
+    let config_argument = config_option(config_path);
     let mut next_commands = vec![format!("sluicegate check{config_argument}"), format!("sluicegate{config_argument}")];
     if has_keys {
         next_commands.insert(0, format!("sluicegate key new --consumer acme --create --tier free{config_argument}"));

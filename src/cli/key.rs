@@ -14,6 +14,7 @@ use jiff::Timestamp;
 use toml_edit::Datetime;
 
 use crate::cli::key::consumers_file::{ConsumerRow, ConsumersDoc, ConsumersFile, KeyDetails, KeyRow};
+use crate::config::file::config_option;
 use crate::config::shorthand::datetime_us;
 use crate::identity::api_key::KeyHash;
 use crate::limiter::clock;
@@ -161,7 +162,7 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
         Action::List { json: false } => print_list(&open()?.document()?)?,
         Action::Disable { fingerprint } | Action::Enable { fingerprint } | Action::Revoke { fingerprint } => {
             let digits = match fingerprint {
-                Some(text) => parse_fingerprint(text)?,
+                Some(text) => parse_fingerprint(text, config_path)?,
                 None => to_hex(&read_secret()?.hash()),
             };
             let mut file = open()?;
@@ -222,13 +223,14 @@ fn read_secret() -> anyhow::Result<Secret> {
 }
 
 /// Validate a fingerprint argument and return its hex digits in lower case.
-fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
+fn parse_fingerprint(text: &str, config_path: &Path) -> anyhow::Result<String> {
     let digits = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // Do not print the argument: it may be a key instead of a fingerprint.
         bail!(
-            "this is not a fingerprint: a fingerprint consists of hex digits\n  `sluicegate key list` shows the \
-             fingerprints; pass a key on standard input, because all users of this machine can see arguments"
+            "this is not a fingerprint: a fingerprint consists of hex digits\n  `sluicegate key list{}` shows the \
+             fingerprints; pass a key on standard input, because all users of this machine can see arguments",
+            config_option(config_path)
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {

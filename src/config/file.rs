@@ -204,7 +204,7 @@ pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// # Errors
 /// A file cannot be read, is not valid TOML, or has a value of the wrong type.
 pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
-    let content = fs::read(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT));
+    let content = fs::read(path).map_err(|error| unreadable_gateway_file(path, &error));
     let text = content.and_then(|content| utf8_text(path, content));
     parse_gateway(path, text.map_err(|file| ConfigError { files: vec![file] })?, environment)
 }
@@ -255,19 +255,52 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
     })
 }
 
-/// Hint for the error that `gateway.toml` does not exist.
-const MISSING_GATEWAY_HINT: &str = "name the file with --config FILE, or create one with `sluicegate init`";
+/// File name of the configuration that commands use without `--config`.
+pub const DEFAULT_NAME: &str = "gateway.toml";
 
-/// Hint for the error that `consumers.toml` does not exist.
-pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` creates it";
+/// Return ` --config FILE` for the commands in messages. The result is empty if FILE is the default.
+pub fn config_option(path: &Path) -> String {
+    if path == Path::new(DEFAULT_NAME) { String::new() } else { format!(" {}", config_argument(path)) }
+}
+
+/// Return `--config FILE`, quoted for a shell if necessary.
+pub fn config_argument(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain =
+        |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '/' | '+' | ',' | ':' | '@' | '=');
+    match text.chars().all(is_plain) {
+        true => format!("--config {text}"),
+        false => format!("--config '{}'", text.replace('\'', "'\\''")),
+    }
+}
+
+/// Create the issue for a main configuration file that cannot be read. If the path is a directory that contains a
+/// configuration, the hint names this file.
+fn unreadable_gateway_file(path: &Path, error: &io::Error) -> FileIssues {
+    let create = format!("create one with `sluicegate init{}`", config_option(path));
+    let mut issues = unreadable_file(path, error, &format!("name the file with --config FILE, or {create}"));
+    let inside = path.join(DEFAULT_NAME);
+    if error.kind() == io::ErrorKind::IsADirectory && inside.is_file() {
+        let hint = format!("name the file: {}", config_argument(&inside));
+        issues.issues.iter_mut().for_each(|issue| issue.hint = Some(hint.clone()));
+    }
+    issues
+}
+
+/// Return the hint for a consumers file that does not exist. `config_path` is the path of the main configuration file.
+pub fn missing_consumers_hint(config_path: &Path) -> String {
+    format!("`sluicegate key new --consumer NAME --create{}` creates it", config_option(config_path))
+}
 
 /// Create the issue for a file that cannot be read. If the file does not exist, the issue contains `missing_hint`.
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
-        std::io::ErrorKind::NotFound => missing_hint,
-        _ => "let the gateway's user read the file",
+        io::ErrorKind::NotFound => Some(missing_hint.to_owned()),
+        io::ErrorKind::IsADirectory => Some("name a file, not a directory".to_owned()),
+        io::ErrorKind::PermissionDenied => Some("let the gateway's user read the file".to_owned()),
+        _ => None,
     };
-    let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
+    let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint };
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 

@@ -258,7 +258,8 @@ pub(super) fn load(
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {
-            reader.add_file_issues(file::unreadable_file(&path, &error, file::MISSING_CONSUMERS_HINT));
+            let hint = file::missing_consumers_hint(reader.main_path());
+            reader.add_file_issues(file::unreadable_file(&path, &error, &hint));
             return (Consumers::default(), None);
         }
     };

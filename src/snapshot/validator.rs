@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::{Range, RangeInclusive};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http::header::HOST;
@@ -97,6 +97,11 @@ impl<'a> Validator<'a> {
     /// Report a missing table. Do nothing if an unknown table may be a misspelling of it.
     pub(super) fn missing_table(&mut self, message: &str, hint: &str) {
         self.push_missing_elsewhere(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
+    }
+
+    /// Return the path of the main configuration file.
+    pub(super) fn main_path(&self) -> &Path {
+        self.sources.main().0
     }
 
     /// Resolve a path relative to the directory of the configuration file that contains `text`.

@@ -268,8 +268,9 @@ fn unusable_file_gives_one_error() {
     };
     for (path, expected) in [
         (directory.path().join("none.toml"), "cannot be read: No such file"),
-        (directory.path().join("no.toml"), "or create one with `sluicegate init`"),
+        (directory.path().join("no.toml"), "or create one with `sluicegate init --config /"),
         (directory.path().to_owned(), "cannot be read: Is a directory"),
+        (directory.path().to_owned(), "= help: name a file, not a directory"),
         (write("latin1.toml", b"# caf\xe9"), "convert the file to UTF-8"),
         (write("latin1_later.toml", b"# one\n[log]\n# caf\xe9\n"), "latin1_later.toml:3:6"),
         (write("utf16.toml", b"\xff\xfe[\0l\0"), "iconv -f utf-16 -t utf-8"),

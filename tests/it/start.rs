@@ -71,6 +71,30 @@ fn help_and_version_are_printed() {
 }
 
 #[test]
+fn configuration_file_without_its_option_is_recognized() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("my conf"), "").unwrap();
+    let run = |arguments: &[&str]| {
+        let output = binary().current_dir(directory.path()).args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    for (arguments, hint) in [
+        (&["my.toml"][..], "tip: if this is the configuration file, write --config my.toml"),
+        (&["gateway.toml"], "write --config gateway.toml"),
+        (&["check", "my.toml"], "write --config my.toml"),
+        (&["my conf"], "write --config 'my conf'"),
+        // If the directory contains a configuration, the hint names it.
+        (&["check", "--config", "."], "name the file: --config ./gateway.toml"),
+    ] {
+        if arguments.contains(&".") {
+            std::fs::write(directory.path().join("gateway.toml"), "").unwrap();
+        }
+        let (code, err) = run(arguments);
+        assert!(code == Some(2) && err.contains(hint), "{arguments:?}: {err}");
+    }
+}
+
+#[test]
 fn errors_at_the_start_show_the_line_of_their_key() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
