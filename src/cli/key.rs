@@ -26,6 +26,9 @@ const FINGERPRINT_DIGITS: usize = 12;
 /// Minimum number of hex digits in a fingerprint argument. A shorter argument could select a key by mistake.
 const MIN_FINGERPRINT_DIGITS: usize = 6;
 
+/// The label of a new key, on standard error.
+const SHOWN_ONCE: &str = "The key is shown only once:";
+
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
     /// Create a key, print it once, and add its hash to the consumers file
@@ -124,7 +127,11 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
     match action {
         Action::New { consumer: None, prefix, .. } => {
             let secret = Secret::generate(prefix)?;
-            writeln!(stderr(), "keys = [\"{}\"]", format_hash(&secret.hash()))?;
+            writeln!(
+                stderr(),
+                "The hash of the key, for a consumer in the consumers file:\nkeys = [\"{}\"]\n{SHOWN_ONCE}",
+                format_hash(&secret.hash())
+            )?;
             writeln!(stdout(), "{secret}")?;
         }
         Action::New { consumer: Some(consumer), create, tier, prefix, name, expires, route } => {
@@ -139,11 +146,7 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
             document.add_key(consumer, &format_hash(&secret.hash()), details)?;
             file.replace(&document)?;
             let path = file.path().display();
-            writeln!(
-                stderr(),
-                "{path}: added the key {} to `{consumer}`. The key is shown only once:",
-                fingerprint(&secret.hash())
-            )?;
+            writeln!(stderr(), "{path}: added the key {} to `{consumer}`. {SHOWN_ONCE}", fingerprint(&secret.hash()))?;
             writeln!(stdout(), "{secret}")?;
             let tiers = file.tiers();
             if *create && tier.is_none() && !tiers.is_empty() {

@@ -105,7 +105,11 @@ fn generated_keys_have_a_format_and_a_sha256_hash() {
     let body = secret.strip_prefix("sg_live_").unwrap();
     assert!(body.len() == 36 && body.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{secret}");
     let hashed = key(directory.path(), &["hash"], &format!("{secret}\r\n"));
-    assert!(said.err.contains(hashed.line()), "{} and {}", said.err, hashed.out);
+    let labels = format!(
+        "The hash of the key, for a consumer in the consumers file:\nkeys = [\"{}\"]\nThe key is shown only once:\n",
+        hashed.line()
+    );
+    assert_eq!(said.err, labels);
     // The expected hash is the output of `printf %s demo-key | sha256sum`.
     let demo = "sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c";
     assert_eq!(key(directory.path(), &["hash"], "demo-key").line(), demo);
