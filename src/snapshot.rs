@@ -6,7 +6,7 @@ pub mod cost;
 pub mod current;
 mod header_rules;
 mod identities;
-mod limits;
+pub(crate) mod limits;
 pub mod listeners;
 pub mod notify;
 pub mod remote_auth;

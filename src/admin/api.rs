@@ -24,7 +24,7 @@ use crate::admin::{AdminResponse, AdminServer, AdminState, typed_response};
 use crate::http::problem;
 use crate::http::problem::Problem;
 use crate::identity::display::IdentityDisplay;
-use crate::limiter::admin::{AdminError, LimiterAdmin};
+use crate::limiter::admin::LimiterAdmin;
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
@@ -204,14 +204,6 @@ fn unknown_limit(config: &CompiledConfig, name: &str) -> String {
 
 fn store_error(error: &StoreError) -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
-}
-
-fn admin_error(error: &AdminError) -> ApiError {
-    match error {
-        AdminError::Store(error) => store_error(error),
-        AdminError::Quota(error) => ApiError::bad_request(error.to_string()),
-        AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
-    }
 }
 
 /// Convert µs to seconds, rounded up to the next ms, so that a client that waits this long does not retry too early.

@@ -510,15 +510,17 @@ pub(super) fn rule(
         return match quota {
             Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, ttl: permit_ttl }))),
             Err(error) => {
-                let hint = "write the number of concurrent requests: quota = \"20\"";
-                reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
+                reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(PERMITS_HINT));
                 None
             }
         };
     }
     let rule =
         text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
-    rule.map_err(|error| reader.push_missing(quota_issue(text, &error))).ok()
+    let issue = |error: QuotaError| {
+        Issue::new(text.span(), error.to_string()).with_hint(timed_quota_hint(text.get_ref(), &error))
+    };
+    rule.map_err(|error| reader.push_missing(issue(error))).ok()
 }
 
 fn timed_rule(
@@ -568,7 +570,10 @@ pub(super) fn limit_variant(
     standard: Quota,
 ) -> Result<(Quota, Option<u64>), Issue> {
     let quota = match &written.quota {
-        Some(text) => rule.parse_quota(text.get_ref()).map_err(|error| quota_issue(text, &error))?,
+        Some(text) => rule.parse_quota(text.get_ref()).map_err(|error| {
+            let hint = invalid_quota_hint(rule, text.get_ref(), &error);
+            Issue::new(text.span(), error.to_string()).with_hint(hint)
+        })?,
         None => standard,
     };
     let Some(burst) = &written.burst else {
@@ -587,13 +592,28 @@ pub(super) fn limit_variant(
     }
 }
 
-/// Return the issue for an invalid quota. The hint shows the quota that the operator probably meant.
-fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
-    let issue = Issue::new(text.span(), error.to_string());
+/// Hint for an invalid quota of a concurrency limit.
+const PERMITS_HINT: &str = "write the number of concurrent requests, such as \"20\"";
+
+/// Return a hint for an invalid quota of a limit with this algorithm. It shows the quota that the operator probably
+/// meant.
+pub(crate) fn invalid_quota_hint(rule: &Rule, text: &str, error: &QuotaError) -> String {
+    match error {
+        QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_) | QuotaError::Zero(_)
+            if matches!(rule, Rule::Concurrency(_)) =>
+        {
+            PERMITS_HINT.to_owned()
+        }
+        error => timed_quota_hint(text, error),
+    }
+}
+
+/// Return a hint for an invalid quota of a limit that is not a concurrency limit.
+fn timed_quota_hint(text: &str, error: &QuotaError) -> String {
     let is_syntax = matches!(error, QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_));
-    match Quota::suggestion(text.get_ref()).filter(|_| is_syntax) {
-        Some(quota) => issue.with_hint(format!("did you mean \"{quota}\"?")),
-        None => issue.with_hint(quota_hint(error)),
+    match Quota::suggestion(text).filter(|_| is_syntax) {
+        Some(quota) => format!("did you mean \"{quota}\"?"),
+        None => quota_hint(error).to_owned(),
     }
 }
 

@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 const TOKEN: &str = "open-sesame";
 
+/// Arguments that select an identity of the limit `net`.
+const NET: [&str; 3] = ["--limit", "net", "ip=127.0.0.1"];
+
 fn config(admin: &str) -> String {
     format!(
         "{admin}[limit.one]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"2/3650d\"\n\
@@ -141,6 +144,19 @@ fn errors_of_admin_commands_are_one_sentence() {
             "unknown limit `x`: the limits are `net`, `one`",
         ),
         (&["inspect", "--admin", &admin, "a", "b"], TOKEN, 1, "PART=VALUE"),
+        (
+            &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "100 per minute", "--ttl", "1h"]]
+                .concat(),
+            TOKEN,
+            1,
+            "`100 per minute` is not a quota: did you mean \"100/min\"?",
+        ),
+        (
+            &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "many", "--ttl", "1h"]].concat(),
+            TOKEN,
+            1,
+            "`many` is not a quota: write COUNT/UNIT",
+        ),
         (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "is not an IP address"),
         (&["inspect", "--admin", &admin], TOKEN, 2, "PART=VALUE"),
         (

@@ -325,6 +325,10 @@ fn invalid_arguments_are_reported() {
         ),
         (&["common.log", "--limit", "per-ipp=1/s"], "there is no limit `per-ipp`; the limits are per-ip, per-key"),
         (&["common.log", "--limit", "per-ip=fast"], "`per-ip=fast`: `fast` is not a quota"),
+        (
+            &["common.log", "--limit", "per-ip=100 per minute"],
+            "`100 per minute` is not a quota: did you mean \"100/min\"?",
+        ),
         (&["common.log", "--limit", "per-ip=1/s,burst=2"], "`per-ip` has no burst"),
         (&["common.log", "--limit", "per-ip"], "NAME=QUOTA"),
         (

@@ -8,17 +8,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::admin::AdminResponse;
 use crate::admin::api::{
-    ApiContext, ApiError, QueryParams, Result, admin_error, json_response, seconds_rounded_up, store_error,
+    ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error,
     unknown_limit,
 };
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
+use crate::limiter::admin::AdminError;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::key::{Identity, StateName};
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
+use crate::snapshot::limits::invalid_quota_hint;
 use crate::snapshot::CompiledLimit;
 
 /// The identity in a request to the API: a hash, or the values of its parts.
@@ -352,12 +354,18 @@ pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride)
     let ttl = ttl.ok_or_else(|| {
         ApiError::bad_request("`ttl` must be a duration from 5s to 31d, such as \"90s\", \"15m\", \"12h\" or \"7d\"")
     })?;
-    let override_quota = OverrideQuota { quota, burst, note };
-    let entry = context
-        .limiter_admin
-        .put(&compiled.limit, identity, override_quota, ttl)
-        .await
-        .map_err(|error| admin_error(&error))?;
+    let override_quota = OverrideQuota { quota: quota.clone(), burst, note };
+    let entry =
+        context.limiter_admin.put(&compiled.limit, identity, override_quota, ttl).await.map_err(
+            |error| match &error {
+                AdminError::Quota(error) => {
+                    let hint = invalid_quota_hint(&compiled.limit.default_variant.rule, &quota, error);
+                    ApiError::bad_request(format!("{error}: {hint}"))
+                }
+                AdminError::Store(error) => store_error(error),
+                AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
+            },
+        )?;
     Ok(json_response(&serde_json::json!({ "override": OverrideView::from_override(&entry) })))
 }
 

@@ -16,6 +16,7 @@ use crate::limiter::settlement::Deferred;
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation};
+use crate::snapshot::limits::invalid_quota_hint;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit, SeenIdentities};
 
@@ -517,7 +518,7 @@ pub struct QuotaProposal {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposalError {
     /// The quota is not valid syntax, or does not fit the algorithm.
-    #[error("`{name}={quota}`: {error}")]
+    #[error("`{name}={quota}`: {error}: {hint}")]
     Quota {
         /// The name of the limit.
         name: String,
@@ -525,6 +526,8 @@ pub enum ProposalError {
         quota: String,
         /// The cause of the error.
         error: QuotaError,
+        /// What to write instead.
+        hint: String,
     },
     /// A burst was given for a limit that is not a token bucket.
     #[error("`{0}` has no burst: only token-bucket limits have one")]
@@ -549,7 +552,10 @@ pub(super) fn proposed_variant(
     };
     let quota = standard.rule.parse_quota(text);
     let variant = quota.and_then(|quota| compiled.limit.variant(&config.hasher, quota, burst));
-    variant.map(Arc::new).map_err(|error| ProposalError::Quota { name: name.clone(), quota: text.clone(), error })
+    variant.map(Arc::new).map_err(|error| {
+        let hint = invalid_quota_hint(&standard.rule, text, &error);
+        ProposalError::Quota { name: name.clone(), quota: text.clone(), error, hint }
+    })
 }
 
 /// Return the variant with a permit TTL that no request exceeds. If the limit is not a concurrency limit, return the
