@@ -4,6 +4,7 @@ pub mod client;
 
 use std::io;
 use std::io::Write;
+use std::net::IpAddr;
 
 use anstyle::{AnsiColor, Style};
 use anyhow::bail;
@@ -14,6 +15,8 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 use crate::cli::admin::client::AdminClient;
+use crate::cli::key::GATEWAY_KEY_PREFIX;
+use crate::limiter::key::Identity;
 use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 
 /// A command for a running gateway.
@@ -243,6 +246,12 @@ fn send_request(command: &AdminCommand, client: &AdminClient) -> anyhow::Result<
             get("/api/top", &query)
         }
         AdminCommand::Inspect { limit, cost, identity, .. } => {
+            if let (None, Some(hash)) = (limit, identity.hash()) {
+                bail!(
+                    "the hash of an identity is valid only for one limit: add --limit, for example sluicegate inspect \
+                     --limit NAME {hash}"
+                );
+            }
             let cost = cost.to_string();
             let mut query = identity.query_pairs()?;
             query.push(("cost", &cost));
@@ -281,19 +290,36 @@ pub(super) fn request_target(path: &str, query: &[(&str, &str)]) -> String {
 }
 
 impl IdentityArgs {
+    /// Return the hash, if the identity is given by its hash.
+    fn hash(&self) -> Option<&str> {
+        match &self.identity[..] {
+            [only] if Identity::from_hex(only).is_some() => Some(only),
+            _ => None,
+        }
+    }
+
+    /// Return the query parameters of the admin API that select the identity.
+    ///
+    /// # Errors
+    /// An argument is neither PART=VALUE nor the hash of the identity.
     fn query_pairs(&self) -> anyhow::Result<Vec<(&str, &str)>> {
-        if let [hash] = &self.identity[..]
-            && !hash.contains('=')
-        {
+        if let Some(hash) = self.hash() {
             return Ok(vec![("identity", hash)]);
         }
-        let pair = |part: &str| part.find('=');
-        if self.identity.iter().any(|part| pair(part).is_none()) {
-            bail!(
-                "name the identity by its hash, or by PART=VALUE for each of its parts, for example: ip=192.0.2.7 \
-                 api-key=CONSUMER"
-            );
-        }
+        let pair = |argument: &'_ str| match argument.split_once('=') {
+            Some((option @ ("limit" | "cost" | "quota" | "burst" | "ttl" | "note"), _)) => {
+                bail!("`{option}` is not a part of an identity: use the option --{option}")
+            }
+            Some(("identity", _)) => {
+                bail!("name the identity by its hash alone, or by PART=VALUE for each of its parts")
+            }
+            Some(_) => Ok(()),
+            None => bail!(
+                "name the identity by PART=VALUE for each of its parts, for example {}, or by its hash",
+                example_part(argument)
+            ),
+        };
+        self.identity.iter().try_for_each(|argument| pair(argument))?;
         Ok(self.identity.iter().filter_map(|part| part.split_once('=')).collect())
     }
 
@@ -305,6 +331,16 @@ impl IdentityArgs {
                 Map::from_iter(parts.iter().map(|(label, value)| ((*label).to_owned(), Value::from(*value)))).into()
             }
         })
+    }
+}
+
+/// Return the PART=VALUE that an argument without `=` probably means. Keys are not repeated, because the value of
+/// `api-key` is the name of a consumer.
+fn example_part(argument: &str) -> String {
+    match argument {
+        address if address.parse::<IpAddr>().is_ok() => format!("ip={address}"),
+        key if key.is_empty() || key.starts_with(GATEWAY_KEY_PREFIX) => "api-key=CONSUMER".to_owned(),
+        name => format!("api-key={}", printable_text(name)),
     }
 }
 

@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 const TOKEN: &str = "open-sesame";
 
+/// The hash of an identity.
+const HASH: &str = "0123456789abcdef0123456789abcdef";
+
 /// Arguments that select an identity of the limit `net`.
 const NET: [&str; 3] = ["--limit", "net", "ip=127.0.0.1"];
 
@@ -143,7 +146,37 @@ fn errors_of_admin_commands_are_one_sentence() {
             1,
             "unknown limit `x`: the limits are `net`, `one`",
         ),
+        (&["top", "--admin", &admin, "--count", "97"], TOKEN, 1, "--count must be an integer from 1 to 96"),
         (&["inspect", "--admin", &admin, "a", "b"], TOKEN, 1, "PART=VALUE"),
+        (
+            &["inspect", "--admin", &admin, "acme"],
+            TOKEN,
+            1,
+            "name the identity by PART=VALUE for each of its parts, for example api-key=acme, or by its hash",
+        ),
+        (&["inspect", "--admin", &admin, "--limit", "one", "192.0.2.7"], TOKEN, 1, "for example ip=192.0.2.7, or"),
+        (&["inspect", "--admin", &admin, "sg_live_secret"], TOKEN, 1, "for example api-key=CONSUMER, or"),
+        (
+            &["inspect", "--admin", &admin, HASH],
+            TOKEN,
+            1,
+            "the hash of an identity is valid only for one limit: add --limit, for example sluicegate inspect --limit \
+             NAME 0123456789abcdef",
+        ),
+        (&["inspect", "--admin", &admin, "limit=one", "header:x-id=a"], TOKEN, 1, "use the option --limit"),
+        (
+            &["inspect", "--admin", &admin, "api-key=acme"],
+            TOKEN,
+            1,
+            "no limit counts by `api-key`: limit `net` counts by ip; limit `one` counts by header:x-id (http",
+        ),
+        (
+            &["inspect", "--admin", &admin, "header:x-id="],
+            TOKEN,
+            1,
+            "no limit counts by exactly these parts: limit `net` counts by ip; limit `one`",
+        ),
+        (&["inspect", "--admin", &admin, "--cost", "0", "ip=::1"], TOKEN, 1, "--cost must be an integer from 1 to"),
         (
             &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "100 per minute", "--ttl", "1h"]]
                 .concat(),
@@ -156,6 +189,12 @@ fn errors_of_admin_commands_are_one_sentence() {
             TOKEN,
             1,
             "`many` is not a quota: write COUNT/UNIT",
+        ),
+        (
+            &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "9/s", "--ttl", "1y"]].concat(),
+            TOKEN,
+            1,
+            "--ttl must be a duration from 5s to 31d",
         ),
         (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "is not an IP address"),
         (&["inspect", "--admin", &admin], TOKEN, 2, "PART=VALUE"),
@@ -170,6 +209,10 @@ fn errors_of_admin_commands_are_one_sentence() {
         let err = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {err}");
         assert!(err.contains(expected) && !err.contains(TOKEN), "{arguments:?}: {err}");
+        assert!(
+            !err.contains("/api/") && !err.contains("`identity`") && !err.contains("secret"),
+            "{arguments:?}: {err}"
+        );
     }
     // Without `admin.token`, reads are allowed and changes are rejected.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::admin::AdminResponse;
 use crate::admin::api::{
-    ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error,
+    ApiContext, ApiError, MAX_LISTED_LIMITS, QueryParams, Result, json_response, seconds_rounded_up, store_error,
     unknown_limit,
 };
 use crate::identity::Descriptor;
@@ -21,7 +21,7 @@ use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::limits::invalid_quota_hint;
-use crate::snapshot::CompiledLimit;
+use crate::snapshot::{CompiledConfig, CompiledLimit};
 
 /// The identity in a request to the API: a hash, or the values of its parts.
 #[derive(Debug, Deserialize)]
@@ -72,7 +72,7 @@ impl IdentityQuery {
             }
             IdentityQuery::Parts(parts) => parts,
         };
-        let labels = || compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
+        let labels = || labels(compiled);
         if let Some(label) = input.keys().find(|label| !compiled.identity_spec.has_label(label)) {
             return Err(ApiError::bad_request(format!(
                 "limit `{}` counts by {}, not by `{label}`",
@@ -88,6 +88,23 @@ impl IdentityQuery {
             IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, error.to_string()),
             IdentityInputError::InvalidAddress(_) => ApiError::bad_request(error.to_string()),
         })
+    }
+}
+
+/// Return the labels of the parts that a limit counts by.
+fn labels(compiled: &CompiledLimit) -> String {
+    compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ")
+}
+
+/// Return a list of the limits with the parts that they count by, for error messages.
+fn counted_by(config: &CompiledConfig) -> String {
+    let limits = config.limits.iter().take(MAX_LISTED_LIMITS);
+    let limits: Vec<_> =
+        limits.map(|(name, compiled)| format!("limit `{name}` counts by {}", labels(compiled))).collect();
+    match config.limits.len().saturating_sub(MAX_LISTED_LIMITS) {
+        0 if limits.is_empty() => "the configuration has no limits".to_owned(),
+        0 => limits.join("; "),
+        more => format!("{}; and {more} more", limits.join("; ")),
     }
 }
 
@@ -171,7 +188,8 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
             let unknown_label =
                 input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
             if let Some(label) = unknown_label {
-                return Err(ApiError::bad_request(format!("no limit counts by `{label}`")));
+                let known = counted_by(context.config);
+                return Err(ApiError::bad_request(format!("no limit counts by `{label}`: {known}")));
             }
             let mut resolved = Vec::new();
             for compiled in limits.values() {
@@ -190,7 +208,8 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
         }
     };
     if resolved_limits.is_empty() {
-        return Err(ApiError::bad_request("no limit counts by exactly this combination of parts"));
+        let known = counted_by(context.config);
+        return Err(ApiError::bad_request(format!("no limit counts by exactly these parts: {known}")));
     }
     let statuses =
         resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));

@@ -208,7 +208,7 @@ impl AdminClient {
             ),
             (status, Some(json)) if status.is_success() => Ok(json),
             (_, Some(json)) if json["detail"].is_string() => {
-                bail!("{} ({self})", json["detail"].as_str().unwrap_or_default())
+                bail!("{} ({self})", with_option_name(json["detail"].as_str().unwrap_or_default()))
             }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
             _ => bail!("the server at {self} is not a Sluicegate admin listener ({status})"),
@@ -273,6 +273,18 @@ impl AdminClient {
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
         Ok((status, body.map_err(|error| anyhow!("{}: {error}", connection_error()))?.to_bytes()))
+    }
+}
+
+/// Parameters of the admin API for which commands have an option with the same name.
+const OPTIONS: [&str; 10] = ["limit", "cost", "count", "quota", "burst", "ttl", "note", "by", "from", "to"];
+
+/// Replace the parameter of the admin API at the start of an error message with the option of the command.
+fn with_option_name(detail: &str) -> String {
+    let parameter = detail.strip_prefix('`').and_then(|rest| rest.split_once('`'));
+    match parameter.filter(|(name, _)| OPTIONS.contains(name)) {
+        Some((name, rest)) => format!("--{name}{rest}"),
+        None => detail.to_owned(),
     }
 }
 
