@@ -27,8 +27,7 @@ use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 // Use the allocator of the gateway, because the memory of a state depends on the allocator.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+use mimalloc as _;
 
 /// Number of identities that are created in Redis. With this number, the hash tables of Redis are about as full as with
 /// a million keys, so the result can be extrapolated.

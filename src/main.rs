@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use sluicegate::cli;
 use sluicegate::cli::Arguments;
 
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+// Link mimalloc, whose `malloc` replaces the one of libc. The default allocator of Rust calls `malloc`.
+use mimalloc as _;
 
 fn main() -> ExitCode {
     match cli::execute(&Arguments::from_command_line()) {

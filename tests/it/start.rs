@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::support::admin_listener::HERE;
@@ -68,6 +68,17 @@ fn help_and_version_are_printed() {
     let (code, _, err) = run(&["chekc"]);
     assert_eq!(code, Some(2));
     assert!(err.contains("'check'"), "a hint for the typo: {err}");
+}
+
+/// The binary defines `malloc` itself. Otherwise it would use the slower one of libc, without an error.
+#[test]
+fn malloc_of_libc_is_replaced() {
+    let output = Command::new("nm").args(["--dynamic", "--defined-only"]).arg(binary().get_program()).output().unwrap();
+    let symbols = String::from_utf8(output.stdout).unwrap();
+    let defined: Vec<_> = symbols.lines().filter_map(|line| line.rsplit(' ').next()).collect();
+    for function in ["malloc", "calloc", "realloc", "free"] {
+        assert!(defined.contains(&function), "{function} is not in {symbols}");
+    }
 }
 
 #[test]
