@@ -131,8 +131,7 @@ impl Gateway {
         let config = &snapshot.config;
         headers::normalize_received(request.headers_mut(), &config.protected_headers, peer.forwarded.trusted);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
-        let challenge = snapshot.config.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
-        if let Some(response) = challenge {
+        if let Some(response) = config.acme.as_ref().and_then(|acme| challenge_response(acme, &request)) {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
