@@ -91,6 +91,10 @@ pub enum QuotaError {
 
 const SECOND_US: u64 = 1_000_000;
 
+/// Minimum length of a calendar month and of a calendar year, µs.
+const SHORTEST_MONTH_US: u64 = 28 * 86_400 * SECOND_US;
+const SHORTEST_YEAR_US: u64 = 365 * 86_400 * SECOND_US;
+
 /// Integers below this bound are exact in Redis' Lua, which calculates with doubles. Doubles cannot represent all
 /// integers above 2^53.
 pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
@@ -102,6 +106,16 @@ impl Quota {
     /// The text is not a count.
     pub fn parse_concurrency(text: &str) -> Result<Self, QuotaError> {
         Ok(Quota { count: parse_count(text.trim())?, window_us: None, calendar: None })
+    }
+
+    /// Return the length of the window in µs. For months and years, return their minimum length. The quota of a
+    /// concurrency limit has no window, and the result is meaningless.
+    pub(crate) fn shortest_window_us(&self) -> u64 {
+        match (self.window_us, self.calendar) {
+            (Some(us), _) => us,
+            (None, Some(CalendarUnit::Year)) => SHORTEST_YEAR_US,
+            (None, _) => SHORTEST_MONTH_US,
+        }
     }
 }
 

@@ -626,6 +626,7 @@ pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
         QuotaError::Buckets { .. } => "use another number of `buckets`: 10 divides most windows",
         QuotaError::NoFixedWindow => "use algorithm = \"fixed-window\", or a quota per \"30d\"",
         QuotaError::Prefetch { .. } => "set a smaller `prefetch`: a tenth of the quota or of the burst is enough",
+        QuotaError::Zero("burst") => "use a burst of 1 or more",
         QuotaError::LocalShare { .. } => "set a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => {
             "write COUNT/UNIT, where UNIT is s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\""

@@ -301,6 +301,11 @@ fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let unknown = report(&[&["combined.log"], &config[..]].concat());
     assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
+    let notes =
+        unknown["limits"].as_object().unwrap().iter().map(|(name, limit)| (&**name, limit["notes"].to_string()));
+    for (name, notes) in notes {
+        assert_eq!(notes.contains("the log covers 6 s"), name == "per-ip", "{name}: {notes}");
+    }
     assert_eq!(unknown["limits"]["per-ip"]["requests"], 4);
     let stands = report(&[&["combined.log", "--identity", "per-key=http_user_agent"], &config[..]].concat());
     assert_eq!(stands["limits"]["per-key"]["identities"], 2, "{stands}");
@@ -330,6 +335,10 @@ fn invalid_arguments_are_reported() {
             "`100 per minute` is not a quota: did you mean \"100/min\"?",
         ),
         (&["common.log", "--limit", "per-ip=1/s,burst=2"], "`per-ip` has no burst"),
+        (
+            &["common.log", "--by", "ip", "--limit", "per-ip=1/s,burst=0"],
+            "`per-ip=1/s`: a burst of zero would deny every request: use a burst of 1 or more",
+        ),
         (&["common.log", "--limit", "per-ip"], "NAME=QUOTA"),
         (
             &["common.log", "--identity", "per-key=nothing"],

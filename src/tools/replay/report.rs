@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use crate::limiter::algorithm::Rule;
-use crate::limiter::quota::CalendarUnit;
+use crate::limiter::quota::{CalendarUnit, Quota};
 use crate::tools::replay::resolve::{RejectReason, ReplayLimit};
 use crate::tools::replay::simulator::Suggestion;
 use crate::tools::replay::{REORDER_WINDOW_LINES, Replay, ReplayResult};
@@ -297,30 +297,49 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-/// Minimum length of a month and of a year, in µs.
-const SHORTEST_MONTH_US: u64 = 28 * 86_400_000_000;
-const SHORTEST_YEAR_US: u64 = 365 * 86_400_000_000;
-
-/// Return a warning if the log is shorter than the window of a limit.
+/// Return a warning if the log is shorter than the window of a limit. Ignore a difference of 1 %: the first and the last
+/// request of a daily log are some seconds less than a day apart.
 fn short_log_note(limit: &ReplayLimit, result: &ReplayResult) -> Option<String> {
-    let quota = &limit.variant.quota;
-    let (window_us, window) = match (quota.window_us, quota.calendar) {
-        _ if matches!(limit.variant.rule, Rule::Concurrency(_)) => return None,
-        (Some(us), _) if us.is_multiple_of(1_000_000) => (us, format_span(us / 1_000_000)),
-        (Some(us), _) => (us, format!("{} ms", us / 1000)),
-        (None, Some(CalendarUnit::Year)) => (SHORTEST_YEAR_US, "1 year".to_owned()),
-        (None, _) => (SHORTEST_MONTH_US, "1 month".to_owned()),
-    };
+    if limit.skip_reason.is_some() || matches!(limit.variant.rule, Rule::Concurrency(_)) {
+        return None;
+    }
     let (from_us, to_us) = result.statistics.time_range?;
-    let log_us = to_us.saturating_sub(from_us);
-    (log_us < window_us).then(|| {
-        let name = &limit.limit.name;
-        let log = format_span(log_us.div_ceil(1_000_000));
-        format!(
-            "the log covers {log}, which is less than the window of `{name}` ({window}): in a longer log, more \
-             requests may be denied, and the limit may need a larger quota"
-        )
-    })
+    let (log, window) = short_log(to_us.saturating_sub(from_us), &limit.variant.quota)?;
+    let name = &limit.limit.name;
+    Some(format!(
+        "the log covers {log} and is shorter than the window of `{name}` ({window}): in a longer log, more requests \
+         may be denied, and the limit may need a larger quota"
+    ))
+}
+
+/// If a log of `log_us` is more than 1 % shorter than the window of a quota, return both lengths as text.
+fn short_log(log_us: u64, quota: &Quota) -> Option<(String, String)> {
+    let window_us = quota.shortest_window_us();
+    if log_us >= window_us / 100 * 99 {
+        return None;
+    }
+    let is_whole = window_us.is_multiple_of(1_000_000);
+    let format = |us: u64| match us {
+        0..1000 if !is_whole => "less than 1 ms".to_owned(),
+        us if !is_whole => format!("{} ms", us / 1000),
+        0..1_000_000 => "less than 1 s".to_owned(),
+        us => format_length(us / 1_000_000),
+    };
+    let window = match (quota.window_us, quota.calendar) {
+        (Some(us), _) => format(us),
+        (None, Some(CalendarUnit::Year)) => "1 year".to_owned(),
+        (None, _) => "1 month".to_owned(),
+    };
+    Some((format(log_us), window))
+}
+
+/// Format a number of seconds in the three largest units, rounded down, such as `2 h 50 min`. Two lengths that differ
+/// by 1 % have different texts.
+fn format_length(seconds: u64) -> String {
+    let days = if seconds >= 2 * 86_400 { "days" } else { "day" };
+    let parts = [(days, seconds / 86_400), ("h", seconds / 3600 % 24), ("min", seconds / 60 % 60), ("s", seconds % 60)];
+    let parts = parts.into_iter().skip_while(|(_, count)| *count == 0).take(3).filter(|(_, count)| *count > 0);
+    parts.map(|(unit, count)| format!("{count} {unit}")).collect::<Vec<_>>().join(" ")
 }
 
 // Notes about properties of the logs that make the results less accurate.
@@ -564,4 +583,32 @@ fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()>
         is_empty = false;
     }
     writeln!(out, "{line}")
+}
+
+#[cfg(test)]
+mod short_log_tests {
+    use super::*;
+
+    #[test]
+    fn only_clearly_shorter_logs_are_short() {
+        const MINUTE: u64 = 60_000_000;
+        for (log_us, quota, expected) in [
+            (24 * 60 * MINUTE - 5_000_000, "100/day", None),
+            (170 * MINUTE, "9/3h", Some(("2 h 50 min", "3 h"))),
+            (177 * MINUTE, "9/3h", Some(("2 h 57 min", "3 h"))),
+            (179 * MINUTE, "9/3h", None),
+            (0, "9/min", Some(("less than 1 s", "1 min"))),
+            (1_900_000, "9/90s", Some(("1 s", "1 min 30 s"))),
+            (0, "9/1500ms", Some(("less than 1 ms", "1500 ms"))),
+            (1_400_000, "9/1500ms", Some(("1400 ms", "1500 ms"))),
+            (47 * 60 * MINUTE + 59_000_000, "9/week", Some(("1 day 23 h", "7 days"))),
+            (27 * 24 * 60 * MINUTE, "9/month", Some(("27 days", "1 month"))),
+            (28 * 24 * 60 * MINUTE, "9/month", None),
+            (300 * 24 * 60 * MINUTE, "9/year", Some(("300 days", "1 year"))),
+        ] {
+            let found = short_log(log_us, &quota.parse().unwrap());
+            let found = found.as_ref().map(|(log, window)| (log.as_str(), window.as_str()));
+            assert_eq!(found, expected, "{log_us} {quota}");
+        }
+    }
 }
