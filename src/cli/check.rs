@@ -28,7 +28,6 @@ use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::{ParsedFile, UnsetVariables};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::clock;
-use crate::limiter::quota::CalendarUnit;
 use crate::limiter::redis::connection::try_connect;
 use crate::limiter::redis::server::ConnectError;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
@@ -267,7 +266,7 @@ fn print_text(
         writeln!(out, "  {text}")?;
     }
     if let Some(more @ 1..) = of_consumers.len().checked_sub(MAX_CONSUMER_QUOTAS) {
-        writeln!(out, "  and {more} more quotas of consumers")?;
+        writeln!(out, "  and {} of consumers", pluralize(more as u64, "more quota"))?;
     }
     for (level, file) in issues_by_level.iter().flat_map(|(level, files)| files.iter().map(move |file| (level, file))) {
         writeln!(out, "\n{}", file.report(level, &Renderer::styled()))?;
@@ -308,11 +307,6 @@ fn check_store(
 }
 
 // The guarantees of limits: the maximum cost that each quota admits, regardless of what clients send.
-
-/// Number of seconds in the shortest month.
-const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
-/// Number of seconds in the shortest year.
-const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
 
 /// The guarantee of one quota of a limit.
 #[derive(Debug, Serialize)]
@@ -400,12 +394,8 @@ fn overrun(llm: &LlmCost) -> String {
 }
 
 fn window_seconds(variant: &LimitVariant) -> Option<f64> {
-    match (variant.quota.window_us, variant.quota.calendar) {
-        _ if matches!(variant.rule, Rule::Concurrency(_)) => None,
-        (Some(us), _) => Some(us as f64 / 1e6),
-        (None, Some(CalendarUnit::Year)) => Some(SHORTEST_YEAR_SECONDS),
-        (None, _) => Some(SHORTEST_MONTH_SECONDS),
-    }
+    let has_window = !matches!(variant.rule, Rule::Concurrency(_));
+    has_window.then(|| variant.quota.shortest_window_us() as f64 / 1e6)
 }
 
 /// Return the maximum cost that each gateway may admit in addition, from prefetched tokens. Return 0 for fixed windows,
@@ -473,8 +463,8 @@ enum RunningGateway {
     OtherFile { gateway: String, file: String },
 }
 
-/// Compare the configuration with that of the gateway at `[admin]`, if the gateway runs the same file. The request
-/// contains salted digests instead of the values.
+/// Compare the configuration with that of the gateway at `[admin]`, unless the gateway runs another file of this
+/// machine. The request contains salted digests instead of the values.
 ///
 /// # Errors
 /// The gateway rejects the admin token.
@@ -494,11 +484,14 @@ fn compare_with_running(path: &Path, config: &CompiledConfig) -> anyhow::Result<
     })
 }
 
-/// Return whether two paths name the same file. If a file does not exist, as with a gateway in a container, compare the
-/// absolute paths.
-fn is_same_file(path: &Path, other: &Path) -> bool {
-    let resolve = |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).ok();
-    resolve(path) == resolve(other)
+/// Return whether the file of the gateway may be the file at `path`. A file that does not exist on this machine may be
+/// the same file: in a container, the gateway sees the file at the path of another mount.
+fn is_same_file(path: &Path, of_gateway: &Path) -> bool {
+    match (path.canonicalize(), of_gateway.canonicalize()) {
+        (Ok(path), Ok(of_gateway)) => path == of_gateway,
+        (_, Err(_)) => true,
+        (Err(_), Ok(_)) => false,
+    }
 }
 
 /// Return the keys that only a restart can change and whose values differ from those of the gateway behind `client`.
@@ -555,8 +548,8 @@ mod tests {
             (150.0, "150 s"),
             (3600.0, "60 minutes"),
             (86_400.0, "24 hours"),
-            (SHORTEST_MONTH_SECONDS, "28 days"),
-            (SHORTEST_YEAR_SECONDS, "365 days"),
+            (28.0 * 86_400.0, "28 days"),
+            (365.0 * 86_400.0, "365 days"),
         ] {
             assert_eq!(format_window(seconds), expected);
         }

@@ -162,6 +162,9 @@ fn check_lists_the_quotas_of_consumers() {
                     \x20 rate, consumer c00: at most 34 in any 60 s, 5 at once\n\
                     \x20 rate, consumer c01: at most 35 in any 60 s, 5 at once\n";
     assert!(code == Some(0) && out.contains(expected) && !out.contains("more quotas"), "{out}");
+    consumers(21);
+    let (_, out, _) = check(&path);
+    assert!(out.contains("\n  and 1 more quota of consumers\n"), "{out}");
     consumers(25);
     let (_, out, _) = check(&path);
     assert_eq!(out.matches(", consumer c").count(), 20, "{out}");
