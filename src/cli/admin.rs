@@ -15,7 +15,6 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 use crate::cli::admin::client::AdminClient;
-use crate::cli::key::GATEWAY_KEY_PREFIX;
 use crate::limiter::key::Identity;
 use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 
@@ -306,21 +305,20 @@ impl IdentityArgs {
         if let Some(hash) = self.hash() {
             return Ok(vec![("identity", hash)]);
         }
-        let pair = |argument: &'_ str| match argument.split_once('=') {
+        let pairs = self.identity.iter().map(|argument| match argument.split_once('=') {
             Some((option @ ("limit" | "cost" | "quota" | "burst" | "ttl" | "note"), _)) => {
                 bail!("`{option}` is not a part of an identity: use the option --{option}")
             }
             Some(("identity", _)) => {
                 bail!("name the identity by its hash alone, or by PART=VALUE for each of its parts")
             }
-            Some(_) => Ok(()),
+            Some(pair) => Ok(pair),
             None => bail!(
                 "name the identity by PART=VALUE for each of its parts, for example {}, or by its hash",
                 example_part(argument)
             ),
-        };
-        self.identity.iter().try_for_each(|argument| pair(argument))?;
-        Ok(self.identity.iter().filter_map(|part| part.split_once('=')).collect())
+        });
+        pairs.collect()
     }
 
     fn to_json(&self) -> anyhow::Result<Value> {
@@ -334,14 +332,11 @@ impl IdentityArgs {
     }
 }
 
-/// Return the PART=VALUE that an argument without `=` probably means. Keys are not repeated, because the value of
-/// `api-key` is the name of a consumer.
+/// Return the PART=VALUE that an argument without `=` probably means. Repeat only IP addresses, because any other
+/// argument may be an API key.
 fn example_part(argument: &str) -> String {
-    match argument {
-        address if address.parse::<IpAddr>().is_ok() => format!("ip={address}"),
-        key if key.is_empty() || key.starts_with(GATEWAY_KEY_PREFIX) => "api-key=CONSUMER".to_owned(),
-        name => format!("api-key={}", printable_text(name)),
-    }
+    let address = argument.parse::<IpAddr>().ok();
+    address.map_or_else(|| "api-key=CONSUMER".to_owned(), |address| format!("ip={address}"))
 }
 
 // Format responses of the admin API as text.

@@ -305,7 +305,7 @@ const RANDOM_CHARS: usize = 30;
 const CHECKSUM_CHARS: usize = 6;
 
 /// A key with this prefix is assumed to come from `key new`, so its checksum is verified.
-pub(crate) const GATEWAY_KEY_PREFIX: &str = "sg_";
+const GATEWAY_KEY_PREFIX: &str = "sg_";
 
 /// The prefix of a generated key.
 #[derive(Debug, Clone)]

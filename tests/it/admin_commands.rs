@@ -152,10 +152,11 @@ fn errors_of_admin_commands_are_one_sentence() {
             &["inspect", "--admin", &admin, "acme"],
             TOKEN,
             1,
-            "name the identity by PART=VALUE for each of its parts, for example api-key=acme, or by its hash",
+            "name the identity by PART=VALUE for each of its parts, for example api-key=CONSUMER, or by its hash",
         ),
         (&["inspect", "--admin", &admin, "--limit", "one", "192.0.2.7"], TOKEN, 1, "for example ip=192.0.2.7, or"),
         (&["inspect", "--admin", &admin, "sg_live_secret"], TOKEN, 1, "for example api-key=CONSUMER, or"),
+        (&["inspect", "--admin", &admin, "acme_live_secret"], TOKEN, 1, "for example api-key=CONSUMER, or"),
         (
             &["inspect", "--admin", &admin, HASH],
             TOKEN,
@@ -189,6 +190,12 @@ fn errors_of_admin_commands_are_one_sentence() {
             TOKEN,
             1,
             "`many` is not a quota: write COUNT/UNIT",
+        ),
+        (
+            &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "limit", "--ttl", "1h"]].concat(),
+            TOKEN,
+            1,
+            "sluicegate: `limit` is not a quota",
         ),
         (
             &[&["override", "set", "--admin", &admin], &NET[..], &["--quota", "9/s", "--ttl", "1y"]].concat(),

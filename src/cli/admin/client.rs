@@ -94,8 +94,8 @@ impl AdminClient {
         AdminClient::from_option("--admin", url)
     }
 
-    /// Create a client as [`from_url`](Self::from_url) does, for the value of a command-line option other than
-    /// `--admin`.
+    /// Create a client for the value of any command-line option, as [`from_url`](Self::from_url) does for `--admin`.
+    /// Errors name `option`.
     pub(crate) fn from_option(option: &str, url: &str) -> anyhow::Result<Self> {
         if url.starts_with(['/', '.']) {
             return Ok(AdminClient::from_socket(url.into()));
@@ -279,10 +279,17 @@ impl AdminClient {
 /// Parameters of the admin API for which commands have an option with the same name.
 const OPTIONS: [&str; 10] = ["limit", "cost", "count", "quota", "burst", "ttl", "note", "by", "from", "to"];
 
+/// Texts of the admin API after the name of a parameter. Another text in backticks is a value of the user, as in
+/// "`limit` is not a quota".
+const AFTER_PARAMETER: [&str; 4] = [" must ", " is allowed ", " is missing", " ("];
+
 /// Replace the parameter of the admin API at the start of an error message with the option of the command.
 fn with_option_name(detail: &str) -> String {
     let parameter = detail.strip_prefix('`').and_then(|rest| rest.split_once('`'));
-    match parameter.filter(|(name, _)| OPTIONS.contains(name)) {
+    let is_parameter = |(name, rest): &(&str, &str)| {
+        OPTIONS.contains(name) && AFTER_PARAMETER.iter().any(|text| rest.starts_with(text))
+    };
+    match parameter.filter(is_parameter) {
         Some((name, rest)) => format!("--{name}{rest}"),
         None => detail.to_owned(),
     }
