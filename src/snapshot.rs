@@ -17,8 +17,10 @@ pub mod settings;
 mod upstreams;
 mod validator;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::hash::RandomState;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +33,7 @@ use serde_json::Value;
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables};
 use crate::config::include::ConfigFiles;
-use crate::config::secrets::redacted_config;
+use crate::config::secrets::{hashed_config, redacted_config};
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::access::{AccessRules, NetworkFile};
@@ -224,10 +226,19 @@ impl CompiledConfig {
     /// Return the configuration as written, including the tables of included files. The result is JSON with masked
     /// secrets.
     pub fn redacted(&self) -> Value {
-        let ConfigFiles { main, included, .. } = &self.files;
         // The configuration was compiled from the same texts, so parsing cannot fail.
-        let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
-        redacted_config(texts).unwrap_or_default()
+        redacted_config(self.texts()).unwrap_or_default()
+    }
+
+    /// Like [`redacted`](Self::redacted), but with a keyed hash after each masked secret.
+    pub(crate) fn hashed_secrets(&self, hasher: &RandomState) -> Value {
+        hashed_config(self.texts(), hasher).unwrap_or_default()
+    }
+
+    /// Return the texts of the configuration file and of the files that it includes.
+    fn texts(&self) -> impl Iterator<Item = Cow<'_, str>> {
+        let ConfigFiles { main, included, .. } = &self.files;
+        std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content))
     }
 
     /// Return the listeners whose address conflicts with that of an earlier listener, as pairs of indices (earlier,

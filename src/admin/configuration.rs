@@ -50,7 +50,7 @@ struct LastError {
 #[derive(Debug, Serialize)]
 struct ReloadResponse {
     result: &'static str,
-    /// Path of the configuration file.
+    /// Absolute path of the configuration file.
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -96,7 +96,7 @@ impl AdminServer {
         if let Err(error) = self.authorize_write(headers) {
             return error.into_response();
         }
-        let file = self.state.config_handle.active().config.files.main.path.display().to_string();
+        let file = absolute_path(&self.state.config_handle.active().config.files.main.path);
         let (status, result) = match self.state.config_handle.reload(ReloadCause::Requested).await {
             Ok(Ok(change)) => (StatusCode::OK, Ok(change)),
             Ok(Err(error)) => (StatusCode::UNPROCESSABLE_ENTITY, Err(error)),

@@ -3,6 +3,7 @@
 
 pub(crate) mod file_watcher;
 
+use std::hash::RandomState;
 use std::io;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,6 +19,7 @@ use crate::config::diff;
 use crate::config::diff::Difference;
 use crate::config::error::ConfigError;
 use crate::config::include::ConfigFiles;
+use crate::config::secrets::without_hashes;
 use crate::identity::auth::ProviderKind;
 use crate::limiter::clock;
 use crate::listener::ConnectionLimits;
@@ -95,12 +97,14 @@ impl Reloader {
                     // Also watch the files that the rejected configuration includes. The gateway then notices when the
                     // operator corrects them.
                     let directories = self.config_handle.last_attempt().directories;
-                    if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
-                        self.watcher = watch_files(&self.config_handle);
-                    }
-                    if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
+                    if let Some(watcher) = &mut self.watcher {
+                        if let Err(error) = watcher.add_directories(directories) {
+                            warn!(%error, "cannot watch a directory of included files: reload with SIGHUP");
+                        }
                         // A requested reload also rereads the other files, even if the configuration is invalid.
-                        watcher.report_all();
+                        if is_requested(&requests) {
+                            watcher.report_all();
+                        }
                     }
                 }
             }
@@ -136,7 +140,10 @@ impl Reloader {
         }
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
-        let differences = diff::differences(&previous.config.redacted(), &config.redacted());
+        let hasher = RandomState::new();
+        let [old, new] = [&*previous.config, &config].map(|config| config.hashed_secrets(&hasher));
+        let differences: Vec<_> =
+            diff::differences(&old, &new).into_iter().map(|difference| difference.map_texts(without_hashes)).collect();
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();

@@ -381,7 +381,7 @@ fn describe(response: &Value) -> String {
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let (Some(age), false) = (age, changes.is_empty()) else {
         return format!(
-            "{file}: reloaded; no key has changed. Environment variables, secrets and other files may have changed\n"
+            "{file}: reloaded; no key has changed. Environment variables and other files may have changed\n"
         );
     };
     let differences = pluralize(changes.len() as u64, "difference");

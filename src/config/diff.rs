@@ -30,6 +30,14 @@ impl std::fmt::Display for Difference {
     }
 }
 
+impl Difference {
+    /// Replace all texts of the difference.
+    pub(crate) fn map_texts(self, map: impl Fn(&str) -> String) -> Self {
+        let Difference { table, name, changed, text, is_change } = self;
+        Difference { name: name.map(|name| map(&name)), changed: map(&changed), text: map(&text), table, is_change }
+    }
+}
+
 /// Maximum number of names in a summary.
 const MAX_SUMMARY: usize = 20;
 

@@ -2,6 +2,7 @@
 //! of secret names.
 
 use std::borrow::Cow;
+use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 
 use serde_json::Value;
@@ -130,9 +131,15 @@ pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
 
 /// Return the text with its secrets masked.
 pub(super) fn redact(text: &str) -> String {
+    redact_with(text, &|_| MASK.to_owned())
+}
+
+/// Return the text with its secrets replaced by their masks.
+fn redact_with(text: &str, mask: &Mask<'_>) -> String {
     let mut text_without_secrets = text.to_owned();
     for part in secret_ranges(text).into_iter().rev() {
-        text_without_secrets.replace_range(part, MASK);
+        let masked = mask(&text[part.clone()]);
+        text_without_secrets.replace_range(part, &masked);
     }
     text_without_secrets
 }
@@ -280,12 +287,44 @@ fn asterisks(text: &str) -> String {
 /// # Errors
 /// A text is not valid TOML.
 pub fn redacted_config<'t>(texts: impl IntoIterator<Item = Cow<'t, str>>) -> Result<Value, toml::de::Error> {
+    masked_config(texts, &|_| MASK.to_owned())
+}
+
+/// Like [`redacted_config`], but append a keyed hash to each masked secret, so that two configurations with different
+/// secrets differ. Remove the hashes with [`without_hashes`] before the text leaves the process.
+///
+/// # Errors
+/// A text is not valid TOML.
+pub(crate) fn hashed_config<'t>(
+    texts: impl IntoIterator<Item = Cow<'t, str>>,
+    hasher: &RandomState,
+) -> Result<Value, toml::de::Error> {
+    masked_config(texts, &|secret| format!("{MASK}{HASH_MARK}{:0HASH_DIGITS$x}", hasher.hash_one(secret)))
+}
+
+/// Private-use character between the mask and the hash of a secret.
+const HASH_MARK: char = '\u{E000}';
+
+/// Number of hexadecimal digits of a hash.
+const HASH_DIGITS: usize = 16;
+
+/// Remove the hashes of [`hashed_config`] from a text.
+pub(crate) fn without_hashes(text: &str) -> String {
+    let mut parts = text.split(HASH_MARK);
+    let start = parts.next().unwrap_or_default().to_owned();
+    parts.fold(start, |text, part| text + part.get(HASH_DIGITS..).unwrap_or_default())
+}
+
+/// Returns the mask of a secret.
+type Mask<'a> = dyn Fn(&str) -> String + 'a;
+
+fn masked_config<'t>(texts: impl IntoIterator<Item = Cow<'t, str>>, mask: &Mask<'_>) -> Result<Value, toml::de::Error> {
     let mut all = Value::Null;
     for text in texts {
         let value = toml::from_str(&text)?;
         if all.is_null() { all = value } else { merge(&mut all, value) }
     }
-    redact_value(&mut all, &mut Vec::new());
+    redact_value(&mut all, &mut Vec::new(), mask);
     Ok(all)
 }
 
@@ -305,24 +344,24 @@ fn merge(all: &mut Value, included: Value) {
     }
 }
 
-fn redact_value<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
+fn redact_value<'k>(value: &'k mut Value, path: &mut Vec<&'k str>, mask: &Mask<'_>) {
     match value {
         Value::String(text) if text.is_empty() => {}
-        Value::String(text) if is_secret(path, text) => *text = MASK.to_owned(),
-        Value::String(text) => *text = redact(text),
+        Value::String(text) if is_secret(path, text) => *text = mask(text),
+        Value::String(text) => *text = redact_with(text, mask),
         Value::Array(items) => {
             for item in items {
-                redact_value(item, path);
+                redact_value(item, path, mask);
             }
         }
         Value::Object(table) => {
             for (key, value) in table {
                 path.push(key);
-                redact_value(value, path);
+                redact_value(value, path, mask);
                 path.pop();
             }
         }
-        Value::Bool(_) | Value::Number(_) if is_secret(path, "") => *value = MASK.into(),
+        Value::Bool(_) | Value::Number(_) if is_secret(path, "") => *value = mask(&value.to_string()).into(),
         Value::Null | Value::Bool(_) | Value::Number(_) => {}
     }
 }
@@ -437,6 +476,21 @@ mod tests {
 #[cfg(test)]
 mod redacted_config_tests {
     use super::*;
+
+    #[test]
+    fn hashed_config_differs_if_a_secret_differs() {
+        let text = |secret: &str| format!("admin.token = \"{secret}\"\nstore.url = \"redis://:{secret}@h/?db=1\"\n");
+        let hasher = RandomState::new();
+        let hashed = |secret: &str| hashed_config([text(secret).into()], &hasher).unwrap();
+        assert_eq!(hashed("planted"), hashed("planted"));
+        let (one, other) = (hashed("planted"), hashed("other"));
+        for pointer in ["/admin/token", "/store/url"] {
+            assert_ne!(one.pointer(pointer), other.pointer(pointer), "{pointer}");
+        }
+        let shown = redacted_config([text("planted").into()]).unwrap();
+        assert_eq!(without_hashes(&one.to_string()), shown.to_string());
+        assert_eq!(without_hashes("é"), "é");
+    }
 
     #[test]
     fn redacted_config_masks_only_secrets() {

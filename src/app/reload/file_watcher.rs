@@ -69,7 +69,7 @@ impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
 /// Handle of the watcher. Dropping it stops the watcher.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
-    _watcher: RecommendedWatcher,
+    watcher: RecommendedWatcher,
     directories: BTreeSet<PathBuf>,
     wake: SyncSender<()>,
     /// Whether the watcher thread must report all files when it wakes up next.
@@ -77,9 +77,21 @@ pub(crate) struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Return whether all these directories are watched.
-    pub(crate) fn watches(&self, directories: &BTreeSet<PathBuf>) -> bool {
-        self.directories.is_superset(directories)
+    /// Also watch these directories. The groups keep their state: their last contents may differ from those of the
+    /// active configuration at its load.
+    ///
+    /// # Errors
+    /// A directory cannot be watched.
+    pub(crate) fn add_directories(&mut self, directories: BTreeSet<PathBuf>) -> Result<(), notify::Error> {
+        for directory in directories {
+            if !self.directories.contains(&directory) {
+                self.watcher.watch(&directory, RecursiveMode::NonRecursive)?;
+                self.directories.insert(directory);
+                // A file may have changed before its directory was watched.
+                let _ = self.wake.try_send(());
+            }
+        }
+        Ok(())
     }
 
     /// Report all files, even if they have not changed.
@@ -119,18 +131,28 @@ pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error
         move || watch_loop(groups, &wakes, &all)
     };
     thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
-    Ok(FileWatcher { _watcher: watcher, directories, wake, report_all })
+    Ok(FileWatcher { watcher, directories, wake, report_all })
+}
+
+/// A group with the results of its last comparison.
+struct WatchedGroup {
+    group: FileGroup,
+    /// Whether all files of the group could be read.
+    readable: bool,
+    /// Whether the callback has accepted the content that it received last.
+    in_use: bool,
 }
 
 /// Compare all files at each wake-up, until the watcher is dropped.
 fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
-    let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true, true)).collect();
+    let mut groups: Vec<_> =
+        groups.into_iter().map(|group| WatchedGroup { group, readable: true, in_use: true }).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
         // Discard a wake-up that arrived during the delay. The next comparison covers it.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
-        for (FileGroup { files, read, on_change, .. }, readable, in_use) in &mut groups {
+        for WatchedGroup { group: FileGroup { files, read, on_change, .. }, readable, in_use } in &mut groups {
             // Stop if the callback of the previous group has replaced this watcher, as a reload does.
             if watcher.strong_count() == 0 {
                 return;
@@ -189,7 +211,7 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
             // The reload thread logs the result.
             let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
         }
-        true
+        configuration.last_failure().is_none()
     };
     FileGroup { files: all(last), read: Box::new(read), directories, on_change: Box::new(reload) }
 }
@@ -222,8 +244,8 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let reload = move |files: &[FileSnapshot], content: Content| {
             let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
             let is_reloaded = log_result(&files[0], read, content);
-            for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
-                if is_reloaded && content == Content::New {
+            if is_reloaded && content == Content::New {
+                for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
                     warn!("{warning}");
                 }
             }
@@ -339,6 +361,43 @@ mod tests {
         assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "three", "`report_all` reports it again");
         drop(watcher);
         assert_eq!(contents.recv_timeout(TIMEOUT), Err(RecvTimeoutError::Disconnected), "the thread has ended");
+    }
+
+    #[test]
+    fn content_is_known_only_if_the_callback_has_accepted_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "one").unwrap();
+        let read = FileSnapshot::read(&path).unwrap();
+        let (reported, reports) = channel();
+        let (decide, decisions) = channel();
+        let on_change: OnChange = Box::new(move |files, content| {
+            reported.send((String::from_utf8(files[0].content.clone()).unwrap(), content)).unwrap();
+            decisions.recv().unwrap()
+        });
+        let watcher = watch(vec![FileGroup::from((vec![read], on_change))]).unwrap();
+        // Each step: the new content, or `None` for `report_all`; then the report, and whether the callback accepts it.
+        for (change, text, content, is_accepted) in [
+            (None, "one", Content::Known, true),
+            (Some("two"), "two", Content::New, true),
+            (None, "two", Content::Known, true),
+            (Some("three"), "three", Content::New, false),
+            (None, "three", Content::New, false),
+            (None, "three", Content::New, true),
+            (None, "three", Content::Known, true),
+        ] {
+            match change {
+                Some(text) => {
+                    let new = folder.path().join("new");
+                    fs::write(&new, text).unwrap();
+                    fs::rename(&new, &path).unwrap();
+                }
+                None => watcher.report_all(),
+            }
+            assert_eq!(reports.recv_timeout(TIMEOUT).unwrap(), (text.to_owned(), content));
+            decide.send(is_accepted).unwrap();
+        }
+        drop(watcher);
     }
 
     #[test]
