@@ -318,6 +318,7 @@ impl Server {
     /// Respond with 400 to a TLS handshake on a listener without TLS, and close the connection.
     async fn reject_tls(&self, stream: TcpStream, client: IpAddr, deadline: Instant) -> Result<(), BoxError> {
         let network = self.gateway.config().client_ip.format_network(client);
+        self.metrics.record_failure(HandshakeFailure::UnexpectedTls);
         handshake::log_unexpected_tls(stream.local_addr().ok(), &network);
         self.reject(stream, handshake::UNEXPECTED_TLS, deadline).await
     }

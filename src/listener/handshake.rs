@@ -78,11 +78,12 @@ pub(super) fn tls_mismatch_response(detail: &str, proxy_status: bool) -> Vec<u8>
 /// Log a client that starts a TLS handshake on a listener without TLS, at most once per `LOG_INTERVAL`. `network` is
 /// the client network.
 pub(super) fn log_unexpected_tls(listener: Option<SocketAddr>, network: &str) {
-    static THROTTLE: LogThrottle = LogThrottle::new();
-    if THROTTLE.should_log(LOG_INTERVAL) {
+    let failure = HandshakeFailure::UnexpectedTls;
+    if LOG_THROTTLES[failure as usize].should_log(LOG_INTERVAL) {
         info!(
             listener = listener.map(tracing::field::display),
             network,
+            reason = failure.label(),
             "a client started a TLS handshake on a listener without TLS; further handshakes are not logged for a minute"
         );
     }

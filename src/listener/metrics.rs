@@ -12,6 +12,8 @@ use crate::limiter::metrics::Counter;
 pub enum HandshakeFailure {
     /// The client sent HTTP without TLS.
     PlainHttp,
+    /// The client started a TLS handshake on a listener without TLS.
+    UnexpectedTls,
     /// The client sent neither TLS nor HTTP, or a malformed TLS message.
     NotTls,
     /// The server name (SNI) is not a DNS name, for example because it has a port (RFC 6066 §3).
@@ -34,8 +36,9 @@ pub enum HandshakeFailure {
 
 impl HandshakeFailure {
     /// All values of this enum. The counters are stored in the order of this list.
-    pub const ALL: [HandshakeFailure; 10] = [
+    pub const ALL: [HandshakeFailure; 11] = [
         HandshakeFailure::PlainHttp,
+        HandshakeFailure::UnexpectedTls,
         HandshakeFailure::NotTls,
         HandshakeFailure::InvalidServerName,
         HandshakeFailure::NothingInCommon,
@@ -51,6 +54,7 @@ impl HandshakeFailure {
     pub fn label(self) -> &'static str {
         match self {
             HandshakeFailure::PlainHttp => "plain_http",
+            HandshakeFailure::UnexpectedTls => "unexpected_tls",
             HandshakeFailure::NotTls => "not_tls",
             HandshakeFailure::InvalidServerName => "invalid_server_name",
             HandshakeFailure::NothingInCommon => "nothing_in_common",

@@ -217,7 +217,7 @@ fn plain_http_on_a_tls_port_gets_a_400_that_says_so() {
 
 #[test]
 fn tls_on_a_plain_port_gets_a_400_and_is_logged_once() {
-    let gateway = Gateway::start(ROUTE);
+    let gateway = Gateway::start(&format!("[admin]\naddress = \"127.0.0.1:0\"\n{ROUTE}"));
     for hello in [hello_for("one.test"), hello_for("two.test"), b"\x16".to_vec()] {
         let mut client = gateway.client();
         client.send(&hello);
@@ -235,6 +235,8 @@ fn tls_on_a_plain_port_gets_a_400_and_is_logged_once() {
     assert_eq!(found.len(), 1, "{log}");
     let listener = found[0]["listener"].as_str().unwrap();
     assert!(*listener == gateway.address.to_string() && found[0]["network"] == "127.0.0.1", "{log}");
+    let labels = "result=\"failed\",reason=\"unexpected_tls\",version=\"none\",alpn=\"none\"";
+    assert_eq!(metric(&gateway, &format!("sluicegate_tls_handshakes_total{{{labels}}}")), 3.0, "each is counted");
 }
 
 #[test]
