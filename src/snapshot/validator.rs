@@ -346,13 +346,12 @@ impl<'a> Validator<'a> {
 fn invalid_address(text: &str) -> (String, String) {
     let message = format!("`{text}` is not an IP address with a port");
     let is_name = |host: &str| host.contains(|c: char| c.is_ascii_alphabetic()) && !host.contains([':', '[', '/']);
-    let host_and_port = text.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+    // `parse` also accepts a plus sign.
+    let is_port = |text: &str| text.parse::<u16>().is_ok() && !text.starts_with('+');
     let rest = ["http://", "https://"].iter().find_map(|scheme| text.strip_prefix(scheme));
-    if let Some(address) = rest.map(|rest| rest.trim_end_matches('/')).filter(|rest| rest.parse::<SocketAddr>().is_ok())
-    {
-        return (message, format!("write \"{address}\", without a scheme"));
-    }
-    match host_and_port {
+    let address = rest.map_or(text, |rest| rest.trim_end_matches('/'));
+    match address.rsplit_once(':').filter(|(_, port)| is_port(port)) {
+        Some(_) if address.parse::<SocketAddr>().is_ok() => (message, format!("write \"{address}\", without a scheme")),
         Some(("localhost", port)) => {
             (format!("`{text}` has a host name instead of an IP address"), format!("write \"127.0.0.1:{port}\""))
         }
@@ -363,8 +362,8 @@ fn invalid_address(text: &str) -> (String, String) {
         Some(("" | "*", port)) => {
             (message, format!("write \"0.0.0.0:{port}\" for all IPv4 addresses, or \"[::]:{port}\" for IPv6"))
         }
-        None if text.parse::<u16>().is_ok() => (message, format!("write \"127.0.0.1:{text}\" or \"0.0.0.0:{text}\"")),
-        None if text.parse::<Ipv4Addr>().is_ok() => (message, format!("add a port, such as \"{text}:8080\"")),
+        None if is_port(address) => (message, format!("write \"127.0.0.1:{address}\" or \"0.0.0.0:{address}\"")),
+        None if address.parse::<Ipv4Addr>().is_ok() => (message, format!("add a port, such as \"{address}:8080\"")),
         _ => (message, "such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\"".to_owned()),
     }
 }
