@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import stat
@@ -103,6 +104,14 @@ def checksums():
     print(f"SHA256SUMS: {len(named)} files")
 
 
+def uses_mimalloc(program):
+    """Check that mimalloc replaces malloc of libc: its statistics at the exit count pages. This also works for static binaries, which
+    have no dynamic symbols."""
+    statistics = run(program, "--version", env=os.environ | {"MIMALLOC_SHOW_STATS": "1"}).stderr
+    pages = re.search(r"^ *pages *: +[0-9]+ +([0-9]+)", statistics, re.MULTILINE)
+    assert pages and int(pages[1]) > 0, f"{program} does not allocate with mimalloc: {statistics}"
+
+
 def tarball():
     folder = FOLDER / "tarball"
     with tarfile.open(one("*.tar.gz")) as archive:
@@ -112,6 +121,7 @@ def tarball():
         assert len({entry.mtime for entry in archive}) == 1
         archive.extractall(folder, filter="data")
     [top] = folder.iterdir()
+    uses_mimalloc(top / "sluicegate")
     port, admin = free_port(), free_port()
     (folder / "gateway.toml").write_text(configuration(port, admin))
     run(top / "sluicegate", "check", "--config", top / "gateway.toml")
