@@ -163,7 +163,7 @@ while position <= #args do
   key_count = key_count + requests * limits
 end
 --@usage
--- Number of keys before the current request's keys of usage totals.
+-- KEYS contains all state keys, then the usage keys. The usage keys of the current request start after this index.
 local usage_offset = key_count
 key_count = key_count + usage_key_count
 if usage_position ~= #usage_args + 1 then

@@ -159,7 +159,7 @@ while position <= #args do
   groups[#groups].usages, groups[#groups].usages_per_request = usages, usages_per_request
   key_count = key_count + requests * limits
 end
--- Number of keys before the current request's keys of usage totals.
+-- KEYS contains all state keys, then the usage keys. The usage keys of the current request start after this index.
 local usage_offset = key_count
 key_count = key_count + usage_key_count
 if usage_position ~= #usage_args + 1 then

@@ -246,7 +246,7 @@ pub enum State {
     Bucket {
         /// Time of the last charge, µs.
         updated_at: u64,
-        /// Debt of the bucket, in parts of a token.
+        /// Debt of the bucket, in units of 1/`parts` token.
         debt: u64,
         /// Number of parts into which the bucket divides a token.
         parts: u64,

@@ -406,7 +406,8 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
                         let (said, sent) = (limits_of(value), limits_of(reply.header(name).unwrap()));
                         announced.extend(said.iter().map(|limit| limit.name.clone()));
                         let is_same = |(said, sent): (&RateLimit, &RateLimit)| match &*said.name {
-                            // The explanation does not know the cost in the response of the upstream.
+                            // The upstream states the cost in a response header, which is unknown before the request
+                            // is sent.
                             DEFERRED if facts["upstream"].is_object() => {
                                 sent.remaining == said.remaining.saturating_sub(COST_OF_RESPONSE)
                             }
