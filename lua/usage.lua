@@ -10,8 +10,9 @@
 --          `.models`  Number of models in the hash.
 --          `.=MODEL`  Exists for each model in the hash.
 -- ARGV[1]  Poster: the id of the process that sends the post. No other process has this id.
--- ARGV[2]  Sequence number of the post, greater than the numbers of all earlier posts of this poster. The number can be
---          0 if the poster never sends the post again after Redis may have executed it.
+-- ARGV[2]  Sequence number of the post, greater than the numbers of all earlier posts of this poster. With 0, the
+--          script does not detect a repeated post. The poster must then not send the post again if Redis may have
+--          executed it.
 -- ARGV[3]  TTL of the hash in milliseconds. The first amount of each field renews the TTL.
 -- ARGV[4]  Maximum number of models in the hash. Amounts of additional models are not added.
 -- ARGV[5]  Pairs of a field name and the amount to add start here. Amounts of refunds are negative. No amount is 0.

@@ -414,7 +414,7 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !decision.is_shadow_denied(check.limit)
-                // In an outage, also include limits that do not fall back to a local share, if they have usage totals.
+                // In an outage, include only limits that fall back to a local share or have usage totals.
                 && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
@@ -445,9 +445,9 @@ const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 /// The outcome of a limit that does not deny the request.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// Keep the permits that the `counted` checks of an admitted request were granted. Discard the permit of a shadow limit
-/// that would have denied the request. The limit did not grant this permit, and a renewal would add it beyond the
-/// limit.
+/// Keep the permits of the `counted` checks of an admitted request. Discard the permits of its other checks, and the
+/// permit of a shadow limit that would have denied the request. The limit did not grant this permit, and a renewal
+/// would add it beyond the limit.
 fn hold_permits<'c>(
     permits: ConcurrencyPermits,
     counted: &(impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone),

@@ -293,7 +293,8 @@ impl Upstream {
 }
 
 impl EndpointPools {
-    /// Create the pools for `version` of the cluster, or for a later version. Reuse the pools in `known`.
+    /// Create the pools for the current load balancer of the cluster. It may be newer than `version`, because the
+    /// caller has read `version` earlier. Reuse the pools in `known`.
     fn new(cluster: &UpstreamCluster, version: u64, known: &[Arc<EndpointPool>]) -> Self {
         let table = Guard::into_inner(cluster.load_balancer());
         let pool = |endpoint: &Arc<Endpoint>| {

@@ -39,7 +39,8 @@ fn config(server: &str, upstream: SocketAddr) -> String {
     )
 }
 
-/// Wait until `done` returns true. Return by how many bytes the gateway's memory exceeded `before` at most.
+/// Wait until `done` returns true. Return the maximum number of bytes by which the gateway's memory exceeded `before`
+/// during this time.
 fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> bool) -> u64 {
     let mut most = 0;
     eventually(what, || {

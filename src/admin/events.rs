@@ -121,7 +121,7 @@ struct UpstreamRequestCounts<'a> {
     errors: u64,
 }
 
-/// Times in RFC 3339 that tell clients when to request `/api/config` again: when one of these times changes.
+/// Times in RFC 3339. When one of them changes, clients should request `/api/config` again.
 #[derive(Serialize)]
 struct ConfigStatus {
     loaded_at: String,
@@ -265,8 +265,8 @@ fn second_event(
         let workers = denials.get(&*route.name).into_iter().flatten();
         let [denied] = sum_counts(workers.map(|counter| counter.values()));
         let errors = classes[SERVER_ERROR];
-        // Use `saturating_sub`, because the gateway counts a denial shortly before the response to the same request. In
-        // between, the counters contain a denial without a response.
+        // Use `saturating_sub`, because the gateway counts a denial shortly before the response to the same request.
+        // Until it counts the response, `denied + errors` may exceed the number of responses.
         let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
         RouteRequestCounts { route: &route.name, allowed, denied, errors }
     });
@@ -465,7 +465,7 @@ impl History {
             let counts = std::array::from_fn(|kind| {
                 u32::try_from(current[kind].saturating_sub(earlier[kind])).unwrap_or(u32::MAX)
             });
-            // Fill the earlier intervals of a limit that a reload has added with zeros.
+            // If a reload has added this limit, use zeros for the intervals before the reload.
             intervals.resize(self.intervals.len().saturating_sub(1).max(intervals.len()), [0; 2]);
             push_bounded(&mut intervals, counts, HISTORY_INTERVALS);
             self.limit_intervals.insert(name.into(), intervals);

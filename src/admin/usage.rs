@@ -14,7 +14,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name of the cost without a known model in text output.
+/// The label, in text output, of cost whose LLM model is not known.
 pub const OTHER_MODELS: &str = "other";
 
 /// How a usage report groups the cost of each limit.
@@ -99,7 +99,7 @@ pub struct UsageEntry {
     pub consumer: Option<String>,
     /// The day (`2026-11-23`) or the month (`2026-11`). `None` if the cost is grouped by identity.
     pub period: Option<String>,
-    /// The LLM model, if the cost is grouped by model. `None` for the part of the day's cost without a known model.
+    /// The LLM model. `None` if the cost is not grouped by model, or for the part of the cost whose model is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Charged cost minus refunds.
@@ -238,16 +238,16 @@ impl UsageReport {
                 GroupBy::Identity => None,
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
-            // The key of `costs` sorts consumers by name, before other identities, which it sorts by hash. It sorts
-            // models by name, before the cost without a known model.
+            // The keys of `costs` determine the order of the entries: first consumers by name, then other identities by
+            // hash. Within each period, first models by name, then the cost whose model is not known.
             let group = (limit, consumer.is_none(), consumer, identity, period);
             let mut add = |model: Option<Box<str>>, cost: i64| {
                 let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // The total of the day includes the cost of each model. Subtract the cost of the model, so that the
-                // rest is the cost without a known model.
+                // The row without a model has the total cost of the day, including all models. Subtract the cost of
+                // each model from it, so that the cost whose model is not known remains.
                 add(None, -cost);
             }
             add(model, cost);

@@ -317,8 +317,8 @@ impl AcmeClient {
         Ok(account)
     }
 
-    /// Return the stored failed attempts, which include those of all gateways. If this gateway has attempts that could
-    /// not be stored, return those instead.
+    /// Return the stored record of failed attempts, which counts the attempts of all gateways. If the attempts of this
+    /// gateway have a later retry time, for example because they could not be stored, return those instead.
     fn attempts(&self, name: &str) -> Attempts {
         let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
         match self.attempts.get(name) {

@@ -72,8 +72,8 @@ impl MaintenanceThread {
         Ok((MaintenanceThread(sender), thread))
     }
 
-    /// Replace the clusters and JWK Sets to maintain. Return when all host names have been resolved and all unknown JWK
-    /// Sets have been fetched once, but at most after [`FIRST_LOOKUP_TIMEOUT`].
+    /// Replace the clusters and JWK Sets to maintain. Wait for the first lookup of each host name, and for the first
+    /// attempt to fetch each JWK Set whose keys are not known yet, but at most for [`FIRST_LOOKUP_TIMEOUT`].
     ///
     /// # Errors
     /// The thread has ended.
@@ -234,7 +234,7 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
 pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];
     let (remote, provider) = (&source.keys, &*source.name);
-    // When this task is aborted, the guard ends the wait of requests for a refresh.
+    // When this task is aborted, the guard is dropped, so that requests stop waiting for a refresh of the keys.
     let _task = remote.guard();
     let mut first = Some(first);
     let mut last_digest = None;

@@ -64,16 +64,16 @@ const MAX_AGE: Duration = Duration::from_secs(3600);
 /// Maximum time to deliver the remaining events when the process ends.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval at which records of events whose period has ended are removed.
+/// Interval at which the event queue forgets the events whose period has ended.
 const FORGET_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time for which a claim is kept after the window of its event, because another gateway may try to claim the same
-/// event later.
+/// Time for which Redis keeps a claim after the end of the event's window. Until then, a gateway that tries to claim
+/// the same event late does not send it again.
 const CLAIM_GRACE: Duration = Duration::from_secs(60);
 
 /// For a rolling period, a claim in Redis must expire before the gateway forgets the event. Otherwise, the old claim
-/// could suppress the gateway's next event. The claim expires earlier by this fraction of the period, but at most by
-/// `MAX_CLAIM_MARGIN`.
+/// could suppress the gateway's next event. The claim therefore expires before the end of the period. The difference is
+/// the period divided by `CLAIM_MARGIN_DIVISOR`, but at most `MAX_CLAIM_MARGIN`.
 const CLAIM_MARGIN_DIVISOR: u32 = 10;
 const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
 

@@ -101,7 +101,8 @@ impl Reloader {
                         if let Err(error) = watcher.add_directories(directories) {
                             warn!(%error, "cannot watch a directory of included files: reload with SIGHUP");
                         }
-                        // A requested reload also rereads the other files, even if the configuration is invalid.
+                        // If the reload was requested, also reload the files that the active configuration refers
+                        // to, such as certificate files, although the new configuration is invalid.
                         if is_requested(&requests) {
                             watcher.report_all();
                         }
@@ -251,8 +252,8 @@ impl CompiledConfig {
     }
 
     /// Carry over the state of providers with the same name. The keys of a JWK Set are kept if its URL is the same.
-    /// Verified users are kept if the users file is the same. Cached admissions are kept if the server settings are the
-    /// same.
+    /// Verified users are kept if the users file is the same. For forward authentication, the cached decisions of the
+    /// auth server are kept if the settings are the same.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
             if let Some(known) = previous.auth.key_urls.iter().find(|known| known.name == source.name) {

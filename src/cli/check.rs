@@ -49,7 +49,7 @@ const MAX_CONSUMER_QUOTAS: usize = 20;
 /// Exit code if `--strict` is given and there are warnings.
 const EXIT_WARNINGS: u8 = 1;
 
-/// Addresses of Redis servers, each with a check that has a warning for this server.
+/// Checks that have a warning or fail, each with the address of its Redis server.
 type ServerWarnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
@@ -377,8 +377,8 @@ fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
     let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
-    // The largest possible error of the estimate. An LLM token has at least one byte, so a body has at most as many LLM
-    // tokens as bytes.
+    // Maximum number of input tokens by which a request can exceed the estimate. An LLM token has at least one byte, so
+    // a body has at most as many LLM tokens as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
     let unread = unread_cost

@@ -372,10 +372,11 @@ pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> any
 /// Return the changes of a reload as text.
 fn describe(response: &Value) -> String {
     let file = response["file"].as_str().unwrap_or_default();
-    /// Maximum age of the changes that are printed, in seconds. If the file watcher reloaded the file before this
-    /// command, the changes are a few seconds old.
+    /// Maximum age in seconds of changes that are printed. Changes of an earlier reload are also printed, because the
+    /// file watcher may have reloaded the file a few seconds before this command.
     const RECENT: f64 = 60.0;
-    /// Maximum age in seconds of changes that this reload has applied. The file watcher reads the file once per second.
+    /// Changes whose age in seconds is below this value are reported as changes of this reload, even if the file
+    /// watcher has applied them. The file watcher reads the file once per second.
     const CURRENT: f64 = 5.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();

@@ -40,7 +40,8 @@ impl Transform for TomlSchema {
                 // Join the lines of the doc comment.
                 *text = text.replace('\n', " ");
             }
-            // Omit these defaults: the defaults of a table are those of its keys, and an absent list is always empty.
+            // Omit the default of a table, because it only repeats the defaults of its keys. Omit the default `[]`,
+            // because an absent list is always empty.
             let is_redundant_default =
                 |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
             object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));

@@ -184,8 +184,8 @@ impl LazyTimer {
 // === Buffer budgets, per connection and per process. If a budget is used up, each stream buffers only what it needs to
 // make progress ===
 
-/// Number of bytes that each chunk counts in addition to its data. These bytes stand for the frame of the chunk, and
-/// for the part of a read buffer that the chunk keeps in memory.
+/// Number of bytes that each chunk counts against a buffer budget in addition to its data. This number is an estimate
+/// of the memory for the frame of the chunk, and for the part of a read buffer that the chunk keeps in memory.
 const CHUNK_OVERHEAD: usize = 256;
 
 /// A maximum number of buffered bytes. If the budget has a parent, the bytes also count against the parent.

@@ -196,8 +196,8 @@ pub struct StreamFlow {
     buffered: AtomicUsize,
     /// Waker of the task that waits until buffered bytes are written.
     written_waker: AtomicWaker,
-    /// Twice the number of chunks that were passed to hyper, plus one while hyper still holds data for the client and
-    /// does not poll for the next chunk.
+    /// Bit 0 is set while hyper holds data for the client and does not poll for the next chunk. The other bits count
+    /// the chunks that were passed to hyper.
     chunk_counter: AtomicU64,
     /// Whether the gateway has stopped reading a request before its end.
     request_abandoned: AtomicBool,
@@ -343,8 +343,8 @@ impl StreamFlow {
         self.body_ended.notify_one();
     }
 
-    /// Return the number of started bodies if an earlier body has not ended yet or was abandoned, otherwise `None`. If
-    /// the result is `Some`, the next bytes may be a part of the earlier body instead of a request; see
+    /// Return `None` if all started bodies have ended and no request was abandoned. Otherwise, return the number of
+    /// started bodies: the next bytes may be a part of an earlier request's body instead of a new request; see
     /// [`StreamFlow::wait_for_bodies`].
     pub fn unfinished_bodies(&self) -> Option<u32> {
         let bodies = self.bodies_started.load(Ordering::Relaxed);
@@ -378,7 +378,7 @@ impl StreamFlow {
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
     timeout: Duration,
-    /// Value of the chunk counter when the deadline was set.
+    /// Value of `StreamFlow::chunk_counter` when the field `deadline` was last set.
     seen_counter: u64,
     /// Time at which the watchdog stops if the client has not read the pending data by then.
     deadline: time::Instant,

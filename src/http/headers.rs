@@ -93,8 +93,8 @@ impl ProtectedHeaders {
 #[derive(Debug, Default)]
 pub struct HeaderAliases {
     folded: Vec<Box<str>>,
-    /// Whether a name that has only letters, digits and hyphens can be an alias, because one of the given names has
-    /// other characters.
+    /// Whether one of the given names has characters other than letters, digits and hyphens. Only then can a name
+    /// without such characters be an alias.
     has_special: bool,
 }
 
@@ -207,8 +207,8 @@ fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
 }
 
 /// Set at most one framing header: `Content-Length` if the length of the body is known, else `Transfer-Encoding:
-/// chunked` (RFC 9112 §6.3). The received framing headers cannot be forwarded: HTTP/2 permits several equal
-/// `Content-Length` headers, or none. hyper sends no body with a GET that has no framing header.
+/// chunked` (RFC 9112 §6.3). Received framing headers are not forwarded, because an HTTP/2 request may have several
+/// equal `Content-Length` headers, or none. Without a framing header, hyper would not send the body of a GET.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
@@ -332,8 +332,8 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
         Entry::Occupied(mut entry) => {
             let lines = entry.iter().chain([&element]).map(HeaderValue::as_bytes);
             let joined = HeaderValue::from_bytes(&lines.collect::<Vec<_>>().join(&b", "[..]));
-            // The conversion cannot fail, because the parts are valid header values. `element` alone is therefore never
-            // used.
+            // The fallback to `element` alone never occurs: the conversion cannot fail, because the joined parts are
+            // valid header values.
             entry.insert(joined.unwrap_or(element));
         }
     }

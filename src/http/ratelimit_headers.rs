@@ -149,7 +149,8 @@ pub fn append_decision_headers(
             HeaderStyle::Draft11 => {
                 let policy = policy.cloned().or_else(|| ratelimit_policy(announced().map(limit_status)));
                 append_header(headers, RATELIMIT_POLICY, policy);
-                // If the request is denied, only the outcomes of the violated limits are known.
+                // For a denied request, report only the violated limits, because the remaining quota of the other
+                // limits is unknown.
                 if decision.admitted {
                     append_style_headers(headers, *style, announced().map(limit_status), decision.now_us);
                 } else {

@@ -581,8 +581,8 @@ pub fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) 
         return;
     }
     let is_small = request.body().size_hint().exact().is_some_and(|length| length <= MAX_DRAINED_BODY);
-    // A client that sent `Expect: 100-continue` sends no body after a final response, so the next request would be read
-    // as the body.
+    // A client that sent `Expect: 100-continue` may send no body after a final response. The gateway would then read
+    // the next request as the body.
     if is_small && !request.headers().contains_key(EXPECT) {
         tokio::spawn(drain_body(request.into_body(), flow.clone()));
     } else {

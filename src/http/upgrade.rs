@@ -43,7 +43,8 @@ impl UpgradeRequest {
         set_upgrade_headers(headers, self.0.clone());
     }
 
-    /// Return the protocols to which a response switches, or `None` unless all of them were offered.
+    /// Return the protocols to which a response switches, or `None` if the response names none, or one that was not
+    /// offered.
     pub fn accepted_protocols(&self, response_headers: &HeaderMap) -> Option<HeaderValue> {
         let is_offered = |protocol: &str| split_list(&self.0).any(|offered| offered.eq_ignore_ascii_case(protocol));
         let protocols: Vec<_> = tokens(response_headers, &UPGRADE).collect();

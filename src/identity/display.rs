@@ -209,7 +209,8 @@ impl IdentitySpec {
         let mut encoder = IdentityEncoder::default();
         let mut caller = Caller::Missing;
         let mut is_exempt = false;
-        // Placeholder for parts that are not client networks, and therefore need no address.
+        // Client address for parts that are not client networks. `Exemptions::contains` does not use it for these
+        // parts.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {
             let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());

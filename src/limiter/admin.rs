@@ -164,8 +164,8 @@ impl LimiterAdmin {
         let write = OverrideWrite { field, known: self.overrides.known_revision(field), record };
         let (status, written) = store.write_override(&hash, &write, MAX_OVERRIDES).await?;
         if let Some(written) = written {
-            // Apply the record at once, so that this gateway can restore it if Redis loses it before other gateways
-            // have read it.
+            // Apply the record at once. If Redis loses the record before another gateway has read it, only this gateway
+            // can write it back.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
         // Ignore an error of this read, because the next poll reads the records again.

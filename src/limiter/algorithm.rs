@@ -62,11 +62,11 @@ impl Rule {
         }
     }
 
-    /// For a charge that was made `elapsed_us` µs before `outcome`, return when a token bucket has repaid its earlier
-    /// debt, in µs after the charge. The debt of a bucket is the number of tokens that it lacks. The earlier debt is
-    /// the debt without the last `cost` tokens of the charge. Refill repays the earlier debt first, so only refill
-    /// after the returned time reduces a refund of these `cost` tokens. The result is rounded down, to the client's
-    /// disadvantage. For all other algorithms, the result is 0.
+    /// Return the time in µs from a charge until a token bucket has repaid its earlier debt. The charge was made
+    /// `elapsed_us` µs before the time of `outcome`. The debt of a bucket is the number of tokens that it lacks. The
+    /// earlier debt is the debt right after the charge, minus `cost` tokens. Refill repays the earlier debt first, so
+    /// only refill after the returned time reduces a refund of these `cost` tokens. The result is rounded down, to the
+    /// client's disadvantage. For all other algorithms, the result is 0.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
             // A reset time of 0 means that the whole debt has been repaid since the charge.
@@ -372,8 +372,8 @@ pub struct PermitEdit {
     pub action: PermitAction,
 }
 
-/// Maximum value in a state. Charges that exceed the limit raise a value to at most this maximum, so that every sum
-/// stays exact.
+/// Maximum number of tokens in a state or, for a token bucket, of parts of a token. Charges that exceed the limit raise
+/// a value to at most this maximum, so that every sum stays exact.
 pub const MAX_STATE: u64 = 1 << 52;
 
 /// The result of a step, before anything is written.

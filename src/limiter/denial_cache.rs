@@ -75,8 +75,9 @@ impl DenialCache {
     /// Insert a denial that has just arrived from the store. Its check began at `asked_at`.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;
-        // Do not cache other denials: a saturated concurrency limit may admit a request at any time, and clients rarely
-        // retry a cost that exceeds the limit.
+        // Cache only outcomes with the status `Exceeded`. Do not cache `Saturated`, because a concurrency limit may
+        // admit a request at any time. Do not cache `CostTooLarge`, because clients rarely retry a cost that exceeds
+        // the limit.
         if outcome.status != Status::Exceeded {
             return;
         }

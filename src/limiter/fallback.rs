@@ -125,7 +125,8 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     }
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
-    // If the store still reports limits without room, another request has taken the room since the first check.
+    // If the memory store now has no room for one of these checks, other requests have used the room since
+    // `full_limits` was determined. Reject the request in this case.
     if verdict.full_limits != 0 {
         return Err(StoreUnavailable(StoreError::CapacityExceeded));
     }

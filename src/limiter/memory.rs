@@ -262,9 +262,9 @@ const EVICTION_SAMPLE: usize = 5;
 /// Maximum number of entries that are searched for an evictable entry before the charge of a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// A state with at least this used share of its quota (in 1/255) is evicted only to make room for the guaranteed part
-/// of another limit. The value is half of the quota, so that a client that causes the eviction of the state of its
-/// identity gains at most half of the quota.
+/// Used share of the quota, in 1/255, from which a state is protected. A protected state is evicted only to make room
+/// for the guaranteed part of another limit. The value is half of the quota. A client that causes the eviction of its
+/// own unprotected state therefore gains at most half of the quota.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.

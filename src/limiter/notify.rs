@@ -154,7 +154,8 @@ struct Remembered {
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
-    /// Recorded events, by limit: they were already queued in their period.
+    /// Records of queued events, by limit. A record prevents a second event for the same identity, threshold and
+    /// period.
     remembered: Mutex<HashMap<Box<str>, RememberedEvents, RandomState>>,
     dropped: AtomicU64,
 }
@@ -214,7 +215,7 @@ impl EventQueue {
         self.remembered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remove the events whose period has ended.
+    /// Remove the records of events whose period has ended.
     pub fn forget_ended(&self) {
         let now = monotonic();
         self.lock().values_mut().for_each(|remembered| remembered.retain(|_, earlier| now < earlier.until));

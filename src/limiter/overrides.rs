@@ -305,8 +305,8 @@ impl Overrides {
         let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
         let earliest =
             |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
-        // Consider only records with a revision: a record without a revision is removed by deleting its field, so Redis
-        // has not lost a missing field.
+        // Consider only records with a revision. If the field of a record without a revision is missing, Redis has not
+        // lost the record: the field is deleted to remove the record.
         let known = self.lock_entries();
         let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
         let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {

@@ -67,7 +67,8 @@ pub struct UnusedTokens {
     pub tokens: u64,
     /// Time of the charge by the store's clock, in µs since the Unix epoch.
     pub charged_at: u64,
-    /// Outcomes of the limits after the charge of these tokens, which were charged last in their call.
+    /// Outcomes of the limits after the call that charged these tokens. The unused tokens count as the last tokens that
+    /// the call charged.
     pub outcomes: Vec<Outcome>,
 }
 

@@ -119,8 +119,8 @@ impl Quota {
     }
 }
 
-/// Names of time units in other programs, with the unit that a quota uses for them and the unit that a duration such as
-/// `15m` uses. The last element is `None` if durations do not support the unit.
+/// Names of each time unit in other programs, the same unit in a quota, and the same unit in a duration such as `15m`.
+/// The unit in a duration is `None` if durations do not support it.
 const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["s", "sec", "secs", "second", "seconds"], "s", Some("s")),
     (&["m", "min", "mins", "minute", "minutes"], "min", Some("m")),

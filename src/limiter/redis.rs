@@ -51,7 +51,8 @@ pub struct RedisSettings {
 }
 
 impl Default for RedisSettings {
-    /// Return the defaults of `[store]` in the configuration. No script is loaded before it is used.
+    /// Return the defaults of `[store]` in the configuration. `algorithms` is empty, so no script is loaded on new
+    /// connections.
     fn default() -> Self {
         RedisSettings {
             prefix: "rl".to_owned(),
@@ -79,8 +80,8 @@ pub enum RedisDeployment {
 }
 
 impl RedisDeployment {
-    /// Return all masters, each with a random unused identity. The master would keep the states of this identity. The
-    /// masters of a cluster are discovered from its seed nodes.
+    /// Return all masters, each with a random identity that no client has. In a cluster, the slot of this identity
+    /// belongs to the master. The masters of a cluster are discovered from its seed nodes.
     ///
     /// # Errors
     /// No seed node can be queried.

@@ -28,7 +28,7 @@ use crate::limiter::usage::{UsageDays, UsageTable};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Interval for retrying a release or refund that did not reach the store. After this interval, the gateway also
-/// repeats a release that may have overtaken the call that registered the permit.
+/// repeats a release that the store may have executed before the call that registers the permit.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };

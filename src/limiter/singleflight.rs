@@ -298,7 +298,8 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
             verdict.granted = 1;
             verdict.charged_later += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
-                // Show this waiter the value before the charges of the waiters after it.
+                // `remaining` is the number after all charges of the call. Show this waiter the number after its own
+                // charge.
                 outcome.remaining += (granted - 1 - index) as u64;
             }
             verdict
@@ -409,8 +410,8 @@ pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> 
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }
 
-/// Return the refunds of `tokens` of a call. `with_later` is the number of these tokens plus the prefetched tokens of
-/// the call, which are used or refunded later. The refill repays all other tokens of the call first.
+/// Return the refunds of `tokens` tokens that a call has charged to each limit. `with_later` is `tokens` plus the
+/// number of tokens of the call that are used or refunded later. The refill repays all other tokens of the call first.
 fn refunds(charges: &[OwnedCharge], outcomes: &[Outcome], tokens: u64, with_later: u64) -> Vec<OwnedCharge> {
     let mut refunds = with_cost(charges, tokens);
     for (pending, outcome) in refunds.iter_mut().zip(outcomes) {

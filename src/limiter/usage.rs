@@ -323,8 +323,8 @@ pub struct UsagePost {
     pub amounts: Vec<UsageAmount>,
     /// Identifies the process.
     pub poster: u64,
-    /// Sequence number, which is greater than those of all earlier posts of this process. A post that is never sent
-    /// again after Redis may have executed it needs no number: 0.
+    /// Sequence number, which is greater than those of all earlier posts of this process. The number can be 0 if the
+    /// post is never sent again after Redis may have executed it. Redis adds a post with the number 0 each time.
     pub sequence: u64,
 }
 

@@ -102,8 +102,8 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// Budget of inspected request bodies, which the gateway reads before it forwards the request. This budget is
-    /// larger than `budget`, because the gateway holds each inspected body in memory as a whole.
+    /// Budget of inspected request bodies, which the gateway reads before it forwards the request. They have a separate
+    /// budget, because the gateway holds a whole inspected body in memory, and the body may be larger than `budget`.
     inspected: Arc<BufferBudget>,
     /// The flow of the stream that hyper passes to the executor next. hyper calls the service and then passes the
     /// future of the service to the executor, both in the task of the connection.
@@ -170,7 +170,7 @@ impl HttpConnection {
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // Value of the headers counter when the timer was last set for incomplete headers.
+        // Value of the headers counter in the last `HeadersStarted` event. 0 before the first of these events.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -299,7 +299,8 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // Read the number of bodies before the body of this request starts, so that the number does not include this body.
+    // Call `unfinished_bodies` before `RequestBody::new`, which may count the body of this request as started. The
+    // result then covers only the bodies of earlier requests.
     let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
     let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));

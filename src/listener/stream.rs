@@ -142,9 +142,9 @@ impl AsyncWrite for ReclaimableStream {
 
 // === Frame limits: how many control frames and short DATA frames a client may send on an HTTP/2 connection ===
 
-/// Number of control frames that a client may send at once on a new connection. Requests, and bytes that are sent to
-/// the client, increase this credit up to `MAX_CREDIT`, because a client acknowledges each part of a response with
-/// WINDOW_UPDATE.
+/// Credit of a new connection: the number of control frames that the client may send at once. Each control frame uses
+/// one unit of credit. Requests, and bytes that are sent to the client, add credit up to `MAX_CREDIT`, because a client
+/// acknowledges each part of a response with WINDOW_UPDATE.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
@@ -253,8 +253,8 @@ impl FrameMonitor {
                 requests += u32::from(kind == HEADERS);
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Give credit for long DATA frames, because clients that split uploads at buffer and window boundaries also
-            // send short DATA frames.
+            // DATA frames of at least `SHORT` bytes earn credit for shorter ones, because a client that splits an
+            // upload at buffer and window boundaries sends both.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,

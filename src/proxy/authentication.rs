@@ -61,7 +61,8 @@ pub fn authenticate<'a>(
 }
 
 /// Continue an authentication for which the provider `pending` has to wait, but use only cached admissions of
-/// authentication servers. If the cache completes the authentication, a single store call can check all limits.
+/// authentication servers. If these admissions complete the authentication, the caller can check all limits in one
+/// store call instead of two.
 ///
 /// # Errors
 /// The request is not authenticated, or a provider still has to wait ([`AuthError::Pending`]).
@@ -284,8 +285,8 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // If the call failed because its request was cancelled, try again: one of the waiting requests then calls the
-        // server.
+        // An error means that the request that was calling the server was cancelled. Read the cache again: one of the
+        // waiting requests then calls the server.
         if waiting.changed().await.is_err() {
             continue;
         }

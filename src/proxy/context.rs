@@ -429,7 +429,7 @@ pub struct Peer {
     /// The resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
     /// Whether forwarding headers must not be trusted, although the peer is a trusted proxy. True if the peer forwards
-    /// a client whose address its PROXY header does not contain.
+    /// the connection of a client, but its PROXY header does not contain the address of this client.
     is_distrusted: bool,
 }
 
@@ -477,7 +477,7 @@ impl Peer {
         (self.is_distrusted, self.forwarded.trusted) = (true, false);
     }
 
-    /// Return the peer as a newer configuration treats it, or `None` if the reload did not change the trusted proxies.
+    /// Return a copy of the peer that uses the trusted proxies of `config`, or `None` if a reload has not changed them.
     pub(super) fn revalidate(&self, config: &CompiledConfig) -> Option<Box<Peer>> {
         let client_ip = &config.client_ip;
         if Arc::ptr_eq(client_ip, &self.client_ip) {

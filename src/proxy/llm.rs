@@ -433,8 +433,8 @@ impl SettledLimit {
     fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
-        // In two cases, settle only to usage that the provider reports: the input was not estimated, or the provider
-        // generates the response in the background, so that more output may follow.
+        // Ignore estimated usage in two cases, because it may be too low: the number of input tokens was not estimated,
+        // or the provider generates the response in the background and may add output later.
         let is_estimable = self.estimated_input.is_some() && !self.is_background;
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         let (cost, is_estimated, kind) = match measured {

@@ -371,8 +371,8 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
     };
     let status = match error {
         _ if challenge.is_some() => StatusCode::UNAUTHORIZED,
-        // Respond with 403, because the authentication server has admitted the request and the client cannot supply the
-        // missing header.
+        // Respond with 403 instead of 400, because the header is missing in the response of the authentication server,
+        // where the client cannot add it.
         IdentityError::Missing(Descriptor::Forward(_)) => StatusCode::FORBIDDEN,
         _ => StatusCode::BAD_REQUEST,
     };

@@ -101,7 +101,8 @@ impl LimitDecision {
         }
     }
 
-    /// Return the effect of the check's limit on the decision, or `None` if other limits denied the request.
+    /// Return the effect of the check's limit on the request, or `None` if the limit has no effect because only other
+    /// limits denied the request.
     pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let is_local = decision.decided_by == DecidedBy::Local;
         let find_result = |limit_index| decision.results.iter().find(move |result| result.limit_index == limit_index);

@@ -213,7 +213,8 @@ impl Selected<'_> {
         head.headers_mut().clone_from(request.headers());
         let snapshot = context.snapshot;
         let upstream = snapshot.upstreams[mirror.upstream].clone();
-        // Each upstream decides for itself whether it gets the certificate, so remove that of the original request.
+        // Set or remove the client certificate headers again, because `client_cert_header` of the copy's upstream may
+        // differ from that of `original`.
         if upstream.sends_client_cert() || original.sends_client_cert() {
             let certificate = context.peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
             ForwardedCertificate(certificate).set_headers(head.headers_mut());
@@ -228,7 +229,7 @@ impl Selected<'_> {
             upstream,
             responses: snapshot.metrics.upstream_responses(mirror.upstream),
             flow: StreamFlow::for_connection(budget.clone()),
-            // Set no timeout or minimum rate for the body of the copy, because it is already in memory.
+            // The upload needs no minimum rate and no total timeout, because the body of the copy is already in memory.
             limits: BodyLimits {
                 deadline: None,
                 upload: UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
@@ -242,8 +243,8 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        // Reserve memory for the known length, or for `max_body` bytes if the length is unknown. A longer body of known
-        // length was dropped above.
+        // Reserve memory for the known length, or for `max_body` bytes if the length is unknown. A known length is at
+        // most `max_body` here, because longer bodies are not copied (see above).
         let max = length.exact().map_or(mirror.max_body, |length| length as usize);
         let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);

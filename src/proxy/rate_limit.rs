@@ -343,7 +343,7 @@ where
     build_checks_of(config, identities, limits, attributes, |_| true)
 }
 
-/// Build checks as [`build_checks`] does, but only for the limits whose identity spec `applies` selects.
+/// Build checks as [`build_checks`] does, but only for limits for whose identity spec `applies` returns true.
 fn build_checks_of<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -420,8 +420,8 @@ where
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
-/// Return the action of a limit after the response: a charge, a possible refund, or nothing. `is_post_paid` is true if
-/// the response determines the cost.
+/// Return the action of a limit after the response: charge the cost, refund the cost if the status is in `refund_on`,
+/// or nothing. `is_post_paid` is true if the response determines the cost.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

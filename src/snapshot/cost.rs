@@ -116,8 +116,8 @@ impl Cost {
         }
     }
 
-    /// Return the total cost of the JSON-RPC messages in a request. `cost` is the cost of each message, unless the
-    /// called tool determines it. Without messages, return `cost`.
+    /// Return the total cost of the JSON-RPC messages that `counted` selects. Each message costs `cost`, unless this is
+    /// [`Cost::Tools`], which determines the cost of each message. If the body has no JSON-RPC messages, return `cost`.
     pub fn of_messages(&self, cost: u64, body: Option<&JsonBody>, counted: CountedMessages) -> u64 {
         let Some(Ok(messages)) = body.and_then(|body| body.messages.as_ref()) else { return cost };
         let counted = messages.counted(counted).map(|message| match self {

@@ -77,7 +77,8 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, skips_other_messages, methods, exemptions: exempt }
 }
 
-/// Return whether `by` contains a source with an error, which is reported and has no descriptor.
+/// Return whether `by` contains an invalid source. Such a source is already reported, and has no entry in
+/// `descriptors`.
 pub(super) fn has_faulty_source(limit: &config::tables::Limit, descriptors: &[Descriptor]) -> bool {
     limit.by.as_ref().is_some_and(|by| by.get_ref().0.len() != descriptors.len())
 }
@@ -105,7 +106,7 @@ fn exemptions(
             _ => descriptors.iter().find(|descriptor| descriptor.matches_label(label)),
         };
         match descriptor {
-            // The missing source may be the one that has an error.
+            // Report nothing, because the item may refer to the invalid source in `by`, which is already reported.
             None if has_faulty_source(limit, descriptors) => {}
             None => {
                 let examples: Vec<_> =
@@ -271,8 +272,8 @@ pub(super) fn load(
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no keys, unless each consumer has an explicit `keys = []`. Another program may still be
-    /// writing such a file.
+    /// Whether the file has no API keys, although it lists no consumers or a consumer lacks an explicit `keys = []`.
+    /// Another program may still be writing such a file.
     pub(super) is_incomplete: bool,
 }
 
@@ -560,8 +561,9 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 impl CompiledConfig {
     /// Replace the networks of a network file with those in `content`. `index` is the index of the file.
     ///
-    /// # Errors The file has errors, or is empty. An empty file may be one that a program is still writing. After an
-    /// error, the active networks do not change.
+    /// # Errors
+    /// The file has errors, or is empty. An empty file may be one that a program is still writing. After an error, the
+    /// active networks do not change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {

@@ -439,7 +439,8 @@ fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c 
     routes.filter(move |route| route.limits.iter().any(|limit| limit.get_ref() == name))
 }
 
-/// Return the maximum cost of a request for the limit, as far as the configuration determines it.
+/// Return the maximum cost of a request for the limit. Return 1 for costs from response headers or LLM tokens, because
+/// the configuration does not determine their maximum.
 fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     match cost {
         Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,

@@ -297,13 +297,13 @@ pub struct Acme {
     pub certificates: Arc<ManagedCertificates>,
     /// The DNS names for which the gateway obtains certificates. Contains the names of all listeners, sorted.
     pub names: Vec<Box<str>>,
-    /// Wildcard hosts of routes that ACME listeners without `names` would serve. No certificates are obtained for these
-    /// hosts.
+    /// Wildcard hosts of all routes if a listener with `tls.acme` has no `names`, otherwise empty. No certificates are
+    /// obtained for these hosts.
     pub skipped_wildcards: Vec<Box<str>>,
 }
 
 impl Acme {
-    /// Return warnings about names without a certificate, although the operator may expect one.
+    /// Return a warning if `[acme]` has no effect, and a warning for each wildcard host that gets no certificate.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let unused = self.names.is_empty().then(|| "[acme] has no effect: no listener has `tls.acme`".to_owned());
         let wildcards = self.skipped_wildcards.iter().map(|host| {

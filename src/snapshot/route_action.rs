@@ -316,8 +316,8 @@ pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Distributes the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Indices of the upstreams, each after the sum of the weights up to this upstream. Upstreams with weight 0 are
-    /// omitted.
+    /// For each upstream, the sum of the weights up to and including this upstream, and its index. Upstreams with
+    /// weight 0 are omitted.
     cumulative_weights: Vec<(u64, usize)>,
     /// Sum of all weights.
     total_weight: u64,

@@ -392,7 +392,7 @@ impl Route {
 
     /// Return the route for `trailing_slash = "redirect"`. It redirects requests whose path differs only in the
     /// trailing slash. The new route has the name, metrics, access rules and CORS policy of this route. It requires no
-    /// credential and has no limits, because they apply to the request that follows the redirect.
+    /// credential and has no limits, because this route applies them when the client follows the redirect.
     fn slash_redirect(&self) -> Route {
         Route {
             index: self.index,
@@ -630,7 +630,8 @@ fn route_limits(
     }
 }
 
-/// Return a placeholder result of a limit, from which to compute [`RouteLimits::policy_header`].
+/// Return a result with the default quota of a limit and a placeholder outcome, to compute
+/// [`RouteLimits::policy_header`].
 fn initial_result(limit: &LimitSpec) -> LimitResult<'_> {
     let outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
     LimitResult { limit_index: 0, limit, quota: limit.default_variant.quota, outcome }

@@ -570,7 +570,8 @@ impl RequestRecord {
 /// Minimum interval between two warnings about lost records.
 const WRITER_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum capacity, in items, of a delivered batch whose allocation is kept for reuse.
+/// If the buffer of a delivered batch has a larger capacity (in items), it is shrunk to this capacity before it is
+/// reused.
 const RETAINED_CAPACITY: usize = 64 << 10;
 
 /// Settings of a [`BatchWriter`].

@@ -31,8 +31,8 @@ use crate::limiter::clock::{LogThrottle, monotonic};
 /// Maximum number of log lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;
 
-/// Maximum time that a thread waits until its line is written. After a timeout, threads do not wait for their lines
-/// until the writer has written another line.
+/// Maximum time that a thread waits for its line to be written. After a timeout, threads queue their lines without
+/// waiting, until the writer has written a line again.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Format of log lines.
@@ -513,8 +513,8 @@ impl LogSocket {
                     &entry
                 }
             };
-            // After a record could not be sent, count the remaining records of the batch as lost, unless the record was
-            // only too large.
+            // If a record cannot be sent, count the remaining records of the batch as lost without sending them. If the
+            // record was only too large, continue with the next record.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;

@@ -167,7 +167,7 @@ pub fn resolve_names(
 
 /// Return whether an interface of this machine has this address. The kernel binds a socket only to an address of an
 /// interface, unless `ip_nonlocal_bind` is set. If `ip_nonlocal_bind` is set, also test whether the kernel chooses this
-/// address as the source of packets to itself.
+/// address as the source address of packets whose destination is the same address.
 fn is_local_address(address: IpAddr) -> bool {
     if address.is_loopback() {
         return true;
@@ -672,8 +672,8 @@ fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Iss
     Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
-// Warnings about authentication: credentials in plaintext, routes without the authentication of a route with a similar
-// path, and limits that reject requests that `require` admits.
+// Warnings about authentication: credentials in plaintext, a route that lacks the authentication of another route with
+// a similar path, and limits that reject a request although `require` admits it.
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();

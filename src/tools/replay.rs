@@ -355,8 +355,8 @@ pub fn file_size(path: &Path) -> Option<u64> {
 // not sorted by the start of the request. Each log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The
 // merge always returns the earliest request of all heaps.
 
-/// Number of requests of each log that are read ahead and sorted. A request is out of order if its line comes more than
-/// this number of lines after its position in the order of time.
+/// Number of requests of each log that are read ahead and sorted. If the line of a request comes so late that the merge
+/// has already returned a request with a later time, the request counts as out of order.
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// Statistics about the lines of the logs.
@@ -374,8 +374,8 @@ pub struct LogStatistics {
     pub first_error: Option<(String, u64, LineError)>,
     /// Logs that ended with a read error, each with its error.
     pub read_errors: Vec<(String, String)>,
-    /// Number of requests that were checked later than in the order of time, because they are out of order by more than
-    /// [`REORDER_WINDOW_LINES`] lines.
+    /// Number of requests that were checked after a request with a later time, because their line came too late for the
+    /// sorting of [`REORDER_WINDOW_LINES`] requests.
     pub out_of_order: u64,
     /// Time of the first and the last request, µs since the Unix epoch.
     pub time_range: Option<(u64, u64)>,

@@ -120,7 +120,8 @@ impl EndpointPool {
 }
 
 impl Connection {
-    /// Send a request. The future does not borrow the connection. `reads` is the read limit of an HTTP/1.1 connection.
+    /// Send a request. The future does not borrow the connection. `reads` limits the bytes per read from an HTTP/1.1
+    /// connection, and has no effect on HTTP/2.
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
@@ -206,8 +207,8 @@ impl UpstreamLease for PooledConnection {
 /// pieces of up to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Maximum number of idle connections of a pool in which each connection belongs to one client (PROXY header). The
-/// number is limited, because another request of the same client may never arrive.
+/// Maximum number of idle connections in a pool whose connections start with a PROXY header, so that each connection
+/// serves only one client. The number is limited, because another request of the same client may never arrive.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
 /// Error of an exchange, with the request if no part of the request was written.

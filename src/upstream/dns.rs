@@ -91,8 +91,8 @@ impl DnsCache {
         self.0.is_empty()
     }
 
-    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped when each host has been looked
-    /// up once, which notifies the receiver of `first`.
+    /// Resolve the hosts until the future is dropped. Each host holds a clone of `first` until its first lookup ends,
+    /// so the channel closes when all hosts have been looked up once.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {

@@ -393,8 +393,8 @@ impl LoadBalancer {
             }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
-                // The key also determines the endpoint that replaces an unhealthy owner. When the owner recovers, it
-                // owns its keys again.
+                // If the owner is not usable, choose its replacement by the key as well, so that requests with the same
+                // key go to the same replacement. When the owner recovers, it owns its keys again.
                 let mut usable = (0..2 * MAX_DRAWS)
                     .map(|draw| rendezvous.lookup(key, draw))
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
@@ -530,8 +530,8 @@ impl RendezvousTable {
         RendezvousTable((0..HASH_SLOTS).map(owner).collect())
     }
 
-    /// Return the endpoint that owns `key`. With `attempt` > 0, return a replacement for this endpoint, which may be
-    /// the same endpoint.
+    /// Return the endpoint that owns `key`. With `attempt` > 0, return a replacement that depends only on `key` and
+    /// `attempt`. The replacement may be the owner itself.
     pub(super) fn lookup(&self, key: u64, attempt: u32) -> usize {
         let key = (0..attempt).fold(key, |key, _| mix(key));
         self.0[(key % HASH_SLOTS as u64) as usize] as usize

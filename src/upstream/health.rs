@@ -64,7 +64,7 @@ pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
 }
 
 async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
-    // Return a random duration between `from` and `to`, in thousandths of the interval.
+    // Return a random duration of at least `from` and less than `to` thousandths of the check interval.
     let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
     // Distribute the first checks of all endpoints over one interval.
     sleep(part(0, 1000)).await;
@@ -122,8 +122,8 @@ const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum duration of an ejection, in multiples of `base_ejection_time`.
 const MAX_EJECTION_MULTIPLIER: u32 = 10;
 
-/// Number of weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` steps, which is a
-/// tenth of its full weight.
+/// Number of steps into which slow start divides the full weight of an endpoint. A recovered endpoint starts with
+/// `SLOW_START_FIRST_STEP` steps, which is a tenth of its full weight.
 pub(super) const SLOW_START_STEPS: u32 = 20;
 const SLOW_START_FIRST_STEP: u32 = 2;
 
@@ -262,7 +262,8 @@ impl HealthState {
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
-            // Add one millisecond, so that the weight has certainly increased by then.
+            // Add one millisecond, because rounding could otherwise make `weight_steps` return the previous step at
+            // this time.
             back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
                 + Duration::from_millis(1)
         });

@@ -225,7 +225,8 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // hyper reports an error of the request body, because the client has aborted the body before its end.
+        // If the body is incomplete, a user error of hyper or a local stream reset means that the client has aborted
+        // the body.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -281,9 +282,11 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Number of recorded requests that no retry has used up. Each retry uses up `REQUESTS_PER_RETRY` requests.
+    /// Credit for retries: each recorded request adds 1, and each retry subtracts `REQUESTS_PER_RETRY`. If the credit
+    /// is too low, `min_retries` determines whether the retry is allowed.
     deposits: AtomicU64,
-    /// Number of retries that the minimum rate still allows, and the time at which this number was last updated.
+    /// Token bucket that refills at `MIN_RETRIES_PER_SEC` and holds at most the retries of one second: the remaining
+    /// retries, and the time of the last update.
     min_retries: Mutex<(f64, std::time::Instant)>,
 }
 

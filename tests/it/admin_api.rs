@@ -255,7 +255,7 @@ fn identity_is_found_by_its_value_or_hash() {
         let limit = query.split('&').next().unwrap();
         let again = usage(&gateway, &format!("{limit}&identity={hash}"));
         // The hash does not reveal that the identity is the address of an anonymous client. A query by hash may
-        // therefore return another quota.
+        // therefore return another quota than the query by `anonymous`.
         if !query.contains("anonymous") {
             assert_eq!(again["quota"], found["quota"], "{query} by its hash");
             assert_eq!(again["consumer"], found["consumer"], "{query} by its hash");

@@ -507,8 +507,8 @@ fn credential_and_limits_take_one_store_call() {
         let (reply, calls) = ask(path, lines);
         assert_eq!((reply.status, calls), (status, expected), "{what}");
     }
-    // Three of these requests were charged to the limit `per-ip`. None was charged to the limit `all`, because all
-    // clients share it.
+    // Three of these requests were charged to the limit `per-ip`. None was charged to the limit `all`: requests that
+    // are rejected for their credentials are not charged to limits that all clients share.
     let (reply, _) = ask("/r", &good);
     assert_eq!(["per-ip", "per-key", "all"].map(|limit| reply.remaining(limit)), [4, 98, 98]);
     // A client that guesses keys exhausts the limit `per-ip` and then gets 429. This status does not reveal whether a

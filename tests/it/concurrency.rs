@@ -186,7 +186,8 @@ fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     for _ in 0..300 {
         assert_eq!(client.get("/quick").status, 200);
     }
-    // If permits still had to be released, the gateway would send the releases before its process ends.
+    // If the gateway still had permits to release, it would send the releases to Redis as ZREM calls before its process
+    // ends.
     let redis = Redis::start_on(port).expect("the port is still free");
     eventually("the store decides", || gateway.log().contains("the store answers again"));
     gateway.terminate();

@@ -269,7 +269,7 @@ fn wait_queue_is_first_in_first_out() {
     for (index, client) in clients.iter_mut().enumerate() {
         client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
         // The test cannot see the queue. The single worker reads connections in the order in which their bytes arrive.
-        // So when this second request has a response, the gateway has queued the first one.
+        // So when the gateway has responded to `/nowhere`, it has already queued the request to `/r`.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
     }
     for client in &mut clients {

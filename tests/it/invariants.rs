@@ -98,7 +98,8 @@ struct Trial {
     play: Play,
     stores: Stores,
     keys: Keys,
-    /// A second model that checks each limit alone. It gives the result that a request without other limits would have.
+    /// A second model, which gets each charge as a separate request. It gives the result of each limit without the
+    /// influence of the other limits.
     alone: MemoryStore,
     prefix: String,
     time: Time,
@@ -374,7 +375,8 @@ struct Keys {
 
 const YEARS_MS: u64 = 1_000_000_000_000;
 
-/// The shortest TTL of a key: its state resets at once, and the key expires a second later.
+/// The shortest TTL of a key. A key gets it if its state resets at the time of the call, because the call adds one
+/// second to the time until the reset.
 const SHORTEST_TTL: Duration = Duration::from_secs(1);
 
 /// The effect of a call on a key.
@@ -403,8 +405,9 @@ impl Keys {
         }
     }
 
-    /// Return the effects of the calls since an instant. Return `None` if the machine paused for so long that a key may
-    /// have expired in Redis. In this case, the test case proves nothing and ends.
+    /// Return, for each key, the effect of the call that was sent after the instant `since`. Return `None` if the
+    /// machine paused for so long that a key may have expired in Redis. In this case, the test case proves nothing and
+    /// ends.
     async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
@@ -1004,7 +1007,8 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
 
     let what = format!("{case:?}: {debt} parts, {at_old_rate} with the old rate, {at_new_rate} with the new one");
     let least = if lowered { at_old_rate } else { at_new_rate };
-    // If a difference of two parts decides whether the rate counts as lowered, both results are correct.
+    // The converted debt may be rounded up by 2 parts. If the rate counts as lowered only because of these parts, the
+    // debt at the old rate and the debt at the new rate are both correct.
     let certain = lowered || (converted + 2).div_ceil(refill) <= span;
     assert!(debt >= least || !certain, "invariant 15, no debt is forgiven: {what}");
     assert!(debt <= (converted + 2).saturating_sub(repaid(&new)), "invariant 15, at most 2 parts more: {what}");

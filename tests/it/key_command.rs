@@ -67,7 +67,7 @@ fn new_consumer_without_a_tier_is_noted_if_limits_have_tiers() {
     let expected = "`acme` has no tier, so the default quotas apply. To choose a tier, set `tier` of the consumer in";
     assert!(noted.contains(expected) && noted.trim_end().ends_with(": pro"), "{noted}");
     assert!(!new(&["globex", "--tier", "pro"]).contains("no tier"));
-    // Consumers cannot choose the tier of anonymous clients.
+    // A consumer cannot have the tier `anonymous`. If limits have only this tier, no note about tiers is printed.
     let path = directory.path().join("gateway.toml");
     let anonymous_only = read(&path).replace("tiers = { pro", "tiers = { anonymous");
     std::fs::write(&path, &anonymous_only).unwrap();

@@ -524,8 +524,8 @@ fn small_memory_store(wide: &str) -> Gateway {
 
 #[test]
 fn memory_of_one_limit_does_not_evict_states_of_another() {
-    // In the first case, the quota of `wide` is hardly used. In the other cases, it is exhausted, and its states expire
-    // after those of `login`.
+    // In the first case, the quota of `wide` is hardly used. In the other cases, each charged identity uses its whole
+    // quota of `wide`, and the states of `wide` expire after those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
         let gateway = small_memory_store(wide);
         let mut client = gateway.client();

@@ -272,7 +272,8 @@ fn settled_reservations_never_drift_a_state() {
                             gain += max_gain(&refunded, &settled, tokens);
                             refunded.push(Refunded { order, at: now, tokens });
                         }
-                        // The refund treats the actual cost as charged before the refunded tokens.
+                        // The refunded tokens count as the last tokens of the reservation. The debt before them
+                        // therefore includes the actual cost.
                         let debt_before_us = debt_before_us + limit.rule.refill_time_us(actual);
                         let charge = Charge { debt_before_us, ..limit.charge(SETTLING, reserved - actual) };
                         call(now, Operation::Refund { charged_at }, charge);

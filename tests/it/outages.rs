@@ -132,7 +132,8 @@ fn stopped_and_continued_store_crosses_no_replies() {
                     let mut client = gateway.client();
                     let (path, name) = (format!("/{id}"), format!("l{id}"));
                     let (mut sent, mut counted, mut crossed, mut rejected, mut refunded) = (0, 0, 0, 0, 0);
-                    // Rejections between the stop and the first response without the store.
+                    // `at_stop` is the number of rejections from the stop of Redis until the first request that is
+                    // admitted without the store.
                     let (mut at_stop, mut breaker_opened) = (0, false);
                     while !over.load(Ordering::SeqCst) {
                         let reply = client.get(&path);
@@ -153,7 +154,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
                             continue;
                         }
                         // A request whose call got no reply may have been charged. Requests of other clients are never
-                        // charged to this limit.
+                        // charged to this limit. Therefore, `spent` must not exceed `sent`.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
                         // The charge of a rejected request is refunded once its late reply arrives, perhaps after later
                         // requests have been charged.
@@ -169,7 +170,8 @@ fn stopped_and_continued_store_crosses_no_replies() {
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         stopped.store(true, Ordering::SeqCst);
         signal(&redis.child, "STOP");
-        // The stop affects calls in flight, calls that are sent while Redis is stopped, and requests that make no call.
+        // The stop affects calls in flight and calls that are sent while Redis is stopped. Requests make no call while
+        // the circuit breaker is open.
         eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);

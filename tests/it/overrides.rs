@@ -220,7 +220,8 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis));
     plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
-    // Write more removal records than the gateway keeps. The records with the lowest numbers are the oldest.
+    // Write more removal records than the gateway keeps. The records with the lowest identities have the lowest
+    // revisions, so they are the oldest.
     plant(&redis, (2000..3002).map(|identity| (identity, [0, identity as u64, FAR])));
     eventually("the gateway knows all overrides", || quotas(&all(&gateway)).len() == 1000);
     assert_eq!(

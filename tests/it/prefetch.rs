@@ -115,7 +115,8 @@ fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     })
 }
 
-/// Assert for each time span that at most `allowed(span)` admitted requests were sent and answered within it.
+/// For each time span from the sending of a request to the arrival of a response, assert that at most `allowed(span)`
+/// admitted requests were sent and answered within this span.
 fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
     for (from, _) in times {
         let mut ends: Vec<_> = times.iter().filter(|(sent, _)| sent >= from).map(|(_, answered)| *answered).collect();
@@ -176,7 +177,8 @@ fn limit_shared_by_many_clients_is_exceeded_by_at_most_one_prefetch() {
         // Each client sends requests over two connections, often enough that the gateway prefetches tokens for it. When
         // the full quota is available again, the gateway holds prefetched tokens of many clients.
         let (began, admitted) = (monotonic(), AtomicU64::new(0));
-        // On a busy machine, the same number of requests takes more windows.
+        // Continue for at least 5 windows and until more than 3 × `UNITS` requests are admitted, but at most for
+        // `MAX_WAIT`. On a busy machine, this takes more than 5 windows.
         let is_over = || {
             let elapsed = elapsed_since(began);
             elapsed > MAX_WAIT || elapsed > 5 * WINDOW && admitted.load(Ordering::Relaxed) > 3 * UNITS
@@ -258,7 +260,8 @@ fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     });
     eventually("the tokens are returned", || {
         total += 1;
-        // One token refills in 4 s. Returned tokens are credited only if they have not refilled since the charge.
+        // Allow for a difference of two tokens. One token refills in 3.6 s, and returned tokens are credited only if
+        // they have not refilled since the charge.
         other.get("/r").remaining("l") + 2 >= UNITS - total
     });
 }

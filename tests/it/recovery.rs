@@ -227,7 +227,8 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     );
     let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
     let over = AtomicBool::new(false);
-    // For each client: the number of responses without a decision of the store, and the number with one.
+    // For each client: the number of requests that were admitted without the store, and the number of requests that the
+    // store admitted.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let _raise = SetOnDrop(&over);

@@ -306,7 +306,7 @@ fn check_compares_only_with_a_gateway_that_runs_the_same_file() {
          [[listener]]\naddress = \"127.0.0.1:0\"\n",
         says("one")
     );
-    // The gateway has a relative path of its file.
+    // Start the gateway with a relative path to its configuration file.
     let gateway = Gateway::start_by(&config, |path| {
         let mut command = binary();
         command.current_dir(path.parent().unwrap()).args(["--config", "gateway.toml"]);
@@ -422,7 +422,8 @@ fn log_of_a_reload_names_changed_keys_and_changed_files() {
     eventually("the changed file is logged", || !lines("file reloaded").is_empty());
     gateway.put_file("consumers.toml", "broken");
     eventually("the broken file is logged", || lines(broken).len() == 3);
-    // The content is the same as that of the last valid file, but it was not the last content.
+    // This content equals the last valid content of the file. The reload is logged, because the content in between was
+    // invalid.
     gateway.put_file("consumers.toml", &consumers("2"));
     eventually("the corrected file is logged", || lines("file reloaded").len() == 2);
     assert!(lines("file reloaded")[0]["file"].as_str().unwrap().ends_with("consumers.toml"));

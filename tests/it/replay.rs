@@ -598,7 +598,7 @@ fn replay_of_its_own_log_repeats_the_decisions() {
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
     assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));
-    // The order of two requests at the same instant is unknown.
+    // The order of requests at the same instant is unknown, so sort their decisions before the comparison.
     for said in made.values_mut().chain(decisions.0.values_mut()) {
         said.sort_unstable();
     }

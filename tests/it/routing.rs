@@ -972,7 +972,8 @@ fn best(routes: &[Modelled], request: &RouteRequest<'_>) -> Option<usize> {
     if let Some(found) = by_path.filter(|found| !found.has_rest()) {
         return Some(found.index);
     }
-    // Order expressions by the first route that has each of them. A catch-all path ranks after all expressions.
+    // An expression ranks by the index of the first route with the same hosts and the same expression. A catch-all path
+    // ranks after all expressions.
     let order = |one: &Modelled| {
         let same = |other: &&Modelled| (&other.route.hosts, other.text) == (&one.route.hosts, one.text);
         routes.iter().find(same).map(|first| first.index)

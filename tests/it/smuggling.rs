@@ -466,8 +466,8 @@ fn valid_framings_are_normalized_for_the_upstream() {
             } else {
                 let reply = client.reply().unwrap();
                 assert_eq!(reply.status, 200, "{method}, {what}");
-                // hyper does not report where trailers end, so the gateway must not read the bytes after them as a
-                // request.
+                // hyper does not report where trailers end. The gateway therefore closes the connection, so that it
+                // does not read the bytes after the trailers as a request.
                 let last = what == "trailers";
                 assert_eq!(reply.header("connection"), last.then_some("close"), "{method}, {what}");
                 if last {

@@ -118,8 +118,8 @@ async fn lower_rate_does_not_revive_repaid_debt() {
     let [fast, slow] = [100, 1].map(|rate| Limit::new("limit", bucket(rate, SECOND, 100)));
     assert_eq!(stores.call(Operation::Check, &[fast.charge(1, 100)]).await.granted, 1);
     // At the old rate of 100 tokens per second, 99 of 100 tokens have refilled. The state does not contain this rate.
-    // From the key's expiry, the script can only conclude that the bucket refills within 1.5 s. It therefore counts
-    // 0.99 of 1.5 s, which is 66 tokens.
+    // From the key's expiry, the script can only conclude that the bucket refills within 1.5 s. After 0.99 s, it
+    // therefore counts 0.99/1.5 of the 100 tokens as refilled, which is 66 tokens.
     stores.clock.set(START + 990_000);
     let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
     assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 65));
@@ -223,8 +223,8 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     let mut good = script::start_argument(0, 2, 2);
     script::append_group(&mut good, 1, Operation::Check, &terms);
     script::append_group(&mut good, 1, Operation::Check, &terms);
-    // Replace bytes of the second group. Its fields are: number of requests, operation, number of limits, kind, flags,
-    // cost.
+    // Replace bytes of the second group from the offset `at`. Offsets of its fields: number of requests 0, operation 8,
+    // number of limits 17, kind 25, flags 26, cost 27.
     let with = |at: usize, bytes: &[u8]| {
         let mut argument = good.clone();
         let at = 8 + GROUP + at;
@@ -266,8 +266,8 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
                     assert_eq!(error.code(), "RLARG", "{what}, {frame:?}: {error}");
                     assert!(server.keys().is_empty(), "{what}, {frame:?}: an error of the whole call writes nothing");
                 }
-                // The generic script supports shadow and deferred limits. It rejects a single request only for an
-                // unknown kind.
+                // Only the generic script supports shadow and deferred limits. For an unknown kind, it reports an error
+                // of the single request instead of the whole call.
                 _ => assert_eq!(frame, ScriptVariant::Generic, "{what}"),
             }
             redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -438,8 +438,8 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
             max_memory(&server, "0");
             assert_eq!(content(&server), before, "{shape} at {now}: rejected charges write nothing");
         }
-        // A denied check could move a state whose timestamp is in the future to the present. It must not write in this
-        // case either.
+        // The clock is set back, so the timestamp of the state is in the future. A denied check must not write even
+        // then, for example to set the timestamp to the present.
         clock.set(start - 1000);
         let before = content(&server);
         max_memory(&server, "1");
@@ -652,9 +652,9 @@ fn memory_store_is_bounded_and_evicts() {
     assert!(live < 1024, "sweeping deletes expired states: {live} remain");
 }
 
-/// Return the maximum that is admitted in any half-open interval of 60 s to a client that knows the algorithm. The
-/// client takes `first` tokens at `start`, and from `greedy` on all that it can get. Times are in ms after a full
-/// minute.
+/// Return the maximum number of tokens that a client gets within any half-open interval of 60 s. The client takes
+/// `first` tokens at the time `start`, and every available token from the time `greedy` on. Times are in ms after a
+/// full minute.
 fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
@@ -693,8 +693,8 @@ fn greedy_client_gets_the_documented_worst_case() {
         ("sliding-buckets", buckets(100, 60 * SECOND, 10), 100),
         ("sliding-log", log(100, 60 * SECOND), 100),
     ] {
-        // The client is greedy from the start of a window, from its end, from its end after a request that opened it,
-        // and so on.
+        // Each strategy is `start`, `first` and `greedy`. The client takes every available token, for example, from the
+        // start of a window, from its end, or from its end after one request at its start.
         let strategies = [(0, 0, 0), (0, 0, 59_995), (0, 1, 59_995), (30_000, 1, 89_995), (0, 50, 30_000)];
         let most = strategies.map(|(start, first, greedy)| most_admitted(&rule, start, first, greedy));
         assert_eq!(most.iter().max(), Some(&expected), "{name}: {most:?}");

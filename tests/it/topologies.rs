@@ -537,7 +537,8 @@ fn charge_is_refunded_if_another_master_rejects_it() {
     let set_maxmemory = |bytes: &str| {
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).exec(&mut full.connection()).unwrap();
     };
-    // The full master replies to the peek and rejects the charge that follows, so it charges nothing.
+    // The full master replies to the peek but rejects the charge that follows, so the limits on this master are not
+    // charged.
     set_maxmemory("1");
     let statuses: Vec<_> = (0..IDENTITIES).map(|id| send(id).status).collect();
     assert!(count(&statuses, 200) > 0 && count(&statuses, 503) > 0, "{statuses:?}");

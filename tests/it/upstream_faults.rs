@@ -217,8 +217,8 @@ const FAULTS: &[Fault] = &[
         "the upstream did not respond in time",
         Due::After(TIMEOUT),
     ),
-    // The timeout starts when the upstream stops reading. It is four times as long as in the other cases: with a
-    // shorter one, the test could not distinguish it from twice the timeout.
+    // The timeout starts when the upstream stops reading. In this case it is four times `TIMEOUT`, so that it is longer
+    // than the accepted delay. With a shorter timeout, a response after twice the timeout would pass the test.
     (
         "never reads",
         |_stream| std::thread::park_timeout(MAX_WAIT),

@@ -100,7 +100,8 @@ fn admitted(statuses: &[u16]) -> i64 {
     statuses.iter().filter(|status| **status == 200).count() as i64
 }
 
-/// Assert that each key with totals expires 400 days after the first charge of its last day.
+/// Assert that the TTL of each key with usage totals is 400 days, less at most 600 s. The first charge of each day
+/// renews this TTL.
 fn assert_totals_expire(redis: &Redis) {
     redis.assert_every_key_expires();
     let mut connection = redis.connection();
@@ -786,7 +787,7 @@ fn missing_permission_for_totals_is_a_failure_of_the_store_until_it_is_granted()
         assert_eq!(ask(), 503);
         gateway.log().contains("the store is down")
     });
-    // Probes fail in the same way as calls.
+    // Redis rejects HINCRBY in the probes as well, so the circuit breaker stays open.
     let rejected = redis.rejections("hincrby");
     eventually("three probes", || redis.rejections("hincrby") >= rejected + 3);
     assert_eq!((ask(), gateway.log().matches("the store is down").count()), (503, 1));

@@ -174,8 +174,8 @@ impl State {
         Some(response)
     }
 
-    /// Forward a request to Pebble, which derives its URLs from the Host header. Return the response. The proxy adds
-    /// the fields for renewal information to it.
+    /// Forward a request to Pebble, which derives its URLs from the Host header. Return the response. Add `renewalInfo`
+    /// to the ACME directory, and `replaces` to a new order that replaces a certificate.
     fn forward(&self, request: &Seen, replaces: Option<String>) -> Option<Vec<u8>> {
         let is_kept = |name: &str| !["content-length", "connection"].contains(&name.to_ascii_lowercase().as_str());
         let lines = request.head.lines().skip(1).filter_map(|line| line.split_once(": "));

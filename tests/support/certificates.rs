@@ -142,8 +142,8 @@ pub fn tls(
     })
 }
 
-/// Return the configuration of a TLS client that sends the certificates in `chain`. The first of them is its own, with
-/// the key in `own`.
+/// Return the configuration of a TLS client that sends the certificates in `chain`. The first certificate in `chain` is
+/// the client certificate, and `own` contains its private key.
 pub fn tls_with_chain(
     believes: &[&CertificateDer<'static>],
     own: &Pair,

@@ -12,8 +12,8 @@ use super::{MAX_WAIT, signal};
 pub struct Gateway {
     pub address: SocketAddr,
     pub child: Child,
-    /// The log file. Lines are visible in a file as soon as they are written. With a pipe, a reader thread would have
-    /// to run first.
+    /// The log file. Lines are visible in a file as soon as they are written. With a pipe, a line would be visible only
+    /// after a reader thread has read it.
     log: tempfile::NamedTempFile,
     directory: tempfile::TempDir,
 }

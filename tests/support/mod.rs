@@ -70,8 +70,8 @@ pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, wh
     }
 }
 
-/// Set a flag when dropped, even after a panic. The flag ends the threads that run until it is set, so the test ends as
-/// well.
+/// Set a flag when dropped, even after a panic. Threads that run until the flag is set then end, so they do not prevent
+/// the end of the test.
 pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {

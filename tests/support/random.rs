@@ -116,7 +116,7 @@ pub enum Kind {
 
 #[derive(Debug, Clone, Copy)]
 pub enum Refunded {
-    /// The charge of the n-th last admitted request.
+    /// The charge of an admitted check. The field counts back from the last admitted check, which is 0.
     Ago(usize),
     /// A charge at another time, in µs relative to the current time.
     Off(i64),
@@ -271,7 +271,8 @@ pub fn resizing() -> impl Strategy<Value = Resizing> {
         })
 }
 
-/// Return the window of a limit, or the length that corresponds to it, in µs.
+/// Return a time in µs: the refill time of a full token bucket, one day for calendar windows, the length of one sliding
+/// bucket, the permit TTL, or the window of the other algorithms.
 fn length(rule: &Rule) -> u64 {
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts / rule.refill).max(1),

@@ -33,8 +33,8 @@ pub fn sections(page: &str) -> Vec<&str> {
     page.split(BEGIN).skip(1).map(|piece| piece.split(" -->").next().unwrap()).collect()
 }
 
-/// Unwrap lists, maps and alternatives. Return the schema of the table in them, and the text between its path and its
-/// keys, such as `[].`.
+/// Unwrap lists, maps and alternatives. Return the schema of the table that they contain, and the text that joins the
+/// path of the value to a key of this table, such as `[].`.
 fn inner(schema: &Value) -> (&'static str, &Value) {
     let forms = schema["anyOf"].as_array().into_iter().flatten();
     if schema["properties"].is_object() {

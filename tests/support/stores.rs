@@ -70,8 +70,8 @@ impl Stores {
         all(requests.iter().map(|charges| self.call(Operation::Check, charges))).await
     }
 
-    /// Return the verdicts for groups of charges at another time, without charging them. The groups are independent and
-    /// in flight together.
+    /// Peek at each group of charges at the time `at`, in µs since the Unix epoch. Return one verdict per group. The
+    /// peeks run concurrently and charge nothing.
     pub async fn peek(&self, at: u64, groups: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
         let now = self.clock.now_us();
         self.clock.set(at);
@@ -200,7 +200,8 @@ pub fn resize(rule: &mut Rule, size: u64) {
     }
 }
 
-/// Return the longest time in µs until a state that never exceeded its limit has no effect.
+/// Return the maximum time in µs from the last charge to a state until the state has no effect, provided that its usage
+/// never exceeded the limit.
 pub fn longest_reset(rule: &Rule) -> u64 {
     const HOUR: u64 = 3600 * SECOND;
     match rule {
@@ -307,7 +308,8 @@ impl Limit {
 }
 
 /// Return limits whose keys for the first `identities` identities are in different shards of the memory store.
-/// Otherwise, sweeping a shard could delete a state that has an effect again after the clock is set back.
+/// If two keys had the same shard, a sweep of this shard could delete a state that has no effect at the current time,
+/// but has an effect again after the clock is set back.
 pub fn apart(rules: Vec<Rule>, identities: u128) -> Vec<Limit> {
     let mut shards = HashSet::new();
     let mut numbers = 0..;

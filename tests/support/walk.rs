@@ -132,7 +132,8 @@ impl Walk {
         }
     }
 
-    /// Start a command that runs until the end of the walk. Return the output that it writes, which grows.
+    /// Start a command that runs until the end of the walk. Return the list to which a thread appends each line of the
+    /// command's output.
     fn start(&mut self, command: &str) -> Arc<Mutex<Vec<String>>> {
         let (child, reader) = self.spawn(&format!("exec env {command}"));
         self.running.push(child);

@@ -30,8 +30,8 @@ use crate::upstream::Protocol;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
-/// Maximum number of times that a request is sent while the CA rejects its nonce (RFC 8555 §6.5). In addition,
-/// instant-acme itself sends each request up to three times.
+/// Maximum number of times that a request is repeated because the CA rejects its nonce (RFC 8555 §6.5). Each time,
+/// instant-acme itself sends the request up to three times.
 const MAX_NONCE_RETRIES: u32 = 10;
 
 /// Maximum time in which the CA must validate a name and issue the certificate.

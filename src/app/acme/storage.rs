@@ -208,7 +208,7 @@ impl Storage {
         let mut copied = Records::new();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
-            // An empty result means that Redis has lost all records, including the account.
+            // If Redis returns no records, it has lost all of them. In this case, also write back the account.
             let is_lost = has_lost_all && record == ACCOUNT;
             if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
@@ -267,7 +267,8 @@ impl Storage {
         }
     }
 
-    /// With a shared store, wait until all gateways have read the last change.
+    /// With a shared store, wait for [`SETTLE_TIME`], so that all gateways read the last change. Otherwise, return
+    /// immediately.
     pub(super) async fn settle(&self) {
         if self.shared.is_some() {
             sleep(SETTLE_TIME).await;

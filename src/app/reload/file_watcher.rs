@@ -77,8 +77,8 @@ pub(crate) struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Also watch these directories. The groups keep their state: their last contents may differ from those of the
-    /// active configuration at its load.
+    /// Also watch these directories. The groups keep the contents that they read last. A new watcher would start with
+    /// the contents from the load of the active configuration, which may be older.
     ///
     /// # Errors
     /// A directory cannot be watched.

@@ -279,8 +279,8 @@ impl AdminClient {
 /// Parameters of the admin API for which commands have an option with the same name.
 const OPTIONS: [&str; 10] = ["limit", "cost", "count", "quota", "burst", "ttl", "note", "by", "from", "to"];
 
-/// Texts of the admin API after the name of a parameter. Another text in backticks is a value of the user, as in
-/// "`limit` is not a quota".
+/// Texts that follow the name of a parameter in an error message of the admin API. If another text follows, the text in
+/// backticks is a value that the user gave, as in "`limit` is not a quota".
 const AFTER_PARAMETER: [&str; 4] = [" must ", " is allowed ", " is missing", " ("];
 
 /// Replace the parameter of the admin API at the start of an error message with the option of the command.

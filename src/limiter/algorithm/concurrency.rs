@@ -72,7 +72,7 @@ pub enum PermitAction {
     Renew,
     /// Remove a permit.
     Release,
-    /// Reduce the expiry of all permits that expire later than a new permit would to the expiry of a new permit.
+    /// For each permit that expires later than a new permit would, set the expiry to that of a new permit.
     RepairClockSkew,
 }
 

@@ -31,7 +31,8 @@ pub enum WindowStart {
 }
 
 impl WindowStart {
-    /// Return the rule for the window starts of another quota. Calendar windows keep their time zone.
+    /// Return the rule that determines when windows start if `quota` replaces the quota of the limit. Calendar windows
+    /// keep their time zone.
     pub(super) fn with_quota(&self, quota: Quota) -> Result<Self, QuotaError> {
         Ok(match (self, quota.calendar) {
             (WindowStart::FirstRequest, _) => WindowStart::FirstRequest,

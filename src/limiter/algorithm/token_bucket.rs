@@ -70,7 +70,8 @@ impl TokenBucket {
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
-            // `repay_time` is an upper bound of the time in which the rate at the last write repays the debt.
+            // `repay_time` is an upper bound of the time in µs, from the last write, in which the bucket repays the
+            // stored debt at the rate that it had at the last write.
             let (elapsed, repay_time) = (
                 now.saturating_sub(updated_at),
                 stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),

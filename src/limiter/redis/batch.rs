@@ -84,11 +84,12 @@ pub(super) enum Purpose {
 
 /// The outcome of a batch to which Redis has replied.
 pub(super) struct BatchOutcome {
-    /// Whether the reply matches the call, and comes from a server that accepts writes.
+    /// Whether the reply has the expected format and contains no `READONLY` or `NOAUTH` error.
     pub(super) is_valid: bool,
     /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
-    /// Refunds of charges whose requests have stopped waiting.
+    /// A batch that refunds the charges of requests that no longer wait for their results, and the receivers of the
+    /// results of these refunds.
     pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
 }
 
@@ -309,8 +310,8 @@ impl Batch {
         }
     }
 
-    /// Fail all requests that wait, before their reply has arrived. Tokens that a late reply grants to these requests
-    /// are refunded.
+    /// Send this error to all waiting requests, because the reply has not arrived in time. If the reply arrives later,
+    /// [`Batch::complete`] returns refunds for the tokens that it grants to these requests.
     pub(super) fn fail_waiters(&mut self, error: &BatchError) {
         for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
             let (closed, _) = oneshot::channel();
@@ -359,7 +360,8 @@ impl Batch {
         }
         let first = request * group.limits.len();
         let mut usage_keys = (request * group.usages_per_request()..).map(|index| group.usage_keys.get(index));
-        // Take the key of the limit's total even if the limit is not refunded, so that the next limit gets its own key.
+        // Advance to the next usage key for each limit that counts usage, even if this limit is not refunded. Otherwise
+        // the next limit would get the usage key of this limit.
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))

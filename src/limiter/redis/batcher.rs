@@ -283,7 +283,8 @@ impl Batcher {
             weight: InFlightWindow::weight(batch.key_count()),
             sent_at: began,
         };
-        // Probes have no epoch: they are sent while the circuit breaker is open, and record their result themselves.
+        // The epoch of a probe is `None`: a probe is sent even while the circuit breaker is open, and the task that
+        // sends probes records their results in the circuit breaker.
         let epoch = match (batch.purpose(), self.breaker.closed_epoch()) {
             (Purpose::Probe, _) => None,
             (Purpose::Checks | Purpose::Asking, Some(epoch)) => Some(epoch),
@@ -568,8 +569,9 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
-/// Return the time in µs of a server that rejected the boundaries of a calendar window or day because they are too far
-/// from its own time.
+/// Return the time of Redis, in µs since the Unix epoch, that an `RLSTALE` error contains. Redis replies with this
+/// error if its time is outside of the calendar windows or the day in the arguments of a check. Return `None` for other
+/// errors.
 fn server_time(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()

@@ -150,8 +150,8 @@ impl CircuitBreaker {
         self.write_health.record(operation, charges, result, unix_us);
     }
 
-    /// Open the circuit breaker if it has been closed since this epoch. Return whether the caller has opened it and
-    /// must probe.
+    /// Open the circuit breaker if it is closed and `epoch` is still its current epoch. Return whether this call has
+    /// opened the circuit breaker, in which case the caller must probe.
     pub(super) fn try_open(&self, epoch: u32) -> bool {
         let open = || self.epoch.compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed);
         epoch.is_multiple_of(2) && open().is_ok()
@@ -217,8 +217,9 @@ pub(crate) struct FailureWindow {
 struct FailureRatio {
     /// The circuit breaker opens if the share of matching calls is at least this value, in tenths.
     max_tenths: u64,
-    /// Start of the window in ms, number of calls and number of matching calls, in 32, 16 and 16 bits. 0: no window.
-    /// The window begins with a failure, because earlier successes could only reduce the share of failures.
+    /// From the highest to the lowest bits: start of the window in ms after the creation of the circuit breaker (32
+    /// bits), number of calls (16 bits) and number of matching calls (16 bits). 0: no window. The window begins with a
+    /// failure, because earlier successes could only reduce the share of failures.
     packed_window: AtomicU64,
 }
 
@@ -342,8 +343,8 @@ impl OutageLog {
 // Whether a store accepts writes. A record is logged when the store begins to reject writes, and when it accepts writes
 // again.
 
-/// After this time without a rejection, the store counts as accepting writes. A store at its memory limit accepts some
-/// writes and rejects others.
+/// Minimum time since the last rejected write after which a successful write shows that the store accepts writes again.
+/// A store at its memory limit accepts some writes and rejects others.
 const WRITE_RECOVERY_TIME: Duration = Duration::from_secs(1);
 
 /// Time of the last rejected write, in µs since the Unix epoch. 0: writes are accepted.
@@ -381,7 +382,8 @@ impl WriteHealth {
     }
 }
 
-/// Return whether a call has certainly written, because it charged something at once.
+/// Return whether a call has certainly written to the store: its charges were granted, and at least one of them is
+/// [`ChargeMode::Enforced`] and has a cost above 0.
 fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) -> bool {
     matches!(operation, Operation::Check | Operation::TakeUpTo | Operation::Charge)
         && verdict.granted > 0

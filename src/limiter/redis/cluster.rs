@@ -320,16 +320,17 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
 // === Decisions by several calls: one for each identity, or one for each key while a slot migrates ===
 
 // First, peek at the states of all groups. Charge the groups only if none of them denies, so that a denied request is
-// rarely charged in other groups. If two requests race for the last token, one of them is denied. The denied request
-// refunds the tokens that other groups granted, and reads the states again, so that its denial does not count its own
-// charges. A request may still be denied because of tokens that another request refunds one round trip later. For this
+// rarely charged in other groups. If two requests race for the last token, one of them is denied. If a group denies the
+// charge, the gateway refunds the charges of the other groups, waits for these refunds and starts again with the peek.
+// The charges of one attempt then neither cause the denial of the next attempt nor reduce the reported remaining
+// tokens. A request may still be denied because of tokens that another request refunds one round trip later. For this
 // reason, denials by several calls are never cached (see `Verdict::decided_at_us`).
 
 /// Maximum number of attempts to charge a request that races with other requests, and to make a refund that was not
 /// executed.
 const MAX_ATTEMPTS: usize = 3;
 
-/// A charge that outlives the request.
+/// An owned copy of a [`Charge`], for the task that continues after the request has ended.
 #[derive(Debug)]
 struct ShardCharge {
     identity: Identity,
@@ -400,8 +401,8 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Return an error if the circuit breaker of a group's owner is open. Otherwise the other groups would be charged,
-    /// and their charges would have to be refunded.
+    /// Return an error if the circuit breaker of a node that owns the slot of a group is open. Without this check, the
+    /// groups on other nodes would be charged and then refunded.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -612,7 +613,8 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
-        // Add the surplus tokens that will be refunded, because the outcomes include their charge.
+        // Use the largest excess of a group over `granted`. After a charge, the excess tokens are refunded later, but
+        // the outcomes still count them as charged.
         merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
         for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*charge_index] = outcome;

@@ -341,7 +341,8 @@ fn into_reply(reply: Value) -> RedisResult<Value> {
     if let Value::ServerError(error) = reply { Err(error.into()) } else { Ok(reply) }
 }
 
-/// Count calls without a reply. A lost connection counts as hung.
+/// Await `call` and count consecutive calls without a reply. If the connection is lost, set the count to
+/// [`MAX_UNANSWERED_CALLS`], so that the connection is replaced.
 async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
     let mut pending = UnansweredCall(Some(unanswered_calls));
     let result = call.await;
@@ -401,7 +402,7 @@ pub struct ReconnectThrottle {
 }
 
 impl ReconnectThrottle {
-    /// Run `attempt`, unless another attempt failed within [`RECONNECT_INTERVAL`].
+    /// Run `attempt`, unless the last attempt failed and began less than [`RECONNECT_INTERVAL`] ago.
     ///
     /// # Errors
     /// The error of this attempt. If no attempt is made, the error of the previous one.

@@ -9,7 +9,8 @@ use crate::limiter::verdict::StoreError;
 
 const OVERRIDES_SCRIPT: &str = include_str!("../../../lua/overrides.lua");
 
-/// Arguments of the script for each record.
+/// Arguments of the script for one record: `FIELD`, `NUMBER`, `KEEP_UNTIL`, `REVISION` and `TEXT` (see
+/// `lua/overrides.lua`).
 type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 
 /// One field of the Redis hash of overrides.
@@ -92,8 +93,8 @@ impl OverrideWrite<'_> {
     }
 }
 
-/// Return the command that restores records that Redis has lost. Redis keeps its own record if that record is not
-/// older. [`parse_restore_reply`] parses the reply.
+/// Return the command that restores records that Redis has lost. Redis replaces a stored record only if the stored
+/// record is older than the record to restore. [`parse_restore_reply`] parses the reply.
 pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
         let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } =

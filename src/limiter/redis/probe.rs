@@ -65,8 +65,8 @@ impl Batcher {
         }
     }
 
-    /// Open the circuit breaker if it has been closed since `epoch`. Then probe until the server replies to a call with
-    /// the properties of the failed call (`sample`).
+    /// Open the circuit breaker if it is closed and `epoch` is still its current epoch. Then probe until the server
+    /// replies to a call with the properties of the failed call (`sample`).
     pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         if !self.breaker.try_open(epoch) {
             return;

@@ -393,7 +393,7 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
 #[derive(Debug)]
 pub struct ScriptReply {
     bytes: Vec<u8>,
-    /// The number of limits before each failed request, and the error of the request.
+    /// For each failed request: the total number of limits of the requests before it, and its error.
     failures: Vec<(usize, ServerError)>,
     /// Number of limits read so far.
     limits_read: usize,
@@ -454,7 +454,7 @@ impl ScriptReply {
     }
 }
 
-/// Return the number as an integer, if the exact arithmetic of the scripts can produce it.
+/// Convert a number of a reply to an integer. Return `None` if the number is negative, has a fraction or exceeds 2^53.
 fn decode_integer(number: f64) -> Option<u64> {
     let whole = number as u64;
     (whole as f64 == number && whole <= 1 << 53).then_some(whole)

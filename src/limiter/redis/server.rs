@@ -208,9 +208,10 @@ impl Sentinels {
         Sentinels { sentinels, master_name, login, last_master: Mutex::default() }
     }
 
-    /// Return the master after the latest failover. After a graceful failover, the previous master accepts writes for
-    /// about ten seconds. Then the Sentinels close all its connections, so connections must move to the new master
-    /// within these ten seconds.
+    /// Return the master with the highest configuration epoch that the Sentinels report. If the Sentinels were queried
+    /// less than [`SENTINEL_QUERY_INTERVAL`] ago, or if no Sentinel replies, return the last known master. After a
+    /// graceful failover, the previous master accepts writes for about ten seconds. Then the Sentinels close all its
+    /// connections, so connections must move to the new master within these ten seconds.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));

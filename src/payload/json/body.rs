@@ -34,8 +34,8 @@ pub enum JsonValue {
     Compound,
     /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values, because the member with this name occurs more than once, or with another case
-    /// of its name.
+    /// Servers may read different values, because a member occurs more than once, or because its name differs from the
+    /// pointer only in case. The field is the beginning of the member's name.
     Ambiguous(Box<str>),
 }
 
@@ -112,7 +112,8 @@ pub struct Position {
     rpc_base: usize,
 }
 
-/// The members of an object that have been read, as bit sets of the pointers that they match.
+/// Bit sets of the pointers that the members of an object have matched so far. If a later member matches the same
+/// pointer, the value at the pointer is ambiguous.
 #[derive(Debug, Default)]
 pub struct SeenMembers {
     matching: u64,

@@ -56,8 +56,8 @@ pub struct OutputBounds {
 }
 
 impl OutputBounds {
-    /// Return the maximum that a provider uses. For OpenAI, return the largest one, because the server may be any
-    /// compatible server, which may use any of them.
+    /// Return the maximum that a provider uses. For OpenAI, return the largest of the three, because the server may be
+    /// an OpenAI-compatible server that uses any of them.
     fn of(self, provider: Provider) -> Option<u64> {
         match provider {
             Provider::OpenAi => self.root.max(self.generation_config).max(self.options),

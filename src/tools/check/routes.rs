@@ -159,9 +159,9 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Warn of a route with `require` that is restricted by `methods`, `match`, `hosts` or `listeners`. The warning is
-/// necessary if other requests for the same path match a catch-all route that forwards to the same upstream without a
-/// credential.
+/// Warn of a route with `require` if `methods`, `match`, `hosts` or `listeners` of the route excludes requests for its
+/// path that reach the same upstream without a credential. This is the case if the excluded requests match a route that
+/// has no authentication and does not set the same key (a catch-all route).
 pub(super) fn open_alternatives(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).flat_map(|candidates| open_alternatives_of(input, &candidates)).collect()
 }
@@ -371,7 +371,7 @@ impl Sample {
         Some(Sample { host, method, headers, query, body: JsonBody::from_values(values) })
     }
 
-    /// Create a sample with the host and the method of the route that meets none of the route's conditions.
+    /// Create a sample request that has the host and the method of the route, but meets none of the route's conditions.
     fn without_conditions(candidate: &RouteCandidate<'_>) -> Option<Self> {
         let absent = candidate.conditions.iter().filter(|condition| condition.test == ValueTest::Absent);
         let present =

@@ -35,9 +35,9 @@ use crate::upstream::UpstreamError;
 /// Convert the verdict of a peek into the decision of a check. A peek reads the counters without charging them. If the
 /// request is admitted, this function therefore adds the request's own charge to each outcome.
 ///
-/// `response` is the response to an admitted request if the gateway itself generates it. The decision then contains the
-/// outcomes after the settlement, as the response headers do. Without it, the decision contains no charge that depends
-/// on the response.
+/// `response` is the response to an admitted request, or `None` if an upstream generates it. With a response, the
+/// outcomes include the settlement (the charge or refund that depends on the response), like the `RateLimit` headers of
+/// the response. With `None`, the outcomes include only the tokens that the request takes before its response.
 pub(super) fn simulated_decision<'a>(
     verdict: &Verdict,
     checks: &[LimitCheck<'a, '_>],
@@ -68,10 +68,11 @@ fn outcome_after(check: &LimitCheck<'_, '_>, outcome: &Outcome, tokens: u64, now
         return *outcome;
     }
     let rule = &check.variant.rule;
-    // The reset time if the identity had no other charges. A deferred cost may exceed the quota.
+    // Time in µs until the quota is fully available again if this is the only charge of the identity. Use `Charge`
+    // instead of `Check`, because a deferred cost may exceed the quota.
     let alone_us = rule.step(None, now_us, StepKind::Charge, tokens).outcome.reset_us;
     let reset_us = match rule {
-        // A bucket refills the tokens of one charge after those of another.
+        // A token bucket refills at a constant rate, so the refill times of its charges add up.
         Rule::TokenBucket(_) => outcome.reset_us.saturating_add(alone_us),
         // The request is charged in the window that an earlier request has opened.
         Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) if outcome.reset_us > 0 => {

@@ -264,8 +264,8 @@ pub(super) fn rejection_response(
     })
 }
 
-/// Report the response to a request that the limits admit. `decide` returns the decision for the response of the
-/// gateway itself, or for the unknown response of an upstream.
+/// Report the response to a request that the limits admit. `decide` returns the rate limit decision. Its argument is
+/// the response if the gateway itself generates it, or `None` if an upstream generates it.
 ///
 /// # Errors
 /// The action of the route rejects the request.

@@ -340,7 +340,7 @@ pub struct ReplayLimit {
     pub skip_reason: Option<String>,
     /// Notes on the limit for the report.
     pub notes: Vec<String>,
-    /// How the charge changes after the response: by a cost, by a refund or not at all.
+    /// The operation after the response: a charge of the cost, a possible refund, or nothing.
     pub deferred: Deferred,
     /// The variants of the consumers that do not use the default variant. The key of the map is the value of the mapped
     /// log field: the name of the consumer or its identity hash.
@@ -378,12 +378,13 @@ pub struct ReplayConfig {
     pub compiled: CompiledConfig,
     /// All limits, sorted by name.
     pub limits: Vec<ReplayLimit>,
-    /// The limits of each route that are replayed, indexed by route.
+    /// For each route, the limits that are replayed. The index of the vector is the index of the route.
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Map log fields to the identities of limits: the fields in `identity_fields`, and for other limits whose identity the
-/// log lacks, the identity hash in the log. Each field is mapped to a separate header (see `mapped_header`).
+/// Map at most one log field to the identity of each limit: the field in `identity_fields`, if there is one for the
+/// limit. Otherwise, if the log lacks a part of the identity but contains identity hashes, map the identity hash of the
+/// limit. Each field is mapped to a separate header (see `mapped_header`).
 ///
 /// # Errors
 /// An option names an unknown limit.

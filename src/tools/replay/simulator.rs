@@ -409,9 +409,9 @@ fn index_of_count(min_count: u64) -> u64 {
 }
 
 impl Recording {
-    /// Find the smallest quota of a limit that denies less than the share `target` of its requests, with three
-    /// significant digits. If the configured quota denies more, raise the index of its count in steps of doubling
-    /// length. Then use binary search.
+    /// Find the smallest quota of a limit that denies less than the share `target` of its requests, among the counts of
+    /// [`count_at`]. If the configured quota denies this share or more, increase the index of its count by 1, 2, 4 and
+    /// so on, until a quota denies less. Then find the smallest such quota by binary search.
     pub(super) fn suggest(
         &self,
         config: &ReplayConfig,
