@@ -14,7 +14,8 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The label, in text output, of cost whose LLM model is not known.
+/// The label, in text output, of cost whose LLM model is not recorded: the model is not known, or the month already has
+/// totals of the maximum number of models.
 pub const OTHER_MODELS: &str = "other";
 
 /// How a usage report groups the cost of each limit.
@@ -99,7 +100,7 @@ pub struct UsageEntry {
     pub consumer: Option<String>,
     /// The day (`2026-11-23`) or the month (`2026-11`). `None` if the cost is grouped by identity.
     pub period: Option<String>,
-    /// The LLM model. `None` if the cost is not grouped by model, or for the part of the cost whose model is not known.
+    /// The LLM model. `None` if the cost is not grouped by model, or for the part whose model is not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Charged cost minus refunds.
@@ -239,7 +240,7 @@ impl UsageReport {
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
             // The keys of `costs` determine the order of the entries: first consumers by name, then other identities by
-            // hash. Within each period, first models by name, then the cost whose model is not known.
+            // hash. Within each period, first models by name, then the cost whose model is not recorded.
             let group = (limit, consumer.is_none(), consumer, identity, period);
             let mut add = |model: Option<Box<str>>, cost: i64| {
                 let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
@@ -247,7 +248,7 @@ impl UsageReport {
             };
             if model.is_some() {
                 // The row without a model has the total cost of the day, including all models. Subtract the cost of
-                // each model from it, so that the cost whose model is not known remains.
+                // each model from it, so that the cost whose model is not recorded remains.
                 add(None, -cost);
             }
             add(model, cost);

@@ -252,8 +252,8 @@ impl CompiledConfig {
     }
 
     /// Carry over the state of providers with the same name. The keys of a JWK Set are kept if its URL is the same.
-    /// Verified users are kept if the users file is the same. For forward authentication, the cached decisions of the
-    /// auth server are kept if the settings are the same.
+    /// Verified users are kept if the users file is the same. For forward authentication, the cached admissions of the
+    /// authentication server are kept if the settings are the same.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
             if let Some(known) = previous.auth.key_urls.iter().find(|known| known.name == source.name) {

@@ -76,7 +76,7 @@ impl Deferred {
 /// What the gateway charges or refunds on a limit after the response has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SettleAction {
-    /// Charge and refund nothing.
+    /// Neither charge nor refund anything.
     Nothing,
     /// Charge this cost, even if it exceeds the remaining tokens.
     Charge(u64),

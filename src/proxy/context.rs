@@ -477,7 +477,8 @@ impl Peer {
         (self.is_distrusted, self.forwarded.trusted) = (true, false);
     }
 
-    /// Return a copy of the peer that uses the trusted proxies of `config`, or `None` if a reload has not changed them.
+    /// Return a copy of the peer that uses the `[client_ip]` settings of `config`, or `None` if no reload has changed
+    /// these settings.
     pub(super) fn revalidate(&self, config: &CompiledConfig) -> Option<Box<Peer>> {
         let client_ip = &config.client_ip;
         if Arc::ptr_eq(client_ip, &self.client_ip) {

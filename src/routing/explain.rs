@@ -196,8 +196,9 @@ impl<T> RouteTable<T> {
     /// Return routes that are unreachable for some methods. Such a route has conditions, but no methods. A route with
     /// methods precedes it, and has the same or fewer conditions. A route with several hosts is returned once per host.
     ///
-    /// Routes that are unreachable for another reason are not found, such as a regular expression after another
-    /// expression that matches the same paths.
+    /// Different path patterns need no comparison, because each pattern matches paths that no more specific pattern
+    /// matches. Routes that are unreachable for another reason are not found, such as a regular expression after
+    /// another expression that matches the same paths.
     pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
         for routes in self.hosts() {

@@ -272,8 +272,8 @@ pub(super) fn load(
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no API keys, although it lists no consumers or a consumer lacks an explicit `keys = []`.
-    /// Another program may still be writing such a file.
+    /// Whether the file has no API keys, and this is not explicit: the file lists no consumers, or a consumer has no
+    /// `keys = []`. Another program may still be writing such a file.
     pub(super) is_incomplete: bool,
 }
 

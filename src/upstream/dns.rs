@@ -86,7 +86,7 @@ impl DnsCache {
         DnsCache(names.into_iter().map(name).collect())
     }
 
-    /// Return whether no upstream has a host that must be resolved.
+    /// Return whether there is nothing to resolve, because no upstream has a host name.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -282,8 +282,8 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Credit for retries: each recorded request adds 1, and each retry subtracts `REQUESTS_PER_RETRY`. If the credit
-    /// is too low, `min_retries` determines whether the retry is allowed.
+    /// Credit for retries: each recorded request adds 1, and a retry subtracts `REQUESTS_PER_RETRY`. If the credit is
+    /// too low, nothing is subtracted, and `min_retries` determines whether the retry is allowed.
     deposits: AtomicU64,
     /// Token bucket that refills at `MIN_RETRIES_PER_SEC` and holds at most the retries of one second: the remaining
     /// retries, and the time of the last update.

@@ -73,7 +73,7 @@ fn redis_over_tls_needs_a_valid_certificate() {
         ("no certificate", ca.clone()),
         ("a certificate of another CA", format!("{ca}, {other_ca}")),
     ] {
-        // If Redis rejects the connection, the request waits for the whole timeout, so use a shorter timeout.
+        // If a certificate is missing or rejected, the request waits for the whole timeout, so use a shorter timeout.
         let gateway = gateway(&store(&tls).replace("5s", "2s"));
         gateway.get("/r").assert_problem(503, what);
         eventually(what, || gateway.log().contains("the store is down"));

@@ -53,8 +53,8 @@ impl Command {
         argument.chars().map(|byte| byte as u8).collect()
     }
 
-    /// Return the letter that encodes the operation of the first request in a script call. Return `None` for other
-    /// commands.
+    /// Return the letter that encodes the operation of the first request in a script call. Return `None` for a script
+    /// call without an argument and for other commands.
     pub fn operation(&self) -> Option<char> {
         self.is_script().then(|| self.argument().get(16).map(|letter| char::from(*letter))).flatten()
     }

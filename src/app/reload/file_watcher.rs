@@ -77,8 +77,9 @@ pub(crate) struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Also watch these directories. The groups keep the contents that they read last. A new watcher would start with
-    /// the contents from the load of the active configuration, which may be older.
+    /// Also watch these directories. The groups keep the contents that they read last. For the files that the active
+    /// configuration refers to, a new watcher would start with the contents from the load of this configuration, which
+    /// may be older.
     ///
     /// # Errors
     /// A directory cannot be watched.

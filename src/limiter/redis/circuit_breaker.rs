@@ -211,15 +211,15 @@ pub(crate) struct FailureWindow {
     late_ratio: FailureRatio,
 }
 
-/// The share of matching (failed or late) calls in a window of the length [`WINDOW`]. A window begins with a matching
-/// call.
+/// The share of bad calls in a window of the length [`WINDOW`]. The caller decides which calls are bad: failed calls,
+/// or failed and late calls. A window begins with a bad call.
 #[derive(Debug)]
 struct FailureRatio {
-    /// The circuit breaker opens if the share of matching calls is at least this value, in tenths.
+    /// The circuit breaker opens if at least this share of the calls, in tenths, is bad.
     max_tenths: u64,
     /// From the highest to the lowest bits: start of the window in ms after the creation of the circuit breaker (32
-    /// bits), number of calls (16 bits) and number of matching calls (16 bits). 0: no window. The window begins with a
-    /// failure, because earlier successes could only reduce the share of failures.
+    /// bits), number of calls (16 bits) and number of bad calls (16 bits). 0: no window. The window begins with a bad
+    /// call, because earlier good calls could only reduce the share of bad calls.
     packed_window: AtomicU64,
 }
 
@@ -236,22 +236,22 @@ impl FailureWindow {
         if self.consecutive.load(Ordering::Relaxed) != 0 {
             self.consecutive.store(0, Ordering::Relaxed);
         }
-        self.failed_ratio.record_other(&now);
-        self.late_ratio.record_other(&now);
+        self.failed_ratio.record_good(&now);
+        self.late_ratio.record_good(&now);
     }
 
     /// Record a failed call. Return whether the breaker must open.
     pub(crate) fn record_failure(&self, now: Duration) -> bool {
         let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed) + 1;
-        let is_failed_exceeded = self.failed_ratio.record_matching(now);
-        let late = self.late_ratio.record_matching(now);
+        let is_failed_exceeded = self.failed_ratio.record_bad(now);
+        let late = self.late_ratio.record_bad(now);
         consecutive >= MAX_CONSECUTIVE_FAILURES || is_failed_exceeded || late
     }
 
     /// Record a call that got no reply in time, although other calls got a reply. Return whether the breaker must open.
     pub(crate) fn record_late_reply(&self, now: Duration) -> bool {
-        self.failed_ratio.record_other(&|| now);
-        self.late_ratio.record_matching(now)
+        self.failed_ratio.record_good(&|| now);
+        self.late_ratio.record_bad(now)
     }
 
     /// Forget all recorded failures.
@@ -263,32 +263,31 @@ impl FailureWindow {
 }
 
 impl FailureRatio {
-    fn record_other(&self, now: &impl Fn() -> Duration) {
+    fn record_good(&self, now: &impl Fn() -> Duration) {
         if self.packed_window.load(Ordering::Relaxed) != 0 {
             self.record(now(), 0);
         }
     }
 
-    /// Record a call that counts as matching. Return whether the share is too large.
-    fn record_matching(&self, now: Duration) -> bool {
-        let (calls, matching) = self.record(now, 1);
-        calls >= MIN_CALLS && 10 * matching >= self.max_tenths * calls
+    /// Record a bad call. Return whether the share of bad calls is too large.
+    fn record_bad(&self, now: Duration) -> bool {
+        let (calls, bad) = self.record(now, 1);
+        calls >= MIN_CALLS && 10 * bad >= self.max_tenths * calls
     }
 
-    /// Record a call as `matching` (1) or not matching (0). Return the number of calls and of matching calls in the
-    /// window.
-    fn record(&self, now: Duration, matching: u64) -> (u64, u64) {
+    /// Record a call as bad (1) or good (0). Return the number of calls and of bad calls in the window.
+    fn record(&self, now: Duration, bad: u64) -> (u64, u64) {
         // A 32-bit number of ms wraps after 49 days, which does not matter because only differences are used.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
             let started_ms = (window >> 32) as u32;
             let calls = window >> 16 & 0xFFFF;
-            let matching_before = window & 0xFFFF;
+            let bad_before = window & 0xFFFF;
             let is_over = u128::from(now_ms.wrapping_sub(started_ms)) >= WINDOW.as_millis() || calls == 0xFFFF;
-            match (is_over || window == 0, matching) {
+            match (is_over || window == 0, bad) {
                 (true, 0) => 0,
                 (true, _) => u64::from(now_ms) << 32 | 1 << 16 | 1,
-                (false, _) => u64::from(started_ms) << 32 | (calls + 1) << 16 | (matching_before + matching),
+                (false, _) => u64::from(started_ms) << 32 | (calls + 1) << 16 | (bad_before + bad),
             }
         };
         let before =
@@ -382,8 +381,8 @@ impl WriteHealth {
     }
 }
 
-/// Return whether a call has certainly written to the store: its charges were granted, and at least one of them is
-/// [`ChargeMode::Enforced`] and has a cost above 0.
+/// Return whether a call has certainly written to the store: its operation charges tokens, its charges were granted,
+/// and at least one of them has a cost above 0 and is [`ChargeMode::Enforced`]. The store charges such a cost at once.
 fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) -> bool {
     matches!(operation, Operation::Check | Operation::TakeUpTo | Operation::Charge)
         && verdict.granted > 0

@@ -330,7 +330,8 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
 /// executed.
 const MAX_ATTEMPTS: usize = 3;
 
-/// An owned copy of a [`Charge`], for the task that continues after the request has ended.
+/// An owned copy of a [`Charge`], for the task that makes the calls. The task may continue after the request has
+/// ended.
 #[derive(Debug)]
 struct ShardCharge {
     identity: Identity,
@@ -401,8 +402,9 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Return an error if the circuit breaker of a node that owns the slot of a group is open. Without this check, the
-    /// groups on other nodes would be charged and then refunded.
+    /// Return an error if the circuit breaker of a node that owns the slot of a group is open. The error says that
+    /// nothing was executed, so the caller can retry the whole operation. Without this check, other nodes would execute
+    /// their groups of a charge, refund or renewal.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {

@@ -402,7 +402,8 @@ pub struct ReconnectThrottle {
 }
 
 impl ReconnectThrottle {
-    /// Run `attempt`, unless the last attempt failed and began less than [`RECONNECT_INTERVAL`] ago.
+    /// Run `attempt`, unless the last completed attempt failed and the last attempt began less than
+    /// [`RECONNECT_INTERVAL`] ago.
     ///
     /// # Errors
     /// The error of this attempt. If no attempt is made, the error of the previous one.

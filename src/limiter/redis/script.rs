@@ -454,7 +454,8 @@ impl ScriptReply {
     }
 }
 
-/// Convert a number of a reply to an integer. Return `None` if the number is negative, has a fraction or exceeds 2^53.
+/// Convert a number of a reply to an integer. Return `None` if the number is negative, has a fraction or exceeds 2^53,
+/// because the exact arithmetic of the scripts cannot produce such a number.
 fn decode_integer(number: f64) -> Option<u64> {
     let whole = number as u64;
     (whole as f64 == number && whole <= 1 << 53).then_some(whole)

@@ -35,9 +35,9 @@ use crate::upstream::UpstreamError;
 /// Convert the verdict of a peek into the decision of a check. A peek reads the counters without charging them. If the
 /// request is admitted, this function therefore adds the request's own charge to each outcome.
 ///
-/// `response` is the response to an admitted request, or `None` if an upstream generates it. With a response, the
-/// outcomes include the settlement (the charge or refund that depends on the response), like the `RateLimit` headers of
-/// the response. With `None`, the outcomes include only the tokens that the request takes before its response.
+/// `response` is the response to an admitted request if the gateway itself generates it. With a response, the outcomes
+/// include the settlement (the charge or refund that depends on the response), like the `RateLimit` headers of the
+/// response. With `None`, the outcomes include only the tokens that the request takes before its response.
 pub(super) fn simulated_decision<'a>(
     verdict: &Verdict,
     checks: &[LimitCheck<'a, '_>],
