@@ -2,7 +2,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::ops::Range;
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -166,9 +169,17 @@ impl Drop for Redis {
     }
 }
 
-/// Return a port that is currently free.
+/// The ports that [`free_port`] returns. They are below the range from which Linux takes the ports of clients and of
+/// listeners with port 0. Otherwise, another test could get such a port before this test listens on it.
+const FREE_PORTS: Range<u16> = 10_000..22_000;
+
+/// Return a port that is currently free. Each call returns another port.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    // Begin at different ports in test processes that run at the same time.
+    static NEXT: LazyLock<AtomicU32> = LazyLock::new(|| AtomicU32::new(std::process::id().wrapping_mul(997)));
+    let length = u32::from(FREE_PORTS.end - FREE_PORTS.start);
+    let mut ports = (0..length).map(|_| FREE_PORTS.start + (NEXT.fetch_add(1, Ordering::Relaxed) % length) as u16);
+    ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
 }
 
 /// Return the version of the installed redis-server, such as `(7, 0)`.
