@@ -16,6 +16,7 @@ use std::task::Poll;
 use std::time::Duration;
 use std::{io, iter};
 
+use http::StatusCode;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -326,7 +327,9 @@ impl Server {
     /// Respond with 400 and this detail, and close the connection.
     async fn reject(&self, mut stream: TcpStream, detail: &str, deadline: Instant) -> Result<(), BoxError> {
         let response = handshake::tls_mismatch_response(detail, self.gateway.config().server.proxy_status);
+        self.gateway.record_unparsed(StatusCode::BAD_REQUEST);
         timeout_at(deadline, stream.write_all(&response)).await??;
+        self.metrics.record_sent(response.len());
         if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
             // Box the future, because only few connections need space for a lingering close.
             Box::pin(lingering_close(stream)).await;

@@ -226,7 +226,6 @@ impl CompiledConfig {
     /// Return the configuration as written, including the tables of included files. The result is JSON with masked
     /// secrets.
     pub fn redacted(&self) -> Value {
-        // The configuration was compiled from the same texts, so parsing cannot fail.
         redacted_config(self.texts()).unwrap_or_default()
     }
 
@@ -235,7 +234,8 @@ impl CompiledConfig {
         hashed_config(self.texts(), hasher).unwrap_or_default()
     }
 
-    /// Return the texts of the configuration file and of the files that it includes.
+    /// Return the texts of the configuration file and of the files that it includes. The configuration was compiled from
+    /// these texts, so parsing them cannot fail.
     fn texts(&self) -> impl Iterator<Item = Cow<'_, str>> {
         let ConfigFiles { main, included, .. } = &self.files;
         std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content))

@@ -98,9 +98,7 @@ impl Reloader {
                     // operator corrects them.
                     let directories = self.config_handle.last_attempt().directories;
                     if let Some(watcher) = &mut self.watcher {
-                        if let Err(error) = watcher.add_directories(directories) {
-                            warn!(%error, "cannot watch a directory of included files: reload with SIGHUP");
-                        }
+                        watcher.add_directories(directories);
                         // If the reload was requested, also reload the files that the active configuration refers
                         // to, such as certificate files, although the new configuration is invalid.
                         if is_requested(&requests) {

@@ -2,6 +2,7 @@
 //! maximum cost that each limit admits.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::io::{Write, stdout};
 use std::ops::Range;
 use std::path::Path;
@@ -457,9 +458,9 @@ const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 enum RunningGateway {
     /// No gateway responds, or the configuration has no `[admin]`.
     None,
-    /// The gateway runs this file. The list contains the keys that only a restart can change and whose values differ.
+    /// The gateway may run this file. The list contains the keys that only a restart can change and whose values differ.
     SameFile(Vec<String>),
-    /// The gateway runs another file.
+    /// The gateway runs another file of this machine.
     OtherFile { gateway: String, file: String },
 }
 
@@ -477,7 +478,7 @@ fn compare_with_running(path: &Path, config: &CompiledConfig) -> anyhow::Result<
         return Ok(RunningGateway::None);
     };
     Ok(match response["file"].as_str() {
-        Some(file) if !is_same_file(path, Path::new(file)) => {
+        Some(file) if !may_be_same_file(path, Path::new(file)) => {
             RunningGateway::OtherFile { gateway: client.to_string(), file: printable_text(file) }
         }
         _ => RunningGateway::SameFile(restart_keys(&response)),
@@ -486,11 +487,10 @@ fn compare_with_running(path: &Path, config: &CompiledConfig) -> anyhow::Result<
 
 /// Return whether the file of the gateway may be the file at `path`. A file that does not exist on this machine may be
 /// the same file: in a container, the gateway sees the file at the path of another mount.
-fn is_same_file(path: &Path, of_gateway: &Path) -> bool {
-    match (path.canonicalize(), of_gateway.canonicalize()) {
-        (Ok(path), Ok(of_gateway)) => path == of_gateway,
-        (_, Err(_)) => true,
-        (Err(_), Ok(_)) => false,
+fn may_be_same_file(path: &Path, of_gateway: &Path) -> bool {
+    match of_gateway.canonicalize() {
+        Ok(of_gateway) => path.canonicalize().is_ok_and(|path| path == of_gateway),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
     }
 }
 

@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::process::Output;
 
 use crate::support::gateway::{Gateway, binary};
+use crate::support::redis::free_port;
 use serde_json::{Value, json};
 
 const TOKEN: &str = "open-sesame";
@@ -26,8 +27,7 @@ fn config(admin: &str) -> String {
 /// Start a gateway. The configuration file contains the port of the admin listener, so that the commands can connect to
 /// it.
 fn start() -> Gateway {
-    // If another process binds the port before the gateway does, the gateway fails to start and logs the reason.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"{TOKEN}\"\n")))
 }
 
@@ -222,7 +222,7 @@ fn errors_of_admin_commands_are_one_sentence() {
         );
     }
     // Without `admin.token`, reads are allowed and changes are rejected.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
     assert!(output(&open, &["top"]).contains("no denials"));
     let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);

@@ -237,6 +237,8 @@ fn tls_on_a_plain_port_gets_a_400_and_is_logged_once() {
     assert!(*listener == gateway.address.to_string() && found[0]["network"] == "127.0.0.1", "{log}");
     let labels = "result=\"failed\",reason=\"unexpected_tls\",version=\"none\",alpn=\"none\"";
     assert_eq!(metric(&gateway, &format!("sluicegate_tls_handshakes_total{{{labels}}}")), 3.0, "each is counted");
+    let responses = "sluicegate_http_requests_total{route=\"\",status=\"4xx\"}";
+    assert_eq!(metric(&gateway, responses), 3.0, "each response is counted");
 }
 
 #[test]

@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
-use crate::support::redis::Redis;
+use crate::support::redis::{Redis, free_port};
 
 /// A running example. Dropping it kills the process.
 struct Embed {
@@ -116,7 +116,7 @@ fn processes_on_one_redis_admit_exactly_the_quota_together() {
 
 #[test]
 fn requests_get_503_while_redis_is_down() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let url = format!("redis://127.0.0.1:{port}");
     let embed = Embed::start(&["--quota", "7/hour", "--redis", &url]);
     let reply = embed.get_from([127, 0, 0, 1]);

@@ -2,7 +2,7 @@
 //! and the client, failures, the cache, and the limits that apply before and after authentication.
 
 use std::io::Write;
-use std::net::TcpListener;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -12,7 +12,7 @@ use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::http2;
-use crate::support::redis::Redis;
+use crate::support::redis::{Redis, free_port};
 use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 use serde_json::{Value, json};
@@ -275,7 +275,7 @@ fn repeated_headers_with_a_single_value_are_rejected_before_the_server() {
 
 #[test]
 fn server_that_does_not_respond_denies_or_admits_as_configured() {
-    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let closed = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let hanging = serve(|mut stream| {
         let _ = read_request(&mut stream);
         // Do not respond until the gateway times out and closes the connection.

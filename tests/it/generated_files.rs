@@ -1,11 +1,11 @@
 //! Generated files and texts: the configurations that `sluicegate init` writes, shell completions, man pages, and the
 //! examples in the help.
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::support::gateway::{Gateway, binary};
+use crate::support::redis::free_port;
 
 const SITUATIONS: [&str; 4] = ["single-api", "plans", "cdn", "llm"];
 
@@ -154,7 +154,7 @@ fn shell(directory: &Path, script: &str) -> Command {
 /// The examples in the help use the names of the limits, the consumer and the files of this test.
 #[test]
 fn examples_of_the_help_work() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let config = format!(
         "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\nsocket = \"admin.sock\"\n[client_ip]\ntrusted_proxies = []\n\
          [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\

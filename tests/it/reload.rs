@@ -445,9 +445,11 @@ fn rejected_include_does_not_reset_the_contents_of_other_files() {
     eventually("the configuration is rejected", || gateway.log().contains("more/a.toml:1:1"));
     gateway.put_file("consumers.toml", &consumer_with_key("one"));
     eventually("the change back is applied", || knows("one") && !knows("two"));
-    assert_eq!(gateway.log().matches("\"file reloaded\"").count(), 2, "{}", gateway.log());
+    let reloads = || gateway.log().matches("\"file reloaded\"").count();
+    eventually("both changes are logged", || reloads() >= 2);
     gateway.put_file("more/a.toml", &says("x").replace("says", "a"));
     eventually("the new directory is watched", || gateway.client().get_with("/a", &[]).status == 200);
+    assert_eq!(reloads(), 2, "only changes are logged: {}", gateway.log());
 }
 
 /// Return a consumers file with one consumer.

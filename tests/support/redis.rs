@@ -169,8 +169,9 @@ impl Drop for Redis {
     }
 }
 
-/// The ports that [`free_port`] returns. They are below the range from which Linux takes the ports of clients and of
-/// listeners with port 0. Otherwise, another test could get such a port before this test listens on it.
+/// The ports that [`free_port`] returns. These ports, and those of the cluster bus (10,000 higher), are below the range
+/// from which Linux takes the ports of clients and of listeners with port 0 (from 32,768). Otherwise, another test could
+/// get such a port before this test listens on it.
 const FREE_PORTS: Range<u16> = 10_000..22_000;
 
 /// Return a port that is currently free. Each call returns another port.

@@ -81,18 +81,21 @@ impl FileWatcher {
     /// configuration refers to, a new watcher would start with the contents from the load of this configuration, which
     /// may be older.
     ///
-    /// # Errors
-    /// A directory cannot be watched.
-    pub(crate) fn add_directories(&mut self, directories: BTreeSet<PathBuf>) -> Result<(), notify::Error> {
+    /// Log each directory that cannot be watched.
+    pub(crate) fn add_directories(&mut self, directories: BTreeSet<PathBuf>) {
         for directory in directories {
-            if !self.directories.contains(&directory) {
-                self.watcher.watch(&directory, RecursiveMode::NonRecursive)?;
-                self.directories.insert(directory);
-                // A file may have changed before its directory was watched.
-                let _ = self.wake.try_send(());
+            if self.directories.contains(&directory) {
+                continue;
             }
+            if let Err(error) = self.watcher.watch(&directory, RecursiveMode::NonRecursive) {
+                let directory = directory.display();
+                warn!(%directory, %error, "cannot watch a directory of included files: reload with SIGHUP");
+                continue;
+            }
+            self.directories.insert(directory);
+            // A file may have changed before its directory was watched.
+            let _ = self.wake.try_send(());
         }
-        Ok(())
     }
 
     /// Report all files, even if they have not changed.

@@ -279,17 +279,11 @@ impl AdminClient {
 /// Parameters of the admin API for which commands have an option with the same name.
 const OPTIONS: [&str; 10] = ["limit", "cost", "count", "quota", "burst", "ttl", "note", "by", "from", "to"];
 
-/// Texts that follow the name of a parameter in an error message of the admin API. If another text follows, the text in
-/// backticks is a value that the user gave, as in "`limit` is not a quota".
-const AFTER_PARAMETER: [&str; 4] = [" must ", " is allowed ", " is missing", " ("];
-
-/// Replace the parameter of the admin API at the start of an error message with the option of the command.
+/// Replace the parameter of the admin API at the start of an error message with the option of the command. Before
+/// "is not", the text in backticks is a value that the user gave, as in "`limit` is not a quota".
 fn with_option_name(detail: &str) -> String {
     let parameter = detail.strip_prefix('`').and_then(|rest| rest.split_once('`'));
-    let is_parameter = |(name, rest): &(&str, &str)| {
-        OPTIONS.contains(name) && AFTER_PARAMETER.iter().any(|text| rest.starts_with(text))
-    };
-    match parameter.filter(is_parameter) {
+    match parameter.filter(|(name, rest)| OPTIONS.contains(name) && !rest.starts_with(" is not ")) {
         Some((name, rest)) => format!("--{name}{rest}"),
         None => detail.to_owned(),
     }

@@ -297,8 +297,8 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-/// Return a warning if the log is shorter than the window of a limit. Ignore a difference of 1 %: the first and the last
-/// request of a daily log are some seconds less than a day apart.
+/// Return a warning if the log is more than 1 % shorter than the window of a limit. A daily log is always a little
+/// shorter than a day, from its first to its last request.
 fn short_log_note(limit: &ReplayLimit, result: &ReplayResult) -> Option<String> {
     if limit.skip_reason.is_some() || matches!(limit.variant.rule, Rule::Concurrency(_)) {
         return None;
