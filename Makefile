@@ -253,6 +253,8 @@ bench-field: tools peers
 	@$(call ensure,h2load,nghttp2-client)
 	@target/oha/bin/oha --version 2>/dev/null | grep -qF "oha $(OHA_VERSION)" || \
 	  cargo install oha --locked --version $(OHA_VERSION) --root target/oha
+	@pkg-config --exists openssl || $(call install,pkg-config libssl-dev)
+	cargo build --locked --release --manifest-path benches/field/pingora/Cargo.toml --target-dir target/pingora
 	cargo build --locked --release
 	python3 -B benches/field/field.py
 	python3 -B benches/field/field.py --write docs

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compare Sluicegate with nginx, HAProxy, Envoy, Traefik, Caddy, and nginx with Lua and Redis: `make bench-field`.
+"""Compare Sluicegate with nginx, HAProxy, Envoy, Traefik, Caddy, Pingora, and nginx with Lua and Redis:
+`make bench-field`.
 
 For each proxy (contestant), the benchmark measures the CPU time per request at full load, the latency at a fixed rate,
 the memory, and how many requests two instances admit together under a limit of 100. The proxies run on core 0; the load
@@ -96,6 +97,9 @@ def contestants():
     yield Contestant("Envoy", envoy, "envoy.yaml", [*PROXYING, "local limit"], ask=["--version"], two=["local"])
     yield Contestant("Traefik", [str(peers / "traefik"), "--configFile=CONFIG"], "traefik.yml", PROXYING + limits, ask=["version"], two=KINDS)
     yield Contestant("Caddy", [str(peers / "caddy"), "run", "--adapter", "caddyfile", "--config", "CONFIG"], "Caddyfile", PROXYING, ask=["version"])
+    pingora = str(ROOT / "target/pingora/release/pingora-proxy-for-field")
+    yield Contestant("Pingora", [pingora, "CONFIG"], "pingora.yaml", [name for name in [*PROXYING, "local limit"] if name != "access log"],
+                     ask=["--version"], two=["local"])
     for name, binary in [("Sluicegate, plain build", BINARY), (PGO, WITH_PGO)]:
         yield Contestant(name, [str(binary), "--config", "CONFIG"], "sluicegate.toml", PROXYING + limits, ask=["--version"], variants=ours, two=KINDS)
 

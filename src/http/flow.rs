@@ -39,6 +39,10 @@ pub struct ConnectionActivity {
     announces_close: AtomicBool,
     /// Whether a request is in flight, or a part of its response is not written yet.
     has_unwritten_response: AtomicBool,
+    /// Whether the connection is suspended: it is idle, and its buffers are freed or about to be freed.
+    is_suspended: AtomicBool,
+    /// Whether the connection must not be suspended.
+    keeps_buffers: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
 }
@@ -53,14 +57,17 @@ pub struct InFlightRequest {
 impl ConnectionActivity {
     /// Create the activity of a new connection.
     pub fn new() -> Arc<Self> {
-        let (last_response_end_ms, headers_counter, announces_close, has_unwritten_response, tunnel) =
-            Default::default();
+        let (last_response_end_ms, headers_counter) = Default::default();
+        let (announces_close, has_unwritten_response, is_suspended, keeps_buffers) = Default::default();
+        let tunnel = Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
             last_response_end_ms,
             headers_counter,
             announces_close,
             has_unwritten_response,
+            is_suspended,
+            keeps_buffers,
             tunnel,
         })
     }
@@ -121,14 +128,46 @@ impl ConnectionActivity {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
         }
-        // Use an acquire fence, so that this thread sees the end time that the drop of the last request has stored.
-        fence(Ordering::Acquire);
-        let age = self.opened_at.elapsed();
-        let time_left = match self.last_response_end_ms.load(Ordering::Relaxed) {
-            0 => header_timeout.checked_sub(age),
-            last_end_ms => (Duration::from_millis(last_end_ms) + idle_timeout).checked_sub(age),
+        let time_left = match self.idle_time() {
+            None => header_timeout.checked_sub(self.opened_at.elapsed()),
+            Some(idle_time) => idle_timeout.checked_sub(idle_time),
         };
         time_left.filter(|time_left| !time_left.is_zero())
+    }
+
+    /// Return whether the connection may be suspended: all responses are written, and since `time` or longer, no bytes
+    /// have arrived.
+    pub fn may_suspend(self: &Arc<Self>, time: Duration) -> bool {
+        Arc::strong_count(self) <= CONNECTION_REFS
+            && self.idle_time().is_some_and(|idle_time| idle_time >= time)
+            && self.headers_counter.load(Ordering::Relaxed) & 1 == 0
+            && !self.has_unwritten_response()
+            && !self.keeps_buffers.load(Ordering::Relaxed)
+    }
+
+    /// Never suspend the connection.
+    pub fn keep_buffers(&self) {
+        self.keeps_buffers.store(true, Ordering::Relaxed);
+    }
+
+    /// Return the time since the end of the last response, or `None` before the end of the first response.
+    fn idle_time(&self) -> Option<Duration> {
+        // Use an acquire fence, so that this thread sees the end time that the drop of the last request has stored.
+        fence(Ordering::Acquire);
+        match self.last_response_end_ms.load(Ordering::Relaxed) {
+            0 => None,
+            end_ms => Some(self.opened_at.elapsed().saturating_sub(Duration::from_millis(end_ms))),
+        }
+    }
+
+    /// Return whether the connection is suspended.
+    pub fn is_suspended(&self) -> bool {
+        self.is_suspended.load(Ordering::Relaxed)
+    }
+
+    /// Set whether the connection is suspended.
+    pub fn set_suspended(&self, is_suspended: bool) {
+        self.is_suspended.store(is_suspended, Ordering::Relaxed);
     }
 }
 

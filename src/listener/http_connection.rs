@@ -6,14 +6,15 @@ use std::ops::Deref;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
-use hyper::service::service_fn;
+use hyper::service::{HttpService, service_fn};
+use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -50,6 +51,10 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 /// client.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
+/// Time after which an idle HTTP/1.1 connection is suspended. The connections of busy clients are rarely idle for so
+/// long, so they are not suspended and resumed again and again.
+const SUSPEND_AFTER: Duration = Duration::from_secs(5);
+
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -81,6 +86,8 @@ enum ConnectionEvent {
     Draining,
     /// The timer of the connection has fired.
     TimerFired,
+    /// The connection is no longer suspended.
+    Resumed,
 }
 
 /// One HTTP connection of a client.
@@ -117,19 +124,27 @@ impl HttpConnection {
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone(), settings.proxy_status));
+        let stream = MonitoredStream::new(stream, protocol, self.activity.clone(), settings.proxy_status);
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
                 // Let requests borrow from the connection instead of cloning references, because the connection
                 // outlives its requests.
-                let service = service_fn(|request| {
+                let service = service_fn(|request: Request<Incoming>| {
+                    // If a request has asked for an upgrade and got another response, hyper keeps the upgrade until its
+                    // connection ends, and then gives the stream away.
+                    if request.extensions().get::<OnUpgrade>().is_some() {
+                        self.activity.keep_buffers();
+                    }
                     let in_flight = self.activity.start_request(flow.clone());
                     serve_request(&*self.gateway, &*self.peer, in_flight, request)
                 });
-                let connection = http1_builder(settings).serve_connection(io, service).with_upgrades();
+                let connection = Http1Connection::new(stream, service, settings, &self.activity);
+                let shutdown =
+                    |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().graceful_shutdown();
+                let suspend = |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().suspend();
                 let drain_grace = settings.drain_grace();
-                self.drive(connection, &flow, drain_grace, |connection| connection.graceful_shutdown()).await
+                self.drive(connection, &flow, drain_grace, shutdown, Some(suspend)).await
             }
             Protocol::Http2 => {
                 let executor = StreamExecutor::new(settings, self.buffer_budget.clone());
@@ -138,24 +153,27 @@ impl HttpConnection {
                     let in_flight = self.activity.start_request(executor.start_stream());
                     serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
                 });
-                let connection = http2_builder(settings, executor.clone()).serve_connection(io, service);
+                let connection =
+                    http2_builder(settings, executor.clone()).serve_connection(TokioIo::new(stream), service);
                 // Use no grace period when draining, because GOAWAY tells the client which of its requests the gateway
                 // still serves (RFC 9113 §6.8). Box the future, because it is twice as large as the future of HTTP/1.
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
-                Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown)).await
+                let suspend = None::<fn(Pin<&mut _>)>;
+                Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown, suspend)).await
             }
         }
     }
 
     /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. The
     /// gateway then still serves a request that the client has already sent, and the response announces that the
-    /// connection will be closed.
+    /// connection will be closed. `suspend` frees the buffers of an idle connection.
     async fn drive<C>(
         &self,
         connection: C,
         flow: &Arc<StreamFlow>,
         drain_grace: Duration,
         graceful_shutdown: impl FnOnce(Pin<&mut C>),
+        mut suspend: Option<impl FnMut(Pin<&mut C>)>,
     ) -> Result<CloseReason, BoxError>
     where
         C: Future<Output = hyper::Result<()>>,
@@ -168,7 +186,9 @@ impl HttpConnection {
         // Each connection has one timer. The timer is not reset for each request. Instead, the gateway computes the
         // remaining time when the timer fires.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
-        let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
+        let longest_sleep = if suspend.is_some() { SUSPEND_AFTER } else { Duration::MAX };
+        let mut deadline = pin!(sleep(time_left().unwrap_or_default().min(longest_sleep)));
+        let mut was_suspended = false;
         let mut waker = SelectiveWaker::new();
         // Value of the headers counter in the last `HeadersStarted` event. 0 before the first of these events.
         let mut current_headers = 0;
@@ -179,6 +199,9 @@ impl HttpConnection {
                 }
                 if graceful_shutdown.is_some() && watchdog.flow().is_request_abandoned() {
                     return Poll::Ready(ConnectionEvent::RequestUnread);
+                }
+                if was_suspended && !self.activity.is_suspended() {
+                    return Poll::Ready(ConnectionEvent::Resumed);
                 }
                 if let Some(started) =
                     self.activity.partial_headers().filter(|started| *started != current_headers && !is_draining)
@@ -237,9 +260,19 @@ impl HttpConnection {
                     if let Some(graceful_shutdown) = graceful_shutdown.take_if(|_| is_draining) {
                         graceful_shutdown(connection.as_mut());
                     }
-                    match time_left() {
-                        Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                        None => return Ok(CloseReason::Timeout),
+                    let Some(time_left) = time_left() else { return Ok(CloseReason::Timeout) };
+                    let is_idle = self.activity.may_suspend(SUSPEND_AFTER) && flow.unfinished_bodies().is_none();
+                    if let Some(suspend) = suspend.as_mut().filter(|_| is_idle && !is_draining) {
+                        suspend(connection.as_mut());
+                        was_suspended = true;
+                    }
+                    let sleep = if was_suspended { time_left } else { time_left.min(longest_sleep) };
+                    deadline.as_mut().reset(Instant::now() + sleep);
+                }
+                ConnectionEvent::Resumed => {
+                    was_suspended = false;
+                    if !is_draining {
+                        deadline.as_mut().reset(Instant::now() + SUSPEND_AFTER);
                     }
                 }
             }
@@ -250,6 +283,101 @@ impl HttpConnection {
             Box::pin(tunnel.run_tunnel()).await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
+    }
+}
+
+/// An HTTP/1.1 connection, which can be suspended while it is idle.
+///
+/// hyper keeps a read buffer of at least 8 KiB as long as its connection exists. A suspended connection has no
+/// connection of hyper, only its stream. When the client sends data or closes the connection, the stream gets a new
+/// connection of hyper.
+struct Http1Connection<'a, S, V: HttpService<Incoming>> {
+    /// `None` while the connection is suspended.
+    serving: Option<Box<http1::UpgradeableConnection<TokioIo<MonitoredStream<S>>, V>>>,
+    /// `None` while hyper serves the connection.
+    suspended: Option<(MonitoredStream<S>, V)>,
+    settings: &'a ServerSettings,
+    activity: &'a Arc<ConnectionActivity>,
+}
+
+impl<'a, S, V> Http1Connection<'a, S, V>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    V: HttpService<Incoming, ResBody = Body> + Unpin,
+{
+    fn new(
+        stream: MonitoredStream<S>,
+        service: V,
+        settings: &'a ServerSettings,
+        activity: &'a Arc<ConnectionActivity>,
+    ) -> Self {
+        let suspended = Some((stream, service));
+        let mut connection = Http1Connection { serving: None, suspended, settings, activity };
+        connection.resume();
+        connection
+    }
+
+    /// Let hyper serve the connection.
+    fn resume(&mut self) {
+        self.activity.set_suspended(false);
+        if let Some((stream, service)) = self.suspended.take() {
+            let connection = http1_builder(self.settings).serve_connection(TokioIo::new(stream), service);
+            self.serving = Some(Box::new(connection.with_upgrades()));
+        }
+    }
+
+    /// Suspend the idle connection. The next call of `poll` frees its buffers.
+    fn suspend(&mut self) {
+        if let Some(connection) = &mut self.serving {
+            // An idle connection of hyper ends in the next poll, and leaves the stream open. If the connection is not
+            // idle, hyper closes it after the request, so bytes of this request are never parsed as another request.
+            self.activity.set_suspended(true);
+            Pin::new(&mut **connection).graceful_shutdown();
+        }
+    }
+
+    /// Close the connection after the request in progress. Without such a request, close the connection at once.
+    fn graceful_shutdown(&mut self) {
+        self.resume();
+        if let Some(connection) = &mut self.serving {
+            Pin::new(&mut **connection).graceful_shutdown();
+        }
+        if self.activity.partial_headers().is_some() && !self.activity.has_unwritten_response() {
+            // Drop the connection, because hyper would wait for the end of the first headers that it reads.
+            self.serving = None;
+        }
+    }
+}
+
+impl<S, V> Future for Http1Connection<'_, S, V>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    V: HttpService<Incoming, ResBody = Body> + Unpin,
+{
+    type Output = hyper::Result<()>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<hyper::Result<()>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(connection) = &mut this.serving {
+                let polled = Pin::new(&mut **connection).poll(cx);
+                if !this.activity.is_suspended() || !matches!(polled, Poll::Ready(Ok(()))) {
+                    this.activity.set_suspended(false);
+                    return polled;
+                }
+                this.suspended = this.serving.take().and_then(|connection| connection.into_parts()).map(|parts| {
+                    let mut stream = parts.io.into_inner();
+                    stream.put_back(parts.read_buf);
+                    (stream, parts.service)
+                });
+            }
+            let Some((stream, _)) = &mut this.suspended else { return Poll::Ready(Ok(())) };
+            // Close the connection after an error, as hyper does if the connection is idle.
+            if ready!(stream.poll_readable(cx)).is_err() {
+                return Poll::Ready(Ok(()));
+            }
+            this.resume();
+        }
     }
 }
 

@@ -184,6 +184,9 @@ pub(super) struct MonitoredStream<S> {
     stream: S,
     activity: Arc<ConnectionActivity>,
     frames: Option<FrameMonitor>,
+    /// Bytes that hyper had read but not parsed when the connection was suspended, or the byte that ended the
+    /// suspension. Reads return these bytes before the bytes of `stream`.
+    unparsed: Bytes,
     /// The unwritten part of the problem document that replaces a [`ParserError`].
     error_response: Option<Bytes>,
     /// Whether error responses have the header `Proxy-Status`.
@@ -228,7 +231,8 @@ impl<S> MonitoredStream<S> {
             received: 0,
             is_exceeded: false,
         });
-        MonitoredStream { stream, activity, frames, error_response: None, proxy_status }
+        let unparsed = Bytes::new();
+        MonitoredStream { stream, activity, frames, unparsed, error_response: None, proxy_status }
     }
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
@@ -334,12 +338,36 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
         }
         io::Error::other("the client sent too many HTTP/2 control frames or short DATA frames")
     }
+
+    /// Put back bytes that hyper has read but not parsed, so that the next read returns them.
+    pub(super) fn put_back(&mut self, bytes: Bytes) {
+        debug_assert!(self.unparsed.is_empty());
+        self.unparsed = bytes;
+    }
+
+    /// Return `Poll::Ready` when a read returns data or the end of the stream.
+    pub(super) fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.unparsed.is_empty() {
+            let mut byte = [0];
+            let mut buffer = ReadBuf::new(&mut byte);
+            ready!(Pin::new(&mut *self).poll_read(cx, &mut buffer))?;
+            self.unparsed = Bytes::copy_from_slice(buffer.filled());
+        }
+        Poll::Ready(Ok(()))
+    }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        let count = self.unparsed.len().min(buffer.remaining());
+        buffer.put_slice(&self.unparsed.split_to(count));
+        // Read from the stream also after unparsed bytes, because hyper allocates a larger buffer if headers arrive in
+        // pieces.
+        let mut polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        if count > 0 && polled.is_pending() {
+            polled = Poll::Ready(Ok(()));
+        }
         let Some(received) = buffer.filled().get(before..).filter(|received| !received.is_empty()) else {
             return polled;
         };
@@ -379,6 +407,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // hyper ends when its connection is suspended, but the stream stays open.
+        if self.activity.is_suspended() {
+            return Poll::Ready(Ok(()));
+        }
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 

@@ -9,12 +9,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::support::admin_listener::HERE;
+use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::frames;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::free_port;
 use crate::support::upstream::{self, Upstream};
 use crate::support::{eventually, signal};
+use rustls::version::TLS13;
 use socket2::{Domain, Socket, Type};
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
@@ -294,6 +296,101 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
             });
         }
     });
+}
+
+/// Longer than a connection can be idle before it frees its buffers: it is idle for 5 s, and the gateway checks this
+/// every 5 s.
+const SUSPENDED: Duration = Duration::from_secs(11);
+
+fn plain_and_tls_listener(server: &str) -> (Gateway, Pair) {
+    let pair = Pair::server("one.test", NOW);
+    let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+                     tls.certificates = [{ cert = \"one.pem\", key = \"one.key\" }]\n";
+    let config = format!("[server]\n{server}\n{listeners}{HELLO}");
+    let gateway = Gateway::start_with(&config, &[("one.pem", &pair.cert), ("one.key", &pair.key)]);
+    (gateway, pair)
+}
+
+/// Clients must not notice that an idle connection frees its buffers.
+#[test]
+fn suspended_connections_serve_further_requests() {
+    let (gateway, pair) = plain_and_tls_listener("header_timeout = \"30s\"\nidle_timeout = \"1h\"");
+    let [plain, over_tls] = gateway.addresses()[..] else { panic!("two listeners") };
+    let upgrade = [("connection", "upgrade"), ("upgrade", "h2c")];
+    std::thread::scope(|scope| {
+        for (what, headers) in [("plain", &[][..]), ("after a refused upgrade", &upgrade)] {
+            scope.spawn(move || {
+                let mut client = Client::connect(plain);
+                for _ in 0..3 {
+                    let reply = client.get_with("/hello", headers);
+                    assert_eq!(
+                        (reply.status, reply.text(), reply.header("connection")),
+                        (200, "hello", None),
+                        "{what}"
+                    );
+                    std::thread::sleep(SUSPENDED);
+                }
+            });
+        }
+        scope.spawn(|| {
+            let client = tls(&[&pair.der], None, &[&TLS13]);
+            let mut client = TlsClient::handshake(&client, over_tls, "one.test").unwrap();
+            assert_eq!(client.get("/hello").status, 200);
+            std::thread::sleep(SUSPENDED);
+            assert_eq!(client.get("/hello").status, 200, "over TLS");
+        });
+        scope.spawn(|| {
+            let mut client = Client::connect(plain);
+            client.send(b"GET /hello HTTP/1.1\r\nHost: h\r\n\r\nGET /hello HT");
+            assert_eq!(client.reply().unwrap().text(), "hello");
+            std::thread::sleep(SUSPENDED);
+            client.send(b"TP/1.1\r\nHost: h\r\n\r\n");
+            assert_eq!(client.reply().unwrap().text(), "hello", "the first part of the request is kept");
+        });
+    });
+}
+
+#[test]
+fn suspended_connections_have_timeouts_and_are_drained() {
+    let (gateway, _) = plain_and_tls_listener("header_timeout = \"2s\"\nidle_timeout = \"1h\"");
+    let (impatient, _) = plain_and_tls_listener("idle_timeout = \"13s\"");
+    let connect = |gateway: &Gateway| {
+        let mut client = gateway.client();
+        assert_eq!(client.get("/hello").status, 200);
+        client
+    };
+    let [mut slow, mut idle, mut drained, mut half] = [&gateway, &impatient, &gateway, &gateway].map(connect);
+    std::thread::sleep(SUSPENDED);
+    crate::support::assert_silent(idle.stream.get_mut(), Duration::from_millis(500));
+    slow.send(b"GET /hel");
+    slow.assert_closed("`header_timeout` applies");
+    idle.assert_closed("`idle_timeout` applies");
+    // Both are closed long before `drain_timeout`.
+    half.send(b"GET /hel");
+    gateway.terminate();
+    half.assert_closed("the gateway drains, and a part of a request has arrived");
+    drained.assert_closed("the gateway drains");
+}
+
+#[test]
+fn idle_connections_free_their_buffers() {
+    let (gateway, _) = plain_and_tls_listener("idle_timeout = \"1h\"");
+    let clients: Vec<_> = (0..500)
+        .map(|_| {
+            let mut client = gateway.client();
+            assert_eq!(client.get("/hello").status, 200);
+            client
+        })
+        .collect();
+    let memory = gateway.memory();
+    // hyper's read buffers take 8 KiB per connection, so about 4 MB. The allocator returns freed memory to the kernel
+    // only while the process allocates memory, so another client sends requests.
+    let mut busy = gateway.client();
+    eventually("the connections free their buffers", || {
+        (0..500).for_each(|_| assert_eq!(busy.get("/hello").status, 200));
+        gateway.memory() + 2_000_000 < memory
+    });
+    drop(clients);
 }
 
 /// A request body that arrives after the response does not begin another request: only `idle_timeout` applies.
