@@ -83,7 +83,7 @@ impl<'a> Problem<'a> {
 }
 
 /// Append a JSON string. Most texts need no escaping.
-fn append_text(json: &mut Vec<u8>, text: &str) {
+pub(crate) fn append_text(json: &mut Vec<u8>, text: &str) {
     // Do not exit the loop early, so that the compiler can vectorize it.
     let needs_escape = text.bytes().fold(false, |found, byte| found | (byte < b' ' || byte == b'"' || byte == b'\\'));
     if needs_escape {

@@ -124,7 +124,7 @@ impl UpstreamCluster {
                 Health::Healthy if health_state.is_in_connect_backoff(now) => "unreachable",
                 Health::Healthy => "healthy",
             };
-            EndpointStatus { server: endpoint.name(), state, in_flight: endpoint.in_flight() }
+            EndpointStatus { server: endpoint.name().to_owned(), state, in_flight: endpoint.in_flight() }
         };
         self.endpoints().iter().map(status_of).collect()
     }

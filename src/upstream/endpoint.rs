@@ -30,6 +30,8 @@ pub struct Endpoint {
     pub server: UpstreamServerSettings,
     /// Address. `None` if the system resolves the host for each connection.
     pub address: Option<SocketAddr>,
+    /// Name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
+    name: Box<str>,
     /// State that this endpoint shares with the same endpoint in other configuration snapshots.
     pub(super) state: Arc<EndpointState>,
 }
@@ -67,7 +69,7 @@ impl Endpoint {
             queue,
             is_usable: AtomicBool::new(true),
         };
-        Endpoint { server_index: index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
+        Endpoint::with_state(settings, index, address, Arc::new(state))
     }
 
     /// Create an endpoint with new settings, which shares the state of this endpoint.
@@ -78,7 +80,21 @@ impl Endpoint {
             // Reset the health if health checks are removed, because nothing would mark the endpoint as healthy again.
             self.health_state().reset_checks();
         }
-        Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
+        Endpoint::with_state(settings, index, self.address, state)
+    }
+
+    fn with_state(
+        settings: &UpstreamSettings,
+        index: usize,
+        address: Option<SocketAddr>,
+        state: Arc<EndpointState>,
+    ) -> Self {
+        let server = settings.servers[index].clone();
+        let name = match address {
+            Some(address) if server.host.parse::<IpAddr>().is_err() => format!("{} ({address})", server.authority),
+            _ => server.authority.to_string(),
+        };
+        Endpoint { server_index: index, server, address, name: name.into(), state }
     }
 
     /// Return whether both values are the same endpoint, possibly in different configuration snapshots. These values
@@ -87,14 +103,9 @@ impl Endpoint {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
-    /// Return the name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
-    pub(super) fn name(&self) -> String {
-        match self.address {
-            Some(address) if self.server.host.parse::<IpAddr>().is_err() => {
-                format!("{} ({address})", self.server.authority)
-            }
-            _ => self.server.authority.to_string(),
-        }
+    /// Return the name for logs and metrics.
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     pub(super) fn health_state(&self) -> MutexGuard<'_, HealthState> {

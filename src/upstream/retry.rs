@@ -377,7 +377,7 @@ impl AttemptLog {
     }
 
     /// Return the name of the last endpoint.
-    pub fn endpoint_name(&self) -> Option<String> {
+    pub fn endpoint_name(&self) -> Option<&str> {
         self.endpoint.as_ref().map(|endpoint| endpoint.name())
     }
 
