@@ -245,15 +245,16 @@ bench-edge: tools peers
 	cargo build --locked --release
 	python3 benches/compare/edge.py
 
-# Beside nginx, HAProxy, Envoy, Traefik, Caddy and nginx with Lua and Redis: cost, latency, memory, and what a limit of 100 admits at
-# two instances. About 20 minutes. Writes benches/field/results.csv, and its tables and charts into docs/. The build with PGO takes
-# part if `make release` has made it. oha comes from crates.io, pinned, into target/oha: a few minutes, once.
+# Beside nginx, HAProxy, Envoy, Traefik, Caddy, Pingora, and nginx with Lua and Redis: cost, latency, memory, and what a limit of 100
+# admits at two instances. About 25 minutes, and once 10 minutes for oha (from crates.io, pinned, into target/oha) and Pingora. Writes
+# benches/field/results.csv, and its tables and charts into docs/. The build with PGO takes part if `make release` has made it.
 OHA_VERSION = 1.16.0
 bench-field: tools peers
 	@$(call ensure,h2load,nghttp2-client)
 	@target/oha/bin/oha --version 2>/dev/null | grep -qF "oha $(OHA_VERSION)" || \
 	  cargo install oha --locked --version $(OHA_VERSION) --root target/oha
-	@pkg-config --exists openssl || $(call install,pkg-config libssl-dev)
+	@$(call ensure,cmake pkg-config,cmake pkg-config)
+	@pkg-config --exists openssl || $(call install,libssl-dev)
 	cargo build --locked --release --manifest-path benches/field/pingora/Cargo.toml --target-dir target/pingora
 	cargo build --locked --release
 	python3 -B benches/field/field.py

@@ -42,7 +42,7 @@ pub struct ConnectionActivity {
     /// Whether the connection is suspended: it is idle, and its buffers are freed or about to be freed.
     is_suspended: AtomicBool,
     /// Whether the connection must not be suspended.
-    keeps_buffers: AtomicBool,
+    is_suspension_forbidden: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
 }
@@ -58,7 +58,7 @@ impl ConnectionActivity {
     /// Create the activity of a new connection.
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter) = Default::default();
-        let (announces_close, has_unwritten_response, is_suspended, keeps_buffers) = Default::default();
+        let (announces_close, has_unwritten_response, is_suspended, is_suspension_forbidden) = Default::default();
         let tunnel = Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
@@ -67,7 +67,7 @@ impl ConnectionActivity {
             announces_close,
             has_unwritten_response,
             is_suspended,
-            keeps_buffers,
+            is_suspension_forbidden,
             tunnel,
         })
     }
@@ -135,19 +135,19 @@ impl ConnectionActivity {
         time_left.filter(|time_left| !time_left.is_zero())
     }
 
-    /// Return whether the connection may be suspended: all responses are written, and since `time` or longer, no bytes
-    /// have arrived.
+    /// Return whether the connection may be suspended: it is not forbidden, all responses are written, and since `time`
+    /// or longer, no bytes have arrived.
     pub fn may_suspend(self: &Arc<Self>, time: Duration) -> bool {
         Arc::strong_count(self) <= CONNECTION_REFS
             && self.idle_time().is_some_and(|idle_time| idle_time >= time)
             && self.headers_counter.load(Ordering::Relaxed) & 1 == 0
             && !self.has_unwritten_response()
-            && !self.keeps_buffers.load(Ordering::Relaxed)
+            && !self.is_suspension_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Never suspend the connection.
-    pub fn keep_buffers(&self) {
-        self.keeps_buffers.store(true, Ordering::Relaxed);
+    /// Forbid to suspend the connection.
+    pub fn forbid_suspension(&self) {
+        self.is_suspension_forbidden.store(true, Ordering::Relaxed);
     }
 
     /// Return the time since the end of the last response, or `None` before the end of the first response.

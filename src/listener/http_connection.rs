@@ -51,8 +51,9 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 /// client.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
-/// Time after which an idle HTTP/1.1 connection is suspended. The connections of busy clients are rarely idle for so
-/// long, so they are not suspended and resumed again and again.
+/// Minimum time for which an HTTP/1.1 connection is idle before it is suspended, and interval at which the gateway
+/// checks this. The connections of busy clients are rarely idle for so long, so they are not suspended and resumed again
+/// and again.
 const SUSPEND_AFTER: Duration = Duration::from_secs(5);
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
@@ -86,7 +87,7 @@ enum ConnectionEvent {
     Draining,
     /// The timer of the connection has fired.
     TimerFired,
-    /// The connection is no longer suspended.
+    /// The connection is no longer suspended, or hyper was not idle when it should be suspended.
     Resumed,
 }
 
@@ -134,7 +135,7 @@ impl HttpConnection {
                     // If a request has asked for an upgrade and got another response, hyper keeps the upgrade until its
                     // connection ends, and then gives the stream away.
                     if request.extensions().get::<OnUpgrade>().is_some() {
-                        self.activity.keep_buffers();
+                        self.activity.forbid_suspension();
                     }
                     let in_flight = self.activity.start_request(flow.clone());
                     serve_request(&*self.gateway, &*self.peer, in_flight, request)
@@ -266,8 +267,8 @@ impl HttpConnection {
                         suspend(connection.as_mut());
                         was_suspended = true;
                     }
-                    let sleep = if was_suspended { time_left } else { time_left.min(longest_sleep) };
-                    deadline.as_mut().reset(Instant::now() + sleep);
+                    let duration = if was_suspended { time_left } else { time_left.min(longest_sleep) };
+                    deadline.as_mut().reset(Instant::now() + duration);
                 }
                 ConnectionEvent::Resumed => {
                     was_suspended = false;
@@ -292,10 +293,11 @@ impl HttpConnection {
 /// connection of hyper, only its stream. When the client sends data or closes the connection, the stream gets a new
 /// connection of hyper.
 struct Http1Connection<'a, S, V: HttpService<Incoming>> {
-    /// `None` while the connection is suspended.
+    /// The connection of hyper, unless the connection is suspended or closes.
     serving: Option<Box<http1::UpgradeableConnection<TokioIo<MonitoredStream<S>>, V>>>,
-    /// `None` while hyper serves the connection.
+    /// The stream and the service of a connection that is suspended or closes.
     suspended: Option<(MonitoredStream<S>, V)>,
+    is_closing: bool,
     settings: &'a ServerSettings,
     activity: &'a Arc<ConnectionActivity>,
 }
@@ -312,7 +314,7 @@ where
         activity: &'a Arc<ConnectionActivity>,
     ) -> Self {
         let suspended = Some((stream, service));
-        let mut connection = Http1Connection { serving: None, suspended, settings, activity };
+        let mut connection = Http1Connection { serving: None, suspended, is_closing: false, settings, activity };
         connection.resume();
         connection
     }
@@ -326,11 +328,12 @@ where
         }
     }
 
-    /// Suspend the idle connection. The next call of `poll` frees its buffers.
+    /// Suspend the idle connection in the next call of `poll`.
     fn suspend(&mut self) {
         if let Some(connection) = &mut self.serving {
-            // An idle connection of hyper ends in the next poll, and leaves the stream open. If the connection is not
-            // idle, hyper closes it after the request, so bytes of this request are never parsed as another request.
+            // An idle connection of hyper ends in the next poll, and leaves the stream open. If hyper is not idle, the
+            // next poll does not suspend the connection, and hyper closes it after the request. Bytes of this request
+            // are therefore never parsed as another request.
             self.activity.set_suspended(true);
             Pin::new(&mut **connection).graceful_shutdown();
         }
@@ -338,14 +341,28 @@ where
 
     /// Close the connection after the request in progress. Without such a request, close the connection at once.
     fn graceful_shutdown(&mut self) {
-        self.resume();
+        self.activity.set_suspended(false);
         if let Some(connection) = &mut self.serving {
             Pin::new(&mut **connection).graceful_shutdown();
+            // A connection of hyper that has parsed no request would wait for the rest of incomplete headers.
+            let has_only_partial_headers =
+                self.activity.partial_headers().is_some() && !self.activity.has_unwritten_response();
+            if !has_only_partial_headers {
+                return;
+            }
+            self.release_hyper();
         }
-        if self.activity.partial_headers().is_some() && !self.activity.has_unwritten_response() {
-            // Drop the connection, because hyper would wait for the end of the first headers that it reads.
-            self.serving = None;
-        }
+        self.is_closing = true;
+    }
+
+    /// Drop the connection of hyper, and keep its stream.
+    fn release_hyper(&mut self) {
+        let parts = self.serving.take().and_then(|connection| connection.into_parts());
+        self.suspended = parts.map(|parts| {
+            let mut stream = parts.io.into_inner();
+            stream.put_back(parts.read_buf);
+            (stream, parts.service)
+        });
     }
 }
 
@@ -365,14 +382,13 @@ where
                     this.activity.set_suspended(false);
                     return polled;
                 }
-                this.suspended = this.serving.take().and_then(|connection| connection.into_parts()).map(|parts| {
-                    let mut stream = parts.io.into_inner();
-                    stream.put_back(parts.read_buf);
-                    (stream, parts.service)
-                });
+                this.release_hyper();
             }
             let Some((stream, _)) = &mut this.suspended else { return Poll::Ready(Ok(())) };
-            // Close the connection after an error, as hyper does if the connection is idle.
+            // Ignore errors of the stream, as hyper does if the connection is idle.
+            if this.is_closing {
+                return Pin::new(stream).poll_shutdown(cx).map(|_| Ok(()));
+            }
             if ready!(stream.poll_readable(cx)).is_err() {
                 return Poll::Ready(Ok(()));
             }

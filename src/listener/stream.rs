@@ -348,6 +348,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
     /// Return `Poll::Ready` when a read returns data or the end of the stream.
     pub(super) fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.unparsed.is_empty() {
+            // Read a byte, because only a read can tell whether a TLS stream has data.
             let mut byte = [0];
             let mut buffer = ReadBuf::new(&mut byte);
             ready!(Pin::new(&mut *self).poll_read(cx, &mut buffer))?;

@@ -1,8 +1,11 @@
-//! A reverse proxy as the quick start and the rate limiter guide of Pingora describe it. The argument is the
+//! A reverse proxy based on the quick start and the rate limiter guide of Pingora, with one upstream and without load
+//! balancer. A denial keeps the connection open, and the upstream gets X-Forwarded-For, as with the other proxies of the
+//! benchmark. A limit is Pingora's estimate of the number of requests in a fixed window. The argument is the
 //! configuration file of Pingora, which also contains the addresses of this proxy. `--version` prints the version of
 //! Pingora.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,7 +15,7 @@ use pingora::prelude::{HttpPeer, Opt, ProxyHttp, Result, Server, Session, http_p
 use pingora_limits::rate::Rate;
 
 struct Proxy {
-    upstream: String,
+    upstream: SocketAddr,
     wide: Limit,
     hundred: Limit,
 }
@@ -53,7 +56,7 @@ impl ProxyHttp for Proxy {
     }
 
     async fn upstream_peer(&self, _: &mut Session, (): &mut ()) -> Result<Box<HttpPeer>> {
-        Ok(Box::new(HttpPeer::new(&self.upstream, false, String::new())))
+        Ok(Box::new(HttpPeer::new(self.upstream, false, String::new())))
     }
 
     async fn upstream_request_filter(
@@ -81,7 +84,7 @@ fn main() {
     let mut server = Server::new(Opt { conf: Some(argument), ..Opt::default() }).expect("a valid configuration");
     server.bootstrap();
     let proxy = Proxy {
-        upstream: settings["upstream"].to_owned(),
+        upstream: settings["upstream"].parse().expect("an address"),
         wide: Limit::per(Duration::from_secs(1), 1_000_000),
         hundred: Limit::per(Duration::from_secs(60), 100),
     };
