@@ -120,13 +120,15 @@ test-page: tools
 	python3 tests/page/cors.py target/debug/sluicegate
 	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
-# A release build with profile-guided optimization (PGO) and its packages, in dist/: about 20 minutes.
+# A release build with profile-guided optimization (PGO) and its packages, in dist/: about 25 minutes.
 #   1. Instrument: build a binary that counts how often each part of the code runs.
 #   2. Train: run it under the load of benches/compare, half a minute.
 #   3. Build: compile the same source again with the merged counts, for the glibc of GLIBC and newer ones.
 #   4. Pack: `make packages`.
 # PROFDATA=dist/….profdata builds with the counts of a release instead of steps 1 and 2. The same commit, toolchain and counts give
 # the same bytes. TARGET=x86_64-unknown-linux-musl builds a static binary.
+# Both builds are by cargo-zigbuild: counts belong to names of functions, which contain a hash of the target and of settings of
+# cargo. Step 3 fails if the names differ. It starts from nothing, because cargo does not notice new counts.
 # `--target` keeps the flags away from build scripts and procedural macros. llvm-profdata reads raw profiles of its own LLVM version
 # and older ones: Debian's newest package fits rustc 1.95. Zig links against the symbols of an old glibc, which cc cannot.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
@@ -134,23 +136,28 @@ TARGET = $(HOST)
 GLIBC = 2.17
 PROFILE = $(CURDIR)/target/pgo/profile
 PROFDATA =
-INSTRUMENTED = target/pgo/instrumented/$(HOST)/release/sluicegate
+COUNTS = $(or $(abspath $(PROFDATA)),$(PROFILE)/merged.profdata)
+INSTRUMENTED = target/pgo/instrumented/$(TARGET)/release/sluicegate
+ZIGBUILD = CARGO_ZIGBUILD_ZIG_PATH=$(PACKAGING)/zig $(PACKAGING)/bin/cargo-zigbuild zigbuild \
+  --locked --release --bin sluicegate --target $(TARGET)$(if $(findstring gnu,$(TARGET)),.$(GLIBC))
 # The binary has no path of the machine that builds it.
 REMAP = --remap-path-prefix=$(CURDIR)=/build --remap-path-prefix=$(HOME)/.cargo=/cargo
 release: packaging-tools
+	@$(call ensure,llvm-profdata-19 ar,llvm-19 binutils)
 	mkdir -p dist
 	$(if $(PROFDATA),,$(MAKE) profile)
-	RUSTFLAGS="$(REMAP) -Cprofile-use=$(or $(abspath $(PROFDATA)),$(PROFILE)/merged.profdata) -Cllvm-args=-no-pgo-warn-mismatch" \
-	  CARGO_ZIGBUILD_ZIG_PATH=$(PACKAGING)/zig $(PACKAGING)/bin/cargo-zigbuild zigbuild \
-	  --locked --release --bin sluicegate --target $(TARGET)$(if $(findstring gnu,$(TARGET)),.$(GLIBC)) --target-dir target/pgo/optimized
+	rm -rf target/pgo/optimized
+	RUSTFLAGS="$(REMAP) -Cprofile-use=$(COUNTS) -Cllvm-args=-no-pgo-warn-mismatch" $(ZIGBUILD) --target-dir target/pgo/optimized
+	@hyper=$$(ar t target/pgo/optimized/$(TARGET)/release/deps/libhyper-*.rlib | grep -o 'hyper\.[0-9a-f]*-cgu'); \
+	  llvm-profdata-19 show --all-functions $(COUNTS) | grep -qF "$$hyper" || { echo "$(COUNTS): no counts of this build" >&2; exit 1; }
 	cp target/pgo/optimized/$(TARGET)/release/sluicegate dist/sluicegate
 	dist/sluicegate --version
-	$(MAKE) packages BINARY=dist/sluicegate PROFDATA=$(or $(PROFDATA),$(PROFILE)/merged.profdata)
+	$(MAKE) packages BINARY=dist/sluicegate PROFDATA=$(COUNTS)
 
-profile: tools peers
+profile: tools peers packaging-tools
 	@$(call ensure,llvm-profdata-19 h2load openssl,llvm-19 nghttp2-client openssl)
 	rm -rf $(PROFILE)
-	RUSTFLAGS="$(REMAP) -Cprofile-generate=$(PROFILE)" cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/pgo/instrumented
+	RUSTFLAGS="$(REMAP) -Cprofile-generate=$(PROFILE)" $(ZIGBUILD) --target-dir target/pgo/instrumented
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/compare.py --only "ours " --seconds 2
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/edge.py --repeat 1 --seconds 1
 	llvm-profdata-19 merge --sparse -o $(PROFILE)/merged.profdata $(PROFILE)/*.profraw
