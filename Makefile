@@ -178,7 +178,7 @@ packaging-tools:
 	  cargo install --locked $$name --version $$version --root $(PACKAGING) || exit 1; done
 	python3 -m venv $(PACKAGING)/python
 	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check ziglang==0.17.1
-	ln -sf $(PACKAGING)/python/lib/python3*/site-packages/ziglang/zig $(PACKAGING)/zig
+	ln -sf $(CURDIR)/packaging/zig.sh $(PACKAGING)/zig
 
 # Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
 test-packages: packaging-tools
