@@ -222,7 +222,7 @@ bench: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py
 
-# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis, HAProxy and Envoy, median of five.
+# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis, HAProxy and Envoy, the quietest round and the median of five.
 # The build with PGO takes part if `make release` has made it.
 bench-compare: tools peers
 	cargo build --locked --release

@@ -292,7 +292,8 @@ def run(arguments):
                 record(round=number, contestant=contestant.name, version=contestant.version, case=case.name, **bench.row(contestant, case))
             for kind, contestant in counts:
                 record(round=number, contestant=contestant.name, version=contestant.version, case=f"limit of 100, {kind}",
-                       **bench.admitted(contestant, kind, f"client-{number}"))
+                       # Both builds of Sluicegate share the limits of a client, because they use the same Redis.
+                       **bench.admitted(contestant, kind, f"client-{number}-{re.sub(r'[^a-zA-Z]', '', contestant.name)}"))
             with open(arguments.csv, "w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
