@@ -182,7 +182,7 @@ packaging-tools:
 
 # Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
 test-packages: packaging-tools
-	@$(call ensure,lintian rpm mmdebstrap podman crun systemd-analyze go,lintian rpm mmdebstrap podman crun systemd golang-go golang-github-masterminds-sprig-dev golang-gopkg-yaml.v3-dev)
+	@$(call ensure,lintian rpm mmdebstrap skopeo bwrap systemd-analyze go,lintian rpm mmdebstrap skopeo bubblewrap systemd golang-go golang-github-masterminds-sprig-dev golang-gopkg-yaml.v3-dev)
 	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	$(PACKAGING)/python/bin/python -B tests/packages/packages.py $(DIST) target/packages
 
