@@ -127,8 +127,8 @@ test-page: tools
 #   4. Pack: `make packages`.
 # PROFDATA=dist/….profdata builds with the counts of a release instead of steps 1 and 2. The same commit, toolchain and counts give
 # the same bytes. TARGET=x86_64-unknown-linux-musl builds a static binary.
-# Both builds are by cargo-zigbuild: counts belong to names of functions, which contain a hash of the target and of settings of
-# cargo. Step 3 fails if the names differ. It starts from nothing, because cargo does not notice new counts.
+# cargo-zigbuild makes both builds: counts belong to names of functions, which contain a hash of the target and of settings of
+# cargo. Step 3 fails if the names differ. It compiles all crates again, because cargo does not notice new counts.
 # `--target` keeps the flags away from build scripts and procedural macros. llvm-profdata reads raw profiles of its own LLVM version
 # and older ones: Debian's newest package fits rustc 1.95. Zig links against the symbols of an old glibc, which cc cannot.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
@@ -148,7 +148,7 @@ release: packaging-tools
 	$(if $(PROFDATA),,$(MAKE) profile)
 	rm -rf target/pgo/optimized
 	RUSTFLAGS="$(REMAP) -Cprofile-use=$(COUNTS) -Cllvm-args=-no-pgo-warn-mismatch" $(ZIGBUILD) --target-dir target/pgo/optimized
-	@hyper=$$(ar t target/pgo/optimized/$(TARGET)/release/deps/libhyper-*.rlib | grep -o 'hyper\.[0-9a-f]*-cgu'); \
+	@hyper=$$(ar t target/pgo/optimized/$(TARGET)/release/deps/libhyper-*.rlib | grep -o 'hyper\.[0-9a-f]*-cgu') && \
 	  llvm-profdata-19 show --all-functions $(COUNTS) | grep -qF "$$hyper" || { echo "$(COUNTS): no counts of this build" >&2; exit 1; }
 	cp target/pgo/optimized/$(TARGET)/release/sluicegate dist/sluicegate
 	dist/sluicegate --version
@@ -222,8 +222,8 @@ bench: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py
 
-# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis, HAProxy and Envoy, the quietest round and the median of five.
-# The build with PGO takes part if `make release` has made it.
+# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis, HAProxy and Envoy, the quietest round
+# and the median of five. The build with PGO takes part if `make release` has made it.
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2

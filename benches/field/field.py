@@ -344,7 +344,7 @@ class Results:
         names = [case.name for case in CASES]
         measured = [name for name in self.versions if any(self.of(name, case, "stolen") for case in names)]
         rounds = self.rows[-1]["round"]
-        stolen = max(float(row["stolen"]) for row in self.rows if row["stolen"])
+        stolen = max((float(row["stolen"]) for row in self.rows if row["stolen"]), default=0)
         cpu = [[name, *(self.cpu(name, case) for case in names)] for name in measured]
         latency = [[name, *(self.latency(name, case) for case in names)] for name in measured]
         others = [[name, version, f"{memory:.0f} MiB" if (memory := self.memory(name)) else "–", *(self.admitted(name, kind) for kind in KINDS)]

@@ -21,6 +21,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tracing::debug;
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
@@ -383,6 +384,7 @@ where
                     return polled;
                 }
                 this.release_hyper();
+                debug!("idle connection suspended: its buffers are free until the next request");
             }
             let Some((stream, _)) = &mut this.suspended else { return Poll::Ready(Ok(())) };
             // Ignore errors of the stream, as hyper does if the connection is idle.
