@@ -473,8 +473,10 @@ def tag():
     run("git", "reset", "--quiet", "--hard", "HEAD~1", cwd=clone)
     run(clone / "packaging/tag.sh")
     message = run("git", "tag", "--list", "--format=%(contents)", f"v{version}", cwd=clone).stdout
-    assert message.startswith(f"Sluicegate {version}\n\n### Added\n\n- "), message[:200]
-    assert "## Unreleased" not in message and "\n## " not in message
+    after_heading = changelog.read_text().split(f"\n## {version} (", 1)[1].split("\n", 1)[1]
+    section = re.split(r"^## ", after_heading, maxsplit=1, flags=re.MULTILINE)[0]
+    assert section.strip().startswith("### Added\n")
+    assert message.strip() == f"Sluicegate {version}\n\n{section.strip()}", message[:200]
     rejected(f"the tag v{version} exists")
     print(f"tag: v{version} has its section of the changelog")
 
