@@ -1,4 +1,4 @@
-//! Writes the JSON Schemas and the generated parts of docs/reference/configuration.md: `make reference`.
+//! Writes the JSON Schemas and the generated parts of docs/reference/: `make reference`.
 
 #[path = "../tests/support/reference.rs"]
 #[allow(unreachable_pub, dead_code)] // shared with the test that compares the files
@@ -15,7 +15,11 @@ fn main() {
     for (name, text) in reference::schemas() {
         std::fs::write(docs.join(name), text).expect("the schema can be written");
     }
-    let page = docs.join("reference/configuration.md");
-    let text = std::fs::read_to_string(&page).expect("docs/reference/configuration.md is there");
-    std::fs::write(page, reference::filled(&text)).expect("the page can be written");
+    let pages: [(&str, fn(&str) -> String); 2] =
+        [("configuration.md", reference::filled), ("admin-api.md", reference::with_endpoints)];
+    for (name, generate) in pages {
+        let page = docs.join("reference").join(name);
+        let text = std::fs::read_to_string(&page).expect("the page is there");
+        std::fs::write(page, generate(&text)).expect("the page can be written");
+    }
 }

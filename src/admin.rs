@@ -1,17 +1,19 @@
 //! The admin listener, which serves health checks, metrics, the admin API and the dashboard. It has its own sockets and
 //! its own thread.
 
-pub(crate) mod api;
+pub mod api;
 mod configuration;
 mod connections;
 mod events;
 mod metrics;
+mod request;
+mod response;
+pub mod state;
 pub mod usage;
 
-use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener as StdListener};
+use std::net::{IpAddr, Ipv6Addr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::pin::pin;
 use std::sync::Arc;
@@ -19,20 +21,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
-use bytes::Bytes;
 use futures_util::future::OptionFuture;
 use http::header::{
-    ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST, HeaderName,
-    REFERRER_POLICY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+    AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_SECURITY_POLICY, HOST, HeaderName, REFERRER_POLICY,
+    WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::uri::Authority;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{Either, Full};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use serde::Serialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{sleep, timeout};
@@ -40,28 +39,19 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
-use crate::admin::api::ApiError;
+use crate::admin::api::{Access, Endpoint};
 use crate::admin::connections::{AdminConnection, AdminConnections};
-use crate::admin::events::{EventBody, EventStream};
+use crate::admin::events::EventStream;
+use crate::admin::request::{ApiContext, require_json};
+use crate::admin::response::{AdminResponse, ApiError, Result, text_response, typed_response};
+use crate::admin::state::AdminState;
 use crate::limiter::admin::LimiterAdmin;
 use crate::limiter::memory::MemoryStore;
-use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
-use crate::limiter::notify::{DeliveryStats, EventQueue};
 use crate::limiter::overrides::Overrides;
 use crate::limiter::redis::RedisSettings;
-use crate::limiter::redis::circuit_breaker::CircuitBreaker;
-use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::store::RedisStore;
-use crate::listener::ConnectionLimits;
-use crate::listener::metrics::ListenerMetrics;
-use crate::proxy::metrics::RequestMetrics;
-use crate::snapshot::current::ConfigHandle;
+use crate::snapshot::CompiledConfig;
 use crate::snapshot::settings::AdminToken;
-use crate::snapshot::{CompiledConfig, Listener};
-use crate::telemetry::access_log::TelemetrySinks;
-use crate::telemetry::prometheus as text_form;
-use crate::telemetry::prometheus::ExpositionFormat;
-use crate::upstream::cluster::EndpointStatus;
 
 /// Maximum time to complete requests in progress when the admin listener stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -73,8 +63,6 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// Minimum timeout of store calls for API requests. It is longer than the default of `store.timeout` (50 ms), because
 /// the first call also connects to the store.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
-
-type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
 /// The parts of the process that the admin listener reads and changes.
 #[derive(Debug)]
@@ -237,7 +225,6 @@ impl AdminServer {
     }
 
     async fn handle(&self, request: Request<Incoming>, connection: &Arc<AdminConnection>) -> AdminResponse {
-        let method = request.method();
         let path = request.uri().path();
         let headers = request.headers();
         if connection.is_reserved && !matches!(path, "/healthz" | "/readyz") {
@@ -258,31 +245,37 @@ impl AdminServer {
             );
         }
         if let Some(file) = find_file(path, self.token().is_some()) {
-            return if is_read_method(method) { file } else { method_not_allowed("GET, HEAD") };
+            let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
+            return if is_read { file } else { ApiError::method_not_allowed("GET, HEAD").into_response() };
         }
         if !self.is_authenticated(headers) {
             return unauthorized();
         }
-        let response = match path {
-            "/healthz" => text_response(StatusCode::OK, "ok\n"),
-            "/readyz" => self.readiness(),
-            "/metrics" => self.metrics(headers),
-            "/api/config" => self.config_view(),
-            "/api/live" if method == Method::GET => {
-                return self.event_stream.subscribe(self.state.admin_stop.clone(), connection);
+        self.respond(request, connection).await.unwrap_or_else(ApiError::into_response)
+    }
+
+    /// Respond to a request that is authorized to read data. Also authorize requests that change data.
+    async fn respond(&self, request: Request<Incoming>, connection: &Arc<AdminConnection>) -> Result<AdminResponse> {
+        let endpoint = Endpoint::find(request.method(), request.uri().path())?;
+        match endpoint.access {
+            Access::Read => {}
+            Access::Change => {
+                self.authorize_write(request.headers())?;
             }
-            "/api/live" => return method_not_allowed("GET"),
-            "/api/reload" if method == Method::POST => return self.reload(headers).await,
-            "/api/reload" => return method_not_allowed("POST"),
-            _ if path.starts_with("/api/") => return api::handle(self, request).await,
-            _ => {
-                return text_response(
-                    StatusCode::NOT_FOUND,
-                    "not found: the paths are /, /healthz, /readyz, /metrics and /api/…\n",
-                );
+            Access::ChangeWithBody => {
+                self.authorize_write(request.headers())?;
+                require_json(request.headers())?;
             }
+        }
+        let active = self.state.config_handle.active();
+        let context = ApiContext {
+            config: &active.config,
+            state: &self.state,
+            limiter_admin: &self.limiter_admin,
+            event_stream: &self.event_stream,
+            connection,
         };
-        if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
+        endpoint.respond(&context, request).await
     }
 
     /// Return the configured admin token. Return `None` if `admin.token` is not set, or if this server serves the admin
@@ -300,7 +293,7 @@ impl AdminServer {
     /// # Errors
     /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always
     /// authorized.
-    fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+    fn authorize_write(&self, headers: &HeaderMap) -> Result<()> {
         if self.is_unix_socket {
             return Ok(());
         }
@@ -321,27 +314,6 @@ impl AdminServer {
                 && verify_slices_are_equal(presented_token, token.as_bytes()).is_ok()
         })
     }
-
-    fn readiness(&self) -> AdminResponse {
-        let health = self.state.readiness();
-        let status = if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        // Serialization cannot fail, because all map keys are strings.
-        let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
-        typed_response(status, "application/json", body)
-    }
-
-    fn metrics(&self, headers: &HeaderMap) -> AdminResponse {
-        let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-        let form = ExpositionFormat::from_accept(accept);
-        match text_form::render(&self.state, form) {
-            Ok(page) => typed_response(StatusCode::OK, form.content_type(), page),
-            Err(error) => text_response(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
-        }
-    }
-}
-
-fn is_read_method(method: &Method) -> bool {
-    method == Method::GET || method == Method::HEAD
 }
 
 /// Return whether the `Host` headers and the request target contain only `localhost` or loopback addresses. A web page
@@ -366,80 +338,6 @@ fn unauthorized() -> AdminResponse {
         text_response(StatusCode::UNAUTHORIZED, "admin token required: send Authorization: Bearer TOKEN\n");
     response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     response
-}
-
-fn method_not_allowed(methods: &'static str) -> AdminResponse {
-    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("method not allowed: use {methods}\n"));
-    response.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
-    response
-}
-
-fn text_response(status: StatusCode, body: &str) -> AdminResponse {
-    typed_response(status, "text/plain; charset=utf-8", body.to_owned())
-}
-
-fn typed_response(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> AdminResponse {
-    let mut response = Response::new(Either::Left(Full::new(body.into())));
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
-    response
-}
-
-// === State of the process ===
-
-/// The state of the process that health checks, metrics, the API and the dashboard show.
-#[derive(Debug)]
-pub struct AdminState {
-    /// Request metrics of all workers.
-    pub request_metrics: Arc<RequestMetrics>,
-    /// Limiter metrics of all workers.
-    pub limiter_metrics: Arc<MetricFamily<LimiterMetrics>>,
-    /// Listener metrics of all workers.
-    pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
-    /// Open client connections and their limits.
-    pub connection_limits: Arc<ConnectionLimits>,
-    /// Bound addresses of the listeners, in the order of the configuration.
-    pub listener_addresses: Vec<SocketAddr>,
-    /// Display name of the store, without credentials.
-    pub store_name: String,
-    /// Access to the active configuration, and to reloads.
-    pub config_handle: Arc<ConfigHandle>,
-    /// The memory store.
-    pub memory: Arc<MemoryStore>,
-    /// Circuit breaker of the store, if the store is a single Redis server.
-    pub circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of the store with a circuit breaker per node, if the store is a Redis Cluster.
-    pub cluster_map: Arc<ClusterMap>,
-    /// The queue of quota events.
-    pub event_queue: Arc<EventQueue>,
-    /// Results of the deliveries of quota events, by destination.
-    pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
-    /// Access log and trace exporter.
-    pub telemetry_sinks: TelemetrySinks,
-    /// Start time of the process, in seconds since the Unix epoch.
-    pub started_at_s: u64,
-    /// Cancelled by the first SIGTERM or SIGINT, when `accept_grace` begins. A hot restart does not cancel this token,
-    /// because the new process continues to serve requests.
-    pub stopping: CancellationToken,
-    /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
-    pub admin_stop: CancellationToken,
-}
-
-impl AdminState {
-    /// Return how often a circuit breaker of the store has opened.
-    pub fn breaker_open_count(&self) -> u64 {
-        self.circuit_breaker.open_count() + self.cluster_map.open_count()
-    }
-
-    /// Return the name of the store if its circuit breaker is open, or the names of the cluster nodes whose circuit
-    /// breakers are open.
-    pub fn failing_stores(&self) -> Vec<String> {
-        let mut failing_stores = self.cluster_map.open_nodes();
-        if self.circuit_breaker.is_open() {
-            failing_stores.push(self.store_name.clone());
-        }
-        failing_stores
-    }
 }
 
 // === The dashboard at `/`: static files without data, and browser security headers ===
@@ -494,96 +392,4 @@ fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));
     }
-}
-
-// === `/readyz`: readiness of the process, its store and its upstreams ===
-
-/// Response body of `/readyz`.
-#[derive(Debug, Serialize)]
-struct ReadinessReport<'a> {
-    status: ReadinessStatus,
-    store: StoreReadiness<'a>,
-    upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    certificates: Option<CertificateReadiness>,
-}
-
-/// State of the certificates that the gateway obtains by ACME.
-#[derive(Debug, Serialize)]
-struct CertificateReadiness {
-    /// DNS names for which no certificate has been obtained yet.
-    missing: Vec<Box<str>>,
-}
-
-/// The status of the process in the readiness report.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum ReadinessStatus {
-    /// All circuit breakers of the store are closed, and no listener lacks a certificate.
-    Ready,
-    /// A circuit breaker of the store is open. The gateway serves requests, and each limit applies its
-    /// `on_store_error`.
-    Degraded,
-    /// A listener has not obtained a certificate by ACME yet, and serves a self-signed certificate.
-    Pending,
-    /// The process has received SIGTERM or SIGINT. It waits for `accept_grace` or drains connections.
-    Stopping,
-}
-
-#[derive(Debug, Serialize)]
-struct StoreReadiness<'a> {
-    name: &'a str,
-    /// The store if its circuit breaker is open, or the cluster nodes whose circuit breakers are open.
-    failing: Vec<String>,
-}
-
-/// One endpoint of an upstream.
-#[derive(Debug, Serialize)]
-struct EndpointReadiness {
-    server: String,
-    state: &'static str,
-    in_flight: usize,
-}
-
-impl ReadinessReport<'_> {
-    /// Return whether load balancers should send requests to this gateway.
-    fn is_ready(&self) -> bool {
-        matches!(self.status, ReadinessStatus::Ready | ReadinessStatus::Degraded)
-    }
-}
-
-impl AdminState {
-    /// Return the current readiness.
-    fn readiness(&self) -> ReadinessReport<'_> {
-        let failing_stores = self.failing_stores();
-        let active = self.config_handle.active();
-        let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
-        let status = match (self.stopping.is_cancelled(), lacks_certificates, failing_stores.is_empty()) {
-            (true, ..) => ReadinessStatus::Stopping,
-            (false, true, _) => ReadinessStatus::Pending,
-            (false, false, true) => ReadinessStatus::Ready,
-            (false, false, false) => ReadinessStatus::Degraded,
-        };
-        let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
-        let certificates = active.config.acme.as_ref().map(|acme| {
-            let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
-            CertificateReadiness { missing: missing.cloned().collect() }
-        });
-        let upstreams = active.clusters.iter().map(|cluster| {
-            let servers = cluster.status().into_iter().map(to_server).collect();
-            (cluster.settings.name.clone(), servers)
-        });
-        ReadinessReport {
-            status,
-            store: StoreReadiness { name: &self.store_name, failing: failing_stores },
-            upstreams: upstreams.collect(),
-            certificates,
-        }
-    }
-}
-
-/// Return whether a listener with ACME has no certificate from ACME yet.
-fn lacks_certificates(listener: &Listener) -> bool {
-    let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
-    managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))
 }

@@ -21,7 +21,8 @@ use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::admin::{AdminDeps, AdminSockets, AdminState};
+use crate::admin::state::AdminState;
+use crate::admin::{AdminDeps, AdminSockets};
 use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{AdminSocketFile, InheritedSockets, ListenerSockets};

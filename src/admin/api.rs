@@ -1,239 +1,194 @@
-//! `/api`: the JSON API of the admin listener, for example for the usage, resets and quota overrides of identities.
+//! The endpoints of the admin listener: a table of their methods and paths, and the handlers of the JSON API, for example
+//! for the usage, resets and quota overrides of identities.
 
 mod identities;
 
-use std::time::Duration;
-
-use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
-use http::{HeaderMap, Method, Request, StatusCode};
-use http_body_util::{BodyExt, Limited};
+use http::header::ACCEPT;
+use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
 use jiff::Timestamp;
 use jiff::civil::Date;
-use percent_encoding::percent_decode_str;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize, Serializer};
-use tokio::time::timeout;
 
 use crate::admin::api::identities::IdentityQuery;
-use crate::admin::configuration::{absolute_path, format_rfc3339};
-use crate::admin::events::{ConnectionCounts, EventStream, PeriodStats};
+use crate::admin::configuration::{absolute_path, config_view, reload};
+use crate::admin::events::{ConnectionCounts, PeriodStats};
+use crate::admin::request::{ApiContext, QueryParams, read_json, unknown_limit};
+use crate::admin::response::{
+    AdminResponse, ApiError, Result, format_rfc3339, json_response, store_error, text_response, typed_response,
+};
 use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
-use crate::admin::{AdminResponse, AdminServer, AdminState, typed_response};
-use crate::http::problem;
-use crate::http::problem::Problem;
 use crate::identity::display::IdentityDisplay;
-use crate::limiter::admin::LimiterAdmin;
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
 use crate::limiter::store::UsageError;
-use crate::limiter::verdict::StoreError;
 use crate::proxy::metrics::{HeavyHitter, TopIdentities, WINDOW};
 use crate::snapshot::cost::Cost;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::telemetry::prometheus as text_form;
+use crate::telemetry::prometheus::ExpositionFormat;
 use crate::tls::Certificate;
 
-/// Maximum size of a request body, in bytes.
-const MAX_BODY_BYTES: usize = 16 * 1024;
-
-/// Maximum time to receive a request body.
-const BODY_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Error text of the 404 response for paths that the API does not have.
-const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
-                         /api/identities, /api/usage, /api/reset, /api/overrides, /api/certificates, \
-                         /api/certificates/renew and /api/differences";
-
-type Result<T> = std::result::Result<T, ApiError>;
-
-/// The state that request handlers need.
-struct ApiContext<'a> {
-    /// The configuration that was active when the request arrived.
-    config: &'a CompiledConfig,
-    state: &'a AdminState,
-    limiter_admin: &'a LimiterAdmin,
-    event_stream: &'a EventStream,
+/// A method and path of the admin listener.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// The method. GET stands for GET and HEAD.
+    pub method: Method,
+    /// The path.
+    pub path: &'static str,
+    /// What a client must have and send.
+    pub access: Access,
+    /// What the response with the status 200 says, for the manual.
+    pub success: &'static str,
+    operation: Operation,
 }
 
-/// Handle a request. The caller has already authorized it to read data. This function also authorizes requests that
-/// change data.
-pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
-    let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" | "/api/status" => {
-            &[Method::GET]
-        }
-        "/api/reset" | "/api/certificates/renew" => &[Method::POST],
-        "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
-        _ => {
-            return ApiError::new(StatusCode::NOT_FOUND, NOT_FOUND).into_response();
-        }
-    };
-    if !methods.contains(request.method()) {
-        let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
-        let mut response =
-            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("method not allowed: use {allowed}")).into_response();
-        // The conversion cannot fail, because method names are valid header values.
-        response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
-        return response;
-    }
-    dispatch(admin, request).await.unwrap_or_else(ApiError::into_response)
+/// What a client must have and send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Reads only. If `admin.token` is set, the client must have it.
+    Read,
+    /// Changes something. Over TCP, the client must always have the token.
+    Change,
+    /// Changes something, and has a JSON body.
+    ChangeWithBody,
 }
 
-async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<AdminResponse> {
-    let path = request.uri().path().to_owned();
-    let method = request.method().clone();
-    let query = QueryParams::parse(request.uri().query());
-    if method != Method::GET {
-        admin.authorize_write(request.headers())?;
-        require_json(&method, request.headers())?;
-    }
-    let active = admin.state.config_handle.active();
-    let context = &ApiContext {
-        config: &active.config,
-        state: &admin.state,
-        limiter_admin: &admin.limiter_admin,
-        event_stream: &admin.event_stream,
-    };
-    match (&*path, method) {
-        ("/api/top", _) => top_identities(context, query),
-        ("/api/status", _) => Ok(show_status(context)),
-        ("/api/differences", _) => differences(context, query),
-        ("/api/certificates", _) => Ok(list_certificates(context)),
-        ("/api/certificates/renew", _) => renew_certificate(context, &read_json(request).await?),
-        ("/api/identities", _) => identities::identity_statuses(context, query).await,
-        ("/api/usage", _) => usage(context, query).await,
-        ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
-        (_, Method::GET) => identities::list_overrides(context).await,
-        (_, Method::DELETE) => identities::remove_override(context, query).await,
-        _ => identities::put_override(context, read_json(request).await?).await,
-    }
+/// The handler of an endpoint.
+#[derive(Debug, Clone, Copy)]
+enum Operation {
+    Health,
+    Readiness,
+    Metrics,
+    Status,
+    Config,
+    Reload,
+    Live,
+    Top,
+    Identities,
+    Usage,
+    Reset,
+    ListOverrides,
+    PutOverride,
+    RemoveOverride,
+    ListCertificates,
+    RenewCertificate,
+    Differences,
 }
 
-/// Decoded query parameters.
-struct QueryParams(Vec<(String, String)>);
+const fn read(path: &'static str, success: &'static str, operation: Operation) -> Endpoint {
+    Endpoint { method: Method::GET, path, access: Access::Read, success, operation }
+}
 
-impl QueryParams {
-    fn parse(query: Option<&str>) -> Self {
-        let decode = |text: &str| percent_decode_str(&text.replace('+', " ")).decode_utf8_lossy().into_owned();
-        let pairs = query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty());
-        let pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-        QueryParams(pairs.map(|(name, value)| (decode(name), decode(value))).collect())
-    }
+const fn change(
+    method: Method,
+    path: &'static str,
+    access: Access,
+    success: &'static str,
+    operation: Operation,
+) -> Endpoint {
+    Endpoint { method, path, access, success, operation }
+}
 
-    /// Remove a parameter from the query and return its value.
-    fn take(&mut self, name: &str) -> Option<String> {
-        let index = self.0.iter().position(|(key, _)| key == name)?;
-        Some(self.0.swap_remove(index).1)
-    }
+/// All endpoints, without the files of the dashboard.
+pub static ENDPOINTS: [Endpoint; 17] = [
+    read("/healthz", "the process runs", Operation::Health),
+    read(
+        "/readyz",
+        "the gateway is [ready](#health). While the process stops, or a listener waits for its first certificate, the status is 503",
+        Operation::Readiness,
+    ),
+    read("/metrics", "[metrics](metrics.md)", Operation::Metrics),
+    read("/api/status", "version, uptime, listeners, store, and requests of the last minute", Operation::Status),
+    read("/api/config", "the active configuration", Operation::Config),
+    change(Method::POST, "/api/reload", Access::Change, "the configuration was reloaded", Operation::Reload),
+    read("/api/live", "a stream of [events](#events)", Operation::Live),
+    read("/api/top", "identities with the most denials or the highest cost", Operation::Top),
+    read("/api/identities", "usage of an identity", Operation::Identities),
+    read("/api/usage", "usage totals by day, month, identity or model", Operation::Usage),
+    change(Method::POST, "/api/reset", Access::ChangeWithBody, "usage of an identity was cleared", Operation::Reset),
+    read("/api/overrides", "the active overrides", Operation::ListOverrides),
+    change(Method::POST, "/api/overrides", Access::ChangeWithBody, "an override was set", Operation::PutOverride),
+    change(Method::DELETE, "/api/overrides", Access::Change, "an override was removed", Operation::RemoveOverride),
+    read("/api/certificates", "certificates of all listeners", Operation::ListCertificates),
+    change(
+        Method::POST,
+        "/api/certificates/renew",
+        Access::ChangeWithBody,
+        "the renewal of a certificate was requested",
+        Operation::RenewCertificate,
+    ),
+    read("/api/differences", "the changed keys that would require a restart", Operation::Differences),
+];
 
-    /// Remove a numeric parameter from the query and return its value, or `default` if the query does not have it.
+impl Endpoint {
+    /// Find the endpoint of a request.
     ///
     /// # Errors
-    /// The value is not a number in `range`.
-    fn number(&mut self, name: &str, range: std::ops::RangeInclusive<u64>, default: u64) -> Result<u64> {
-        let Some(text) = self.take(name) else { return Ok(default) };
-        text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
-            ApiError::bad_request(format!("`{name}` must be an integer from {} to {}", range.start(), range.end()))
-        })
-    }
-}
-
-/// CSRF protection: require the content type `application/json` or the method DELETE. Before a cross-origin request of
-/// either kind, a browser sends a CORS preflight, which the admin listener rejects.
-fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
-    let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
-    let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
-    match media_type {
-        Some(media_type) if media_type.eq_ignore_ascii_case("application/json") => Ok(()),
-        None if method == Method::DELETE => Ok(()),
-        _ => Err(ApiError::new(
-            StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            "requests that change something need the content type application/json",
-        )),
-    }
-}
-
-async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T> {
-    let on_timeout = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "timed out waiting for the request body");
-    let collected =
-        timeout(BODY_TIMEOUT, Limited::new(request.into_body(), MAX_BODY_BYTES).collect()).await.map_err(on_timeout)?;
-    let body: Bytes = match collected {
-        Ok(body) => body.to_bytes(),
-        Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-            return Err(ApiError::new(
-                StatusCode::PAYLOAD_TOO_LARGE,
-                format!("the request body exceeds {MAX_BODY_BYTES} bytes"),
-            ));
+    /// The admin listener does not have the path, or the path does not support the method.
+    pub(super) fn find(method: &Method, path: &str) -> Result<&'static Endpoint> {
+        let method = if method == Method::HEAD { &Method::GET } else { method };
+        let mut others = ENDPOINTS.iter().filter(|endpoint| endpoint.path == path).peekable();
+        if others.peek().is_none() {
+            return Err(ApiError::new(StatusCode::NOT_FOUND, not_found()));
         }
-        Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
-    };
-    // Return only serde's messages about field names. Other messages of serde may quote values, which may be secrets.
-    serde_json::from_slice(&body).map_err(|error| match error.classify() {
-        serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
-            ApiError::bad_request(error.to_string())
+        let methods: Vec<_> = others.clone().map(|endpoint| endpoint.methods()).collect();
+        others
+            .find(|endpoint| endpoint.method == *method)
+            .ok_or_else(|| ApiError::method_not_allowed(&methods.join(", ")))
+    }
+
+    /// Return the methods as in an `Allow` header.
+    pub fn methods(&self) -> &str {
+        if self.method == Method::GET { "GET, HEAD" } else { self.method.as_str() }
+    }
+
+    /// Respond to a request that is authorized to use the endpoint.
+    pub(super) async fn respond(&self, context: &ApiContext<'_>, request: Request<Incoming>) -> Result<AdminResponse> {
+        let query = QueryParams::parse(request.uri().query());
+        match self.operation {
+            Operation::Health => Ok(text_response(StatusCode::OK, "ok\n")),
+            Operation::Readiness => Ok(readiness(context)),
+            Operation::Metrics => metrics(context, &request),
+            Operation::Status => Ok(show_status(context)),
+            Operation::Config => Ok(config_view(context)),
+            Operation::Reload => Ok(reload(context).await),
+            Operation::Live => context.event_stream.subscribe(context.state.admin_stop.clone(), context.connection),
+            Operation::Top => top_identities(context, query),
+            Operation::Identities => identities::identity_statuses(context, query).await,
+            Operation::Usage => usage(context, query).await,
+            Operation::Reset => identities::reset(context, read_json(request).await?).await,
+            Operation::ListOverrides => identities::list_overrides(context).await,
+            Operation::PutOverride => identities::put_override(context, read_json(request).await?).await,
+            Operation::RemoveOverride => identities::remove_override(context, query).await,
+            Operation::ListCertificates => Ok(list_certificates(context)),
+            Operation::RenewCertificate => renew_certificate(context, &read_json(request).await?),
+            Operation::Differences => differences(context, query),
         }
-        serde_json::error::Category::Data if error.to_string().starts_with("missing field") => {
-            ApiError::bad_request(error.to_string())
-        }
-        serde_json::error::Category::Data => ApiError::bad_request("a field has a value of the wrong type"),
-        _ => ApiError::bad_request(format!("invalid JSON at line {} column {}", error.line(), error.column())),
-    })
-}
-
-/// Return a 200 response with a JSON body.
-fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Serialization cannot fail, because the value is a map with string keys.
-    typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
-}
-
-/// Maximum number of limits that an error message lists.
-const MAX_LISTED_LIMITS: usize = 20;
-
-/// The error text for an unknown limit, with the names of the configured limits.
-fn unknown_limit(config: &CompiledConfig, name: &str) -> String {
-    let limits = &config.limits;
-    let listed = limits.keys().take(MAX_LISTED_LIMITS).map(|known| format!("`{known}`")).collect::<Vec<_>>().join(", ");
-    match limits.len().saturating_sub(MAX_LISTED_LIMITS) {
-        _ if limits.is_empty() => format!("unknown limit `{name}`: the configuration has no limits"),
-        0 => format!("unknown limit `{name}`: the limits are {listed}"),
-        more => format!("unknown limit `{name}`: the limits are {listed} and {more} more"),
     }
 }
 
-fn store_error(error: &StoreError) -> ApiError {
-    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+/// Return the error text for a path that the admin listener does not have.
+fn not_found() -> String {
+    let mut paths: Vec<_> = ENDPOINTS.iter().map(|endpoint| endpoint.path).collect();
+    paths.dedup();
+    format!("not found: the paths are / for the dashboard, {}", paths.join(", "))
 }
 
-/// Convert µs to seconds, rounded up to the next ms, so that a client that waits this long does not retry too early.
-fn seconds_rounded_up(us: u64) -> f64 {
-    us.div_ceil(1000) as f64 / 1000.0
+// === `/readyz` and `/metrics` ===
+
+fn readiness(context: &ApiContext<'_>) -> AdminResponse {
+    let health = context.state.readiness();
+    json_response(if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }, &health)
 }
 
-// === Problem details (RFC 9457) ===
-
-/// An error response of the API.
-#[derive(Debug)]
-pub(super) struct ApiError {
-    pub(super) status: StatusCode,
-    pub(super) detail: String,
-}
-
-impl ApiError {
-    pub(super) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
-        ApiError { status, detail: detail.into() }
-    }
-
-    /// Create a 400 response: the request is invalid.
-    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
-        ApiError::new(StatusCode::BAD_REQUEST, detail)
-    }
-
-    pub(super) fn into_response(self) -> AdminResponse {
-        let problem = Problem::new(self.status, &self.detail);
-        typed_response(self.status, problem::CONTENT_TYPE, problem.to_json())
-    }
+fn metrics(context: &ApiContext<'_>, request: &Request<Incoming>) -> Result<AdminResponse> {
+    let accept = request.headers().get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let form = ExpositionFormat::from_accept(accept);
+    let page = text_form::render(context.state, form)
+        .map_err(|error| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    Ok(typed_response(StatusCode::OK, form.content_type(), page))
 }
 
 // === `/api/differences`: keys whose change a reload would reject ===
@@ -261,7 +216,7 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     restart.extend(active_digests.into_keys());
     restart.sort_unstable();
     let file = absolute_path(&context.config.files.main.path);
-    Ok(json_response(&Differences { file, restart }))
+    Ok(json_response(StatusCode::OK, &Differences { file, restart }))
 }
 
 // === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===
@@ -349,7 +304,7 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
                     });
                 DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
             });
-            Ok(json_response(&TopResponse { window_seconds, limits: limits.collect() }))
+            Ok(json_response(StatusCode::OK, &TopResponse { window_seconds, limits: limits.collect() }))
         }
         "cost" => {
             let counts_tokens = |compiled: &CompiledLimit| compiled.cost.as_ref().and_then(Cost::llm).is_some();
@@ -362,7 +317,7 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
                     });
                 CostOfLimit { limit: name, unit: &compiled.limit.unit, cost, identities: identities.collect() }
             });
-            Ok(json_response(&TopResponse { window_seconds, limits: limits.collect() }))
+            Ok(json_response(StatusCode::OK, &TopResponse { window_seconds, limits: limits.collect() }))
         }
         _ => Err(ApiError::bad_request("`by` must be `denied` or `cost`")),
     }
@@ -426,23 +381,26 @@ fn show_status(context: &ApiContext<'_>) -> AdminResponse {
     let failing = state.failing_stores();
     let breaker_state = if failing.is_empty() { "closed" } else { "open" };
     let now_us = unix_us();
-    json_response(&StatusResponse {
-        version: env!("CARGO_PKG_VERSION"),
-        commit: env!("SLUICEGATE_COMMIT"),
-        pid: std::process::id(),
-        time: format_rfc3339(now_us),
-        started_at: format_rfc3339(state.started_at_s * 1_000_000),
-        uptime_seconds: (now_us / 1_000_000).saturating_sub(state.started_at_s),
-        connections: ConnectionCounts { open, max },
-        listeners: listeners.collect(),
-        store: StoreStatus {
-            name: &state.store_name,
-            circuit_breaker: config.store.redis.as_ref().map(|_| breaker_state),
-            failing,
-            circuit_breaker_openings: state.breaker_open_count(),
+    json_response(
+        StatusCode::OK,
+        &StatusResponse {
+            version: env!("CARGO_PKG_VERSION"),
+            commit: env!("SLUICEGATE_COMMIT"),
+            pid: std::process::id(),
+            time: format_rfc3339(now_us),
+            started_at: format_rfc3339(state.started_at_s * 1_000_000),
+            uptime_seconds: (now_us / 1_000_000).saturating_sub(state.started_at_s),
+            connections: ConnectionCounts { open, max },
+            listeners: listeners.collect(),
+            store: StoreStatus {
+                name: &state.store_name,
+                circuit_breaker: config.store.redis.as_ref().map(|_| breaker_state),
+                failing,
+                circuit_breaker_openings: state.breaker_open_count(),
+            },
+            last_minute: context.event_stream.last_minute(state),
         },
-        last_minute: context.event_stream.last_minute(state),
-    })
+    )
 }
 
 // === `/api/certificates`: the certificates of all listeners, and requests to renew a certificate ===
@@ -530,7 +488,7 @@ fn views(config: &CompiledConfig) -> Vec<CertificateView> {
 
 /// Return the certificates of all listeners.
 fn list_certificates(context: &ApiContext<'_>) -> AdminResponse {
-    json_response(&CertificatesResponse { certificates: views(context.config) })
+    json_response(StatusCode::OK, &CertificatesResponse { certificates: views(context.config) })
 }
 
 /// Request the renewal of a certificate by ACME. The log and `GET /api/certificates` show the result.
@@ -539,7 +497,7 @@ fn renew_certificate(context: &ApiContext<'_>, request: &RenewRequest) -> Result
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {
         Some(acme) => {
             acme.certificates.request_renewal(&name);
-            Ok(json_response(&RenewResponse { name, requested: true }))
+            Ok(json_response(StatusCode::OK, &RenewResponse { name, requested: true }))
         }
         None => Err(ApiError::new(
             StatusCode::NOT_FOUND,
@@ -584,7 +542,7 @@ async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
             ApiError::bad_request(format!("{error}: select fewer totals with `limit`, `from`, `to` or an identity"))
         }
     })?;
-    Ok(json_response(&UsageReport::new(context.config, &usage_query, &filter, rows, by)))
+    Ok(json_response(StatusCode::OK, &UsageReport::new(context.config, &usage_query, &filter, rows, by)))
 }
 
 fn date(query: &mut QueryParams, name: &str) -> Result<Option<Date>> {

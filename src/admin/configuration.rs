@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use http::{HeaderMap, StatusCode};
-use jiff::Timestamp;
+use http::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::admin::request::ApiContext;
+use crate::admin::response::{AdminResponse, format_rfc3339, json_response};
 use crate::config::include::ConfigFiles;
 use crate::limiter::clock::unix_us;
 use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
@@ -63,59 +63,55 @@ struct ReloadResponse {
     changed_seconds_ago: Option<f64>,
 }
 
-impl AdminServer {
-    pub(super) fn config_view(&self) -> AdminResponse {
-        let active = self.state.config_handle.active();
-        let ConfigFiles { main, included, .. } = &active.config.files;
-        let configuration = active.config.redacted();
-        let last_error = self.state.config_handle.last_failure();
-        let last_error = last_error
-            .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
-        let file = absolute_path(&main.path);
-        let included = included.iter().map(|file| absolute_path(&file.path)).collect();
-        let loaded_at = format_rfc3339(active.active_since_us);
-        let admin = active.config.admin.iter().map(|admin| admin.address);
-        let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
-        let addresses = addresses.map(|address| address.to_string()).collect();
-        let [ok, error] = self.state.config_handle.reload_counts();
-        let view = ConfigView {
-            file,
-            included,
-            addresses,
-            loaded_at,
-            revision: revision(&configuration),
-            reloads: ReloadCounts { ok, error },
-            last_error,
-            configuration,
-        };
-        json_response(StatusCode::OK, &view)
-    }
+/// Return the active configuration.
+pub(super) fn config_view(context: &ApiContext<'_>) -> AdminResponse {
+    let active = context.state.config_handle.active();
+    let ConfigFiles { main, included, .. } = &active.config.files;
+    let configuration = active.config.redacted();
+    let last_error = context.state.config_handle.last_failure();
+    let last_error =
+        last_error.map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
+    let file = absolute_path(&main.path);
+    let included = included.iter().map(|file| absolute_path(&file.path)).collect();
+    let loaded_at = format_rfc3339(active.active_since_us);
+    let admin = active.config.admin.iter().map(|admin| admin.address);
+    let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
+    let addresses = addresses.map(|address| address.to_string()).collect();
+    let [ok, error] = context.state.config_handle.reload_counts();
+    let view = ConfigView {
+        file,
+        included,
+        addresses,
+        loaded_at,
+        revision: revision(&configuration),
+        reloads: ReloadCounts { ok, error },
+        last_error,
+        configuration,
+    };
+    json_response(StatusCode::OK, &view)
+}
 
-    /// Reload the configuration file and return the result.
-    pub(super) async fn reload(&self, headers: &HeaderMap) -> AdminResponse {
-        if let Err(error) = self.authorize_write(headers) {
-            return error.into_response();
+/// Reload the configuration file and return the result.
+pub(super) async fn reload(context: &ApiContext<'_>) -> AdminResponse {
+    let file = absolute_path(&context.state.config_handle.active().config.files.main.path);
+    let (status, result) = match context.state.config_handle.reload(ReloadCause::Requested).await {
+        Ok(Ok(change)) => (StatusCode::OK, Ok(change)),
+        Ok(Err(error)) => (StatusCode::UNPROCESSABLE_ENTITY, Err(error)),
+        Err(_) => (StatusCode::SERVICE_UNAVAILABLE, Err("the gateway is stopping".to_owned())),
+    };
+    let response = match result {
+        Ok(ConfigChange { differences, at_us }) => ReloadResponse {
+            result: "ok",
+            file,
+            error: None,
+            changes: Some(differences.to_vec()),
+            changed_seconds_ago: (at_us > 0).then(|| unix_us().saturating_sub(at_us) as f64 / 1e6),
+        },
+        Err(error) => {
+            ReloadResponse { result: "error", file, error: Some(error), changes: None, changed_seconds_ago: None }
         }
-        let file = absolute_path(&self.state.config_handle.active().config.files.main.path);
-        let (status, result) = match self.state.config_handle.reload(ReloadCause::Requested).await {
-            Ok(Ok(change)) => (StatusCode::OK, Ok(change)),
-            Ok(Err(error)) => (StatusCode::UNPROCESSABLE_ENTITY, Err(error)),
-            Err(_) => (StatusCode::SERVICE_UNAVAILABLE, Err("the gateway is stopping".to_owned())),
-        };
-        let response = match result {
-            Ok(ConfigChange { differences, at_us }) => ReloadResponse {
-                result: "ok",
-                file,
-                error: None,
-                changes: Some(differences.to_vec()),
-                changed_seconds_ago: (at_us > 0).then(|| unix_us().saturating_sub(at_us) as f64 / 1e6),
-            },
-            Err(error) => {
-                ReloadResponse { result: "error", file, error: Some(error), changes: None, changed_seconds_ago: None }
-            }
-        };
-        json_response(status, &response)
-    }
+    };
+    json_response(status, &response)
 }
 
 /// Number of bytes of a revision. Six bytes are sufficient to distinguish the configurations of many gateways.
@@ -128,17 +124,7 @@ fn revision(redacted: &Value) -> String {
     hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
-    // Serialization cannot fail, because all map keys are strings.
-    typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
-}
-
 /// Return the absolute path of a file whose path may be relative to the working directory of the gateway.
 pub(super) fn absolute_path(path: &Path) -> String {
     std::path::absolute(path).map_or_else(|_| path.display().to_string(), |path| path.display().to_string())
-}
-
-/// Format µs since the Unix epoch as an RFC 3339 time. If the time is out of range, return the time of the epoch.
-pub(super) fn format_rfc3339(us: u64) -> String {
-    Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

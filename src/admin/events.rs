@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::stream;
-use futures_util::stream::BoxStream;
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Response, StatusCode};
-use http_body_util::{Either, StreamBody};
+use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Frame;
 use serde::Serialize;
 use tokio::sync::broadcast::error::RecvError;
@@ -19,11 +18,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::api::ApiError;
-use crate::admin::configuration::format_rfc3339;
 use crate::admin::connections::AdminConnection;
 use crate::admin::metrics::sum_counts;
-use crate::admin::{AdminResponse, AdminState, ReadinessReport};
+use crate::admin::response::{AdminResponse, ApiError, Result, format_rfc3339};
+use crate::admin::state::{AdminState, ReadinessReport};
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
@@ -35,9 +33,6 @@ pub(super) const MAX_SUBSCRIBERS: usize = 16;
 /// Capacity of the broadcast channel in events. The channel gets one event per second, so a subscriber that is more
 /// than 16 s late misses events.
 const EVENT_BUFFER: usize = 16;
-
-/// A response body that ends when the client disconnects or the admin listener stops.
-pub(super) type EventBody = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
 /// The history of metrics, and the broadcast channel for the metrics of each new second.
 #[derive(Debug)]
@@ -163,11 +158,18 @@ impl EventStream {
     }
 
     /// Return a response that streams the history and then an event for each new second.
-    pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
+    ///
+    /// # Errors
+    /// The maximum number of clients already read the stream. The status is 503.
+    pub(super) fn subscribe(
+        &self,
+        admin_stop: CancellationToken,
+        connection: &Arc<AdminConnection>,
+    ) -> Result<AdminResponse> {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
             let detail =
                 format!("{MAX_SUBSCRIBERS} clients already read /api/live, which is the maximum: close a dashboard");
-            return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
+            return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail));
         };
         let subscriber = {
             // Read the history and subscribe under one lock, so that `run` cannot add a second in between. Therefore,
@@ -188,10 +190,10 @@ impl EventStream {
             let connection = connection.clone();
             Subscriber { first, events, admin_stop, connection, _permit: permit }
         };
-        let events: BoxStream<'static, _> = Box::pin(stream::unfold(subscriber, Subscriber::next));
-        let mut response = Response::new(Either::Right(StreamBody::new(events)));
+        let events = StreamBody::new(stream::unfold(subscriber, Subscriber::next));
+        let mut response = Response::new(events.boxed_unsync());
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-        response
+        Ok(response)
     }
 
     /// Return the metrics of the last minute.
@@ -205,7 +207,7 @@ impl EventStream {
 }
 
 impl Subscriber {
-    async fn next(mut self) -> Option<(Result<Frame<Bytes>, Infallible>, Self)> {
+    async fn next(mut self) -> Option<(std::result::Result<Frame<Bytes>, Infallible>, Self)> {
         let event = match self.first.take() {
             Some(first) => first,
             None => self.admin_stop.run_until_cancelled(next_event(&mut self.events)).await??,

@@ -8,7 +8,7 @@ use std::fs;
 use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
 
-use crate::admin::AdminState;
+use crate::admin::state::AdminState;
 use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};

@@ -36,7 +36,7 @@ fn gateway() -> Validator {
 }
 
 #[test]
-fn documents_match_the_configuration_types() {
+fn documents_match_the_code() {
     for (name, text) in reference::schemas() {
         let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap_or_default();
         assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
@@ -45,6 +45,11 @@ fn documents_match_the_configuration_types() {
     assert!(
         page == reference::filled(&page),
         "docs/reference/configuration.md differs from the types: `make reference`"
+    );
+    let endpoints = std::fs::read_to_string(root().join("docs/reference/admin-api.md")).unwrap();
+    assert!(
+        endpoints == reference::with_endpoints(&endpoints),
+        "docs/reference/admin-api.md differs from the endpoints: `make reference`"
     );
     let known = schema::gateway().to_value();
     let tables = known["properties"].as_object().unwrap().keys().filter(|key| *key != "include");

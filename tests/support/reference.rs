@@ -1,7 +1,9 @@
-//! The parts of the documentation that are generated from the configuration types: the JSON Schemas, and the tables in
-//! docs/reference/configuration.md.
+//! The parts of the documentation that are generated from the code: the JSON Schemas and the tables in
+//! docs/reference/configuration.md from the configuration types, and the table of endpoints in
+//! docs/reference/admin-api.md.
 
 use serde_json::Value;
+use sluicegate::admin::api::ENDPOINTS;
 use sluicegate::config::schema;
 
 const BEGIN: &str = "<!-- keys of ";
@@ -26,6 +28,15 @@ pub fn filled(page: &str) -> String {
         out.push_str(&format!("{BEGIN}{path} -->\n{table}{END}{after}"));
     }
     out
+}
+
+/// Return the page of the admin API with a regenerated table of endpoints.
+pub fn with_endpoints(page: &str) -> String {
+    let (before, rest) = page.split_once("<!-- endpoints -->\n").expect("the page has a mark for the endpoints");
+    let (_, after) = rest.split_once("<!-- end of endpoints -->").expect("the page has an end mark");
+    let rows = ENDPOINTS.iter().map(|one| format!("| {} | `{}` | 200: {} |\n", one.methods(), one.path, one.success));
+    let table = format!("| method | path | success |\n|---|---|---|\n{}", rows.collect::<String>());
+    format!("{before}<!-- endpoints -->\n{table}<!-- end of endpoints -->{after}")
 }
 
 /// Return the paths of all generated tables of a page.

@@ -6,11 +6,8 @@ use futures_util::future::try_join_all;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use crate::admin::AdminResponse;
-use crate::admin::api::{
-    ApiContext, ApiError, MAX_LISTED_LIMITS, QueryParams, Result, json_response, seconds_rounded_up, store_error,
-    unknown_limit,
-};
+use crate::admin::request::{ApiContext, MAX_LISTED_LIMITS, QueryParams, unknown_limit};
+use crate::admin::response::{AdminResponse, ApiError, Result, json_response, seconds_rounded_up, store_error};
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
@@ -213,7 +210,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     }
     let statuses =
         resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));
-    Ok(json_response(&IdentityStatuses { limits: try_join_all(statuses).await? }))
+    Ok(json_response(StatusCode::OK, &IdentityStatuses { limits: try_join_all(statuses).await? }))
 }
 
 async fn identity_status<'a>(
@@ -302,12 +299,15 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
         .reset(&compiled.limit, identity, &state_names)
         .await
         .map_err(|error| store_error(&error))?;
-    Ok(json_response(&ResetResponse {
-        limit: &compiled.limit.name,
-        identity: identity.to_string(),
-        removed: reset.was_counted,
-        effective_within_seconds: reset.effective_within.as_secs(),
-    }))
+    Ok(json_response(
+        StatusCode::OK,
+        &ResetResponse {
+            limit: &compiled.limit.name,
+            identity: identity.to_string(),
+            removed: reset.was_counted,
+            effective_within_seconds: reset.effective_within.as_secs(),
+        },
+    ))
 }
 
 // === `/api/overrides`: list, set and remove temporary quota overrides of single identities ===
@@ -385,7 +385,7 @@ pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride)
                 AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
             },
         )?;
-    Ok(json_response(&serde_json::json!({ "override": OverrideView::from_override(&entry) })))
+    Ok(json_response(StatusCode::OK, &serde_json::json!({ "override": OverrideView::from_override(&entry) })))
 }
 
 pub(super) async fn list_overrides(context: &ApiContext<'_>) -> Result<AdminResponse> {
@@ -396,7 +396,7 @@ pub(super) async fn list_overrides(context: &ApiContext<'_>) -> Result<AdminResp
     if let Some(error) = error {
         response["store_error"] = error.to_string().into();
     }
-    Ok(json_response(&response))
+    Ok(json_response(StatusCode::OK, &response))
 }
 
 pub(super) async fn remove_override(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
@@ -406,5 +406,5 @@ pub(super) async fn remove_override(context: &ApiContext<'_>, mut query: QueryPa
     let identity = IdentityQuery::from_query(query)?.resolve(compiled, context, &consumers)?.identity;
     let removed = context.limiter_admin.remove(&compiled.limit, identity).await.map_err(|error| store_error(&error))?;
     let response = serde_json::json!({ "limit": name, "identity": identity.to_string(), "removed": removed });
-    Ok(json_response(&response))
+    Ok(json_response(StatusCode::OK, &response))
 }

@@ -1,0 +1,168 @@
+//! The state of the process that health checks, metrics, the API and the dashboard show.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use serde::Serialize;
+use tokio_util::sync::CancellationToken;
+
+use crate::limiter::memory::MemoryStore;
+use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
+use crate::limiter::notify::{DeliveryStats, EventQueue};
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::listener::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
+use crate::proxy::metrics::RequestMetrics;
+use crate::snapshot::Listener;
+use crate::snapshot::current::ConfigHandle;
+use crate::telemetry::access_log::TelemetrySinks;
+use crate::upstream::cluster::EndpointStatus;
+
+/// The state of the process that health checks, metrics, the API and the dashboard show.
+#[derive(Debug)]
+pub struct AdminState {
+    /// Request metrics of all workers.
+    pub request_metrics: Arc<RequestMetrics>,
+    /// Limiter metrics of all workers.
+    pub limiter_metrics: Arc<MetricFamily<LimiterMetrics>>,
+    /// Listener metrics of all workers.
+    pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
+    /// Open client connections and their limits.
+    pub connection_limits: Arc<ConnectionLimits>,
+    /// Bound addresses of the listeners, in the order of the configuration.
+    pub listener_addresses: Vec<SocketAddr>,
+    /// Display name of the store, without credentials.
+    pub store_name: String,
+    /// Access to the active configuration, and to reloads.
+    pub config_handle: Arc<ConfigHandle>,
+    /// The memory store.
+    pub memory: Arc<MemoryStore>,
+    /// Circuit breaker of the store, if the store is a single Redis server.
+    pub circuit_breaker: Arc<CircuitBreaker>,
+    /// Slot map of the store with a circuit breaker per node, if the store is a Redis Cluster.
+    pub cluster_map: Arc<ClusterMap>,
+    /// The queue of quota events.
+    pub event_queue: Arc<EventQueue>,
+    /// Results of the deliveries of quota events, by destination.
+    pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
+    /// Access log and trace exporter.
+    pub telemetry_sinks: TelemetrySinks,
+    /// Start time of the process, in seconds since the Unix epoch.
+    pub started_at_s: u64,
+    /// Cancelled by the first SIGTERM or SIGINT, when `accept_grace` begins. A hot restart does not cancel this token,
+    /// because the new process continues to serve requests.
+    pub stopping: CancellationToken,
+    /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
+    pub admin_stop: CancellationToken,
+}
+
+impl AdminState {
+    /// Return how often a circuit breaker of the store has opened.
+    pub fn breaker_open_count(&self) -> u64 {
+        self.circuit_breaker.open_count() + self.cluster_map.open_count()
+    }
+
+    /// Return the name of the store if its circuit breaker is open, or the names of the cluster nodes whose circuit
+    /// breakers are open.
+    pub fn failing_stores(&self) -> Vec<String> {
+        let mut failing_stores = self.cluster_map.open_nodes();
+        if self.circuit_breaker.is_open() {
+            failing_stores.push(self.store_name.clone());
+        }
+        failing_stores
+    }
+}
+
+// === `/readyz`: readiness of the process, its store and its upstreams ===
+
+/// Response body of `/readyz`.
+#[derive(Debug, Serialize)]
+pub(super) struct ReadinessReport<'a> {
+    status: ReadinessStatus,
+    store: StoreReadiness<'a>,
+    upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    certificates: Option<CertificateReadiness>,
+}
+
+/// State of the certificates that the gateway obtains by ACME.
+#[derive(Debug, Serialize)]
+struct CertificateReadiness {
+    /// DNS names for which no certificate has been obtained yet.
+    missing: Vec<Box<str>>,
+}
+
+/// The status of the process in the readiness report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum ReadinessStatus {
+    /// All circuit breakers of the store are closed, and no listener lacks a certificate.
+    Ready,
+    /// A circuit breaker of the store is open. The gateway serves requests, and each limit applies its
+    /// `on_store_error`.
+    Degraded,
+    /// A listener has not obtained a certificate by ACME yet, and serves a self-signed certificate.
+    Pending,
+    /// The process has received SIGTERM or SIGINT. It waits for `accept_grace` or drains connections.
+    Stopping,
+}
+
+#[derive(Debug, Serialize)]
+struct StoreReadiness<'a> {
+    name: &'a str,
+    /// The store if its circuit breaker is open, or the cluster nodes whose circuit breakers are open.
+    failing: Vec<String>,
+}
+
+/// One endpoint of an upstream.
+#[derive(Debug, Serialize)]
+struct EndpointReadiness {
+    server: String,
+    state: &'static str,
+    in_flight: usize,
+}
+
+impl ReadinessReport<'_> {
+    /// Return whether load balancers should send requests to this gateway.
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self.status, ReadinessStatus::Ready | ReadinessStatus::Degraded)
+    }
+}
+
+impl AdminState {
+    /// Return the current readiness.
+    pub(super) fn readiness(&self) -> ReadinessReport<'_> {
+        let failing_stores = self.failing_stores();
+        let active = self.config_handle.active();
+        let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
+        let status = match (self.stopping.is_cancelled(), lacks_certificates, failing_stores.is_empty()) {
+            (true, ..) => ReadinessStatus::Stopping,
+            (false, true, _) => ReadinessStatus::Pending,
+            (false, false, true) => ReadinessStatus::Ready,
+            (false, false, false) => ReadinessStatus::Degraded,
+        };
+        let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
+        let certificates = active.config.acme.as_ref().map(|acme| {
+            let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
+            CertificateReadiness { missing: missing.cloned().collect() }
+        });
+        let upstreams = active.clusters.iter().map(|cluster| {
+            let servers = cluster.status().into_iter().map(to_server).collect();
+            (cluster.settings.name.clone(), servers)
+        });
+        ReadinessReport {
+            status,
+            store: StoreReadiness { name: &self.store_name, failing: failing_stores },
+            upstreams: upstreams.collect(),
+            certificates,
+        }
+    }
+}
+
+/// Return whether a listener with ACME has no certificate from ACME yet.
+fn lacks_certificates(listener: &Listener) -> bool {
+    let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
+    managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))
+}
