@@ -298,11 +298,23 @@ pub struct Log {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Store {
-    /// URL of the store: `memory:`, `redis://user:password@host:6379/0`, `rediss://…` (TLS),
-    /// `redis+unix:///run/redis.sock?db=0`, `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`
-    /// ([Redis](../how-to/redis.md)).
+    /// URL of the store: `memory:`, `redis://host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
+    /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2` ([Redis](../how-to/redis.md)). It may
+    /// contain [credentials](../how-to/redis.md#credentials).
     #[schemars(extend("default" = "memory:"))]
     pub url: Option<Text>,
+    /// User name for Redis, instead of a user name in `url`. Requires `password` or `password_file`. Default: the Redis
+    /// user `default`.
+    pub username: Option<Text>,
+    /// Password for Redis, such as `"${REDIS_PASSWORD}"`, instead of a password in `url`. It may contain any character,
+    /// and is not percent-encoded. An empty value is ignored.
+    pub password: Option<Text>,
+    /// File that contains the password for Redis, instead of `password`. A line break at the end of the file is ignored.
+    /// The gateway reads the file only when it starts.
+    pub password_file: Option<Text>,
+    /// Credentials for the Sentinels of `redis+sentinel://`: `{ username = "gateway", password =
+    /// "${SENTINEL_PASSWORD}" }`.
+    pub sentinel: Option<Spanned<StoreSentinel>>,
     /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional, but
     /// `cert` and `key` require each other. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
@@ -340,6 +352,18 @@ pub struct Store {
     /// bucket. With `sliding-log`, it takes 9 more bytes per logged token.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
+}
+
+/// `sentinel` of the store
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+pub struct StoreSentinel {
+    /// User name for the Sentinels. Requires `password` or `password_file`. Default: the user `default`.
+    pub username: Option<Text>,
+    /// Password for the Sentinels. It may contain any character. An empty value is ignored.
+    pub password: Option<Text>,
+    /// File that contains the password for the Sentinels, instead of `password`.
+    pub password_file: Option<Text>,
 }
 
 /// `tls` of the store

@@ -11,3 +11,4 @@ pub mod ratelimit_headers;
 pub mod request_body;
 pub mod target;
 pub mod upgrade;
+pub mod url;

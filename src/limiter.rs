@@ -1,5 +1,6 @@
 //! The rate limiter decides whether a request is admitted, independently of HTTP.
 
+pub mod address;
 pub mod admin;
 pub mod algorithm;
 pub mod clock;

@@ -44,7 +44,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["spec", "verdict"],
             &["notify"],
             &["algorithm", "usage"],
-            &["clock", "key", "metrics", "pacing", "quota"],
+            &["address", "clock", "key", "metrics", "pacing", "quota"],
         ],
     ),
 ];

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::{Request, Response, Uri};
+use http::{Request, Response};
 use opentelemetry_http::{HttpClient, HttpError};
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use tracing::warn;
 use uuid::Uuid;
 
+use crate::http::url::HttpUrl;
 use crate::limiter::clock::LogThrottle;
 use crate::telemetry::trace::TraceExporter;
 use crate::tls::TrustRoots;
@@ -38,9 +39,9 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// An environment variable is invalid, the system has no CA certificates, or the thread cannot be started.
-pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
+pub(super) fn start(endpoint: &HttpUrl) -> anyhow::Result<TraceExporter> {
     let last_error = Arc::<Mutex<Option<String>>>::default();
-    let client = OtlpHttpClient { tls: tls(endpoint)?, last_error: last_error.clone() };
+    let client = OtlpHttpClient { url: endpoint.clone(), tls: tls(endpoint)?, last_error: last_error.clone() };
     let exporter = SpanExporter::builder().with_http().with_http_client(client);
     let exporter =
         exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(EXPORT_TIMEOUT);
@@ -48,7 +49,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Log only host and port, because path and query may contain secrets.
-    let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
+    let name = endpoint.authority().to_owned();
     let log_throttle = LogThrottle::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
         let spans = batch.len() as u64;
@@ -62,12 +63,12 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     })?)
 }
 
-fn tls(endpoint: &Uri) -> anyhow::Result<Option<EndpointTls>> {
-    if endpoint.scheme_str() != Some("https") {
+fn tls(endpoint: &HttpUrl) -> anyhow::Result<Option<EndpointTls>> {
+    if !endpoint.is_https() {
         return Ok(None);
     }
     let tls = UpstreamTlsConfig::new(TrustRoots::from_system()?, None, upstream::Protocol::Http1)?;
-    Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(fetch::host(endpoint).to_owned())? }))
+    Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(endpoint.host().to_owned())? }))
 }
 
 /// Return the resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence over the
@@ -90,6 +91,7 @@ fn resource() -> Resource {
 /// HTTP/1.1 client for the collector. It opens one connection per batch.
 #[derive(Debug)]
 struct OtlpHttpClient {
+    url: HttpUrl,
     tls: Option<EndpointTls>,
     /// The last transport error, for log messages. The exporter's own error does not contain it.
     last_error: Arc<Mutex<Option<String>>>,
@@ -98,7 +100,7 @@ struct OtlpHttpClient {
 #[async_trait]
 impl HttpClient for OtlpHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let exchange = fetch::send(request, self.tls.as_ref(), MAX_RESPONSE_BYTES);
+        let exchange = fetch::send(&self.url, request, self.tls.as_ref(), MAX_RESPONSE_BYTES);
         let response = match timeout(EXPORT_TIMEOUT, exchange).await {
             Ok(response) => response.map_err(HttpError::from),
             Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),

@@ -208,11 +208,10 @@ pub struct FetchedKeys {
 /// See [`JwksError`].
 pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
     let mut request = Request::new(Bytes::new());
-    *request.uri_mut() = source.url.clone();
     let accepted = HeaderValue::from_static("application/jwk-set+json, application/json");
     request.headers_mut().insert(ACCEPT, accepted);
     request.headers_mut().insert(USER_AGENT, HeaderValue::from_static("sluicegate"));
-    let exchange = fetch::send(request, source.tls.as_ref(), MAX_KEY_SET);
+    let exchange = fetch::send(&source.url, request, source.tls.as_ref(), MAX_KEY_SET);
     let response = timeout(REFRESH_TIMEOUT, exchange).await.map_err(|_| JwksError::Timeout)??;
     let status = response.status();
     if let Some(location) = response.headers().get(LOCATION).filter(|_| status.is_redirection()) {

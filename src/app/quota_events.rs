@@ -375,7 +375,6 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
     let signature = signature(&webhook.key, id, &timestamp, body);
     let mut request = Request::new(body.clone());
     *request.method_mut() = Method::POST;
-    *request.uri_mut() = webhook.url.clone();
     let headers = request.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(USER_AGENT, HeaderValue::from_static(concat!("sluicegate/", env!("CARGO_PKG_VERSION"))));
@@ -383,7 +382,7 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
         // The values contain only letters, digits and punctuation, so the conversion cannot fail.
         headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
     }
-    let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
+    let exchange = fetch::send(&webhook.url, request, webhook.tls.as_ref(), MAX_RESPONSE);
     let response = timeout(webhook.timeout, exchange).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))?;
     let status = match response {
         Err(FetchError::TooLarge { status, .. }) => status,

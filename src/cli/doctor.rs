@@ -131,7 +131,7 @@ fn webhook_report((name, webhook, connected): &ConnectedWebhook<'_>) -> ServerRe
     };
     let check = Check { name: "reachable", status, message, advice };
     // Do not print the path of the URL, because it may be a secret.
-    let authority = webhook.url.authority().map_or("", |authority| authority.as_str());
+    let authority = webhook.url.authority();
     ServerReport { address: format!("{authority} (notify.{name})"), checks: vec![check] }
 }
 

@@ -21,6 +21,7 @@ use crate::cli::EXIT_INVALID_CONFIG;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::cli::doctor;
+use crate::limiter::address::{AddressError, parse_port};
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock;
 use crate::limiter::clock::unix_us;
@@ -152,6 +153,8 @@ pub(crate) enum ArgumentError {
     MissingBrackets,
     #[error("remove user and password from the URL, and pass them as clients send them: -H 'Authorization: Basic …'")]
     UserInfo,
+    #[error("{0}: {hint}", hint = .0.hint())]
+    InvalidPort(AddressError),
     #[error("`{0}` is not a URL: percent-encode spaces and non-ASCII characters (%20)")]
     InvalidUrl(String),
     #[error("-H '{0}' is not a header: write -H 'name: value'")]
@@ -256,6 +259,9 @@ fn parse_url(text: &str) -> Result<Uri, ArgumentError> {
     }
     if !authority.starts_with('[') && authority.matches(':').count() > 1 {
         return Err(ArgumentError::MissingBrackets);
+    }
+    if let Some((_, port)) = authority.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')) {
+        parse_port(port).map_err(ArgumentError::InvalidPort)?;
     }
     text.parse().map_err(|_| ArgumentError::InvalidUrl(text.to_owned()))
 }

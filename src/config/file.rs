@@ -24,7 +24,7 @@ use crate::config::tables::{
 };
 use crate::config::{
     Acme, Admin, Auth, AuthCache, Certificate, ClientIp, Config, Consumer, Consumers, ExternalAccount, Listener,
-    ListenerTls, Log, Server, Store, StoreTls, Tiers,
+    ListenerTls, Log, Server, Store, StoreSentinel, StoreTls, Tiers,
 };
 
 /// A parsed file, with the issues that parsing found.
@@ -740,6 +740,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["admin"] => ("admin", field_names::<Admin>()),
         ["log"] => ("log", field_names::<Log>()),
         ["store"] => ("store", field_names::<Store>()),
+        ["store", "sentinel"] => ("store sentinel", field_names::<StoreSentinel>()),
         ["store", "tls"] => ("store tls", field_names::<StoreTls>()),
         ["client_ip"] => ("client_ip", field_names::<ClientIp>()),
         ["auth", _] => ("auth", field_names::<Auth>()),

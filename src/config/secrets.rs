@@ -62,6 +62,14 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     {
         return false;
     }
+    if has_url(path) && !text.contains("://") && text.contains('@') {
+        // A URL without a scheme, whose text before `@` may be a user name and a password.
+        return true;
+    }
+    if let ["store", .., "password_file"] = path {
+        // The path of a file is not secret.
+        return false;
+    }
     if let ["limit", _, "cost", "models", ..] = path {
         // The keys of `models` are names of models, which are not secret.
         return false;
@@ -98,6 +106,12 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
         !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
     })
+}
+
+/// Return whether the value at this path is the URL of a server.
+fn has_url(path: &[&str]) -> bool {
+    matches!(path, ["upstream", _, "servers"] | [.., "url" | "jwks_url" | "trace_endpoint" | "directory"])
+        || matches!(path, [.., "redirect", "to"])
 }
 
 /// Return the byte ranges of secrets in a text: the credentials of a URL, and the values of query parameters.
@@ -376,6 +390,15 @@ mod tests {
             (&["admin", "token"][..], "x", true),
             (&["store", "sekret"], "x", true),
             (&["store", "password"], "x", true),
+            (&["upstream", "u", "servers"], "me:pw@host:80", true),
+            (&["upstream", "u", "servers", "url"], "me:pw@host:80", true),
+            (&["store", "url"], "me:pw@host", true),
+            (&["route", "redirect", "to"], "me:pw@host", true),
+            (&["upstream", "u", "servers"], "host:80", false),
+            (&["acme", "email"], "me@host", false),
+            (&["store", "sentinel", "password"], "x", true),
+            (&["store", "sentinel", "password_file"], "x", false),
+            (&["store", "password_file"], "x", false),
             (&["route", "request_headers", "set", "x-a"], "x", true),
             (&["route", "response_headers", "x-a"], "x", true),
             (&["route", "response_headers", "remove"], "server", false),

@@ -10,6 +10,8 @@ use http::header::{
 };
 use http::{HeaderMap, Method};
 
+use crate::limiter::address::parse_port;
+
 /// Prefix of the response headers that the CORS protocol defines.
 const CORS_PREFIX: &str = "access-control-";
 
@@ -288,7 +290,7 @@ impl std::str::FromStr for OriginPattern {
         }
         let rest = rest.to_ascii_lowercase();
         let (host, port) = match rest.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')) {
-            Some((host, port)) => (host, Some(port.parse::<u16>().map_err(|_| OriginError::Malformed)?)),
+            Some((host, port)) => (host, Some(parse_port(port).map_err(|_| OriginError::Malformed)?)),
             None => (&*rest, None),
         };
         let is_default = matches!((&*scheme, port), ("http", Some(80)) | ("https", Some(443)));

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use http::Uri;
 use instant_acme::LetsEncrypt;
 use rustls::pki_types::DnsName;
 use socket2::{Domain, Socket, Type};
@@ -19,6 +18,7 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::{Config, Text};
 use crate::http::target::canonical_host;
+use crate::http::url::HttpUrl;
 use crate::identity::{Descriptor, OnMissing};
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
@@ -319,7 +319,7 @@ impl Acme {
 #[derive(Debug)]
 pub struct AcmeSettings {
     /// URL of the CA's ACME directory.
-    pub directory: Uri,
+    pub directory: HttpUrl,
     /// Email address of the ACME account.
     pub email: Option<Box<str>>,
     /// Trust roots that verify the CA's server.
@@ -504,8 +504,8 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
             None
         }
         (Some(directory), false) => directory_url(directory, reader),
-        (None, true) => Some(Uri::from_static(LetsEncrypt::Staging.url())),
-        (None, false) => Some(Uri::from_static(LetsEncrypt::Production.url())),
+        (None, true) => LetsEncrypt::Staging.url().parse().ok(),
+        (None, false) => LetsEncrypt::Production.url().parse().ok(),
     };
     let challenges = challenges(acme.challenges.as_deref(), config, &span, reader);
     let secret = config.store.secret.as_ref();
@@ -531,14 +531,18 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     })
 }
 
-fn directory_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
-    let uri = text.get_ref().parse::<Uri>().ok();
-    let uri = uri.filter(|uri| uri.scheme_str() == Some("https") && uri.host().is_some_and(|host| !host.is_empty()));
-    if uri.is_none() && !reader.is_unresolved(text) {
-        let issue = Issue::new(text.span(), format!("`{}` is not an https:// URL", text.get_ref()));
-        reader.push_issue(issue.with_hint(format!("such as \"{}\"", LetsEncrypt::Production.url())));
+fn directory_url(text: &Text, reader: &mut Validator<'_>) -> Option<HttpUrl> {
+    if reader.is_unresolved(text) {
+        return None;
     }
-    uri
+    let example = format!("\"{}\"", LetsEncrypt::Production.url());
+    let url = reader.url(text, &example, "`external_account` identifies the account")?;
+    if !url.is_https() {
+        let issue = Issue::new(text.span(), format!("`{url}` is not an https:// URL"));
+        reader.push_issue(issue.with_hint(format!("such as {example}")));
+        return None;
+    }
+    Some(url)
 }
 
 fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Validator<'_>) -> Option<TrustRoots> {

@@ -8,12 +8,12 @@ use std::time::Duration;
 use aws_lc_rs::hmac::{HMAC_SHA256, Key};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use http::Uri;
 
 use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::shorthand::LimitNotify;
 use crate::config::{Config, Text};
+use crate::http::url::HttpUrl;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::notify::Notify;
 use crate::snapshot::remote_auth::{InternalUpstreams, internal_table};
@@ -21,7 +21,6 @@ use crate::snapshot::upstreams;
 use crate::snapshot::validator::Validator;
 use crate::upstream::Protocol;
 use crate::upstream::connector::EndpointTls;
-use crate::upstream::fetch;
 
 /// Prefix of a webhook secret in the Standard Webhooks specification.
 const SECRET_PREFIX: &str = "whsec_";
@@ -48,7 +47,7 @@ pub enum EventDestination {
 #[derive(Debug)]
 pub struct Webhook {
     /// URL to which the gateway posts the events.
-    pub url: Uri,
+    pub url: HttpUrl,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Key with which the gateway signs the events.
@@ -137,21 +136,14 @@ fn webhook(
 ) -> Option<Webhook> {
     let timeout = reader.duration(table.timeout.as_ref(), Duration::from_secs(10));
     let key = secret(table.secret.as_ref(), span, reader);
-    let url = text.get_ref().parse::<Uri>().ok();
-    let url = url.filter(|url| {
-        let has_credentials = url.authority().is_some_and(|authority| authority.as_str().contains('@'));
-        matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some() && !has_credentials
-    });
-    if url.is_none() && !reader.is_unresolved(text) {
-        let message = "this is not a URL with `http://` or `https://`, a host, and neither user nor password";
-        let hint = "such as \"https://hooks.example.com/limits\"; the signature authenticates the gateway";
-        reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+    if reader.is_unresolved(text) {
+        return None;
     }
-    let url = url?;
+    let url = reader.url(text, "\"https://hooks.example.com/limits\"", "the signature authenticates the gateway")?;
     let upstream = internal_table(&url, text.span(), table.ca.as_ref(), reader);
     let tls = upstreams::upstream_tls(&internal_name(name), &upstream, Protocol::Http1, reader);
     let endpoint_tls = match &tls {
-        Some(tls) => Some(tls.for_server(fetch::host(&url), text.span(), reader)?),
+        Some(tls) => Some(tls.for_server(url.host(), text.span(), reader)?),
         None => None,
     };
     internal.tls.extend(tls);

@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::uri::{PathAndQuery, Scheme};
-use http::{HeaderName, HeaderValue, Uri};
+use http::{HeaderName, HeaderValue};
 
 use crate::config;
 use crate::config::Config;
@@ -16,6 +15,7 @@ use crate::config::file::FileSnapshot;
 use crate::config::shorthand::UpstreamServer;
 use crate::config::tables::{Upstream, UpstreamTls as WrittenTls};
 use crate::http::headers::{Direction, reserved_reason};
+use crate::http::url::HttpUrl;
 use crate::identity::Descriptor;
 use crate::identity::auth::TierSource;
 use crate::identity::basic::{BasicProvider, BasicVerifier, Htpasswd};
@@ -25,7 +25,6 @@ use crate::snapshot::upstreams;
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::upstream::connector::EndpointTls;
-use crate::upstream::fetch;
 use crate::upstream::{Protocol, UpstreamSettings};
 
 /// Prefix of the names of internal upstreams. The authentication server of `[auth.NAME]` is the internal upstream
@@ -60,7 +59,7 @@ pub struct KeyUrl {
     /// Name of the authentication provider.
     pub name: Box<str>,
     /// URL of the JWK Set.
-    pub url: Uri,
+    pub url: HttpUrl,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Time between two fetches.
@@ -148,8 +147,7 @@ pub(super) fn forward(
     let text = reader.required(auth.url.as_ref(), span, "url", "\"http://127.0.0.1:4181/verify\"")?;
     let (settings, target, authority) = {
         let url = server_url(text, reader)?;
-        let target = url.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
-        let authority = url.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok())?;
+        let (target, authority) = (url.target(), HeaderValue::from_str(url.authority()).ok()?);
         let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
         let (settings, tls) = upstreams::upstream(&internal_name(name), &table, &text.span(), reader);
         internal.tls.extend(tls);
@@ -276,7 +274,7 @@ pub(super) fn key_url(
     let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
     let tls = upstreams::upstream_tls(&internal_name(name), &table, Protocol::Http1, reader);
     let endpoint_tls = match &tls {
-        Some(tls) => Some(tls.for_server(fetch::host(&url), text.span(), reader)?),
+        Some(tls) => Some(tls.for_server(url.host(), text.span(), reader)?),
         None => None,
     };
     internal.tls.extend(tls);
@@ -285,31 +283,23 @@ pub(super) fn key_url(
 }
 
 /// Parse the URL of an authentication server or of a JWK Set.
-fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
-    let url = text.get_ref().parse::<Uri>().ok();
-    let url = url.filter(|url| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some());
-    let Some(url) = url else {
-        let issue = Issue::new(text.span(), "this is not a URL with `http://` or `https://` and a host");
-        reader.push_issue(issue.with_hint("such as \"https://auth.example.com/verify\""));
-        return None;
-    };
-    if url.authority().is_some_and(|authority| authority.as_str().contains('@')) {
-        let issue = Issue::new(text.span(), "the URL of a server must not contain a user name or a password");
-        reader.push_issue(issue.with_hint("let the server authenticate the gateway by its address"));
-        return None;
-    }
-    Some(url)
+fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<HttpUrl> {
+    let credentials = "let the server authenticate the gateway by its address";
+    reader.url(text, "\"https://auth.example.com/verify\"", credentials)
 }
 
 /// Return an `[upstream.NAME]` table for a server. Errors point to the server's URL.
-pub(super) fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
-    if let Some(ca) = ca.filter(|_| url.scheme() != Some(&Scheme::HTTPS)) {
+pub(super) fn internal_table(
+    url: &HttpUrl,
+    span: Range<usize>,
+    ca: Option<&Text>,
+    reader: &mut Validator<'_>,
+) -> Upstream {
+    if let Some(ca) = ca.filter(|_| !url.is_https()) {
         reader.push_issue(Issue::new(ca.span(), "`ca` is valid only for a URL with `https://`"));
     }
-    let ca = ca.filter(|_| url.scheme() == Some(&Scheme::HTTPS));
-    let origin =
-        format!("{}://{}", url.scheme_str().unwrap_or("http"), url.authority().map_or("", |host| host.as_str()));
-    let server = UpstreamServer { url: origin, weight: None };
+    let ca = ca.filter(|_| url.is_https());
+    let server = UpstreamServer { url: url.origin(), weight: None };
     let tls = ca.map(|ca| {
         let text = Spanned::new(ca.span(), ca.get_ref().clone());
         Spanned::new(ca.span(), WrittenTls { ca: Some(text), ..WrittenTls::default() })

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use http::uri::{Authority, PathAndQuery};
+use http::uri::PathAndQuery;
 use http::{HeaderValue, StatusCode};
 
 use crate::config;
@@ -13,6 +13,7 @@ use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
 use crate::config::shorthand::UpstreamWeights;
 use crate::http::target::forwarded_path;
+use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::snapshot::routes::{DirectResponse, Redirect, RedirectTarget, Rewrite, RouteAction};
 use crate::snapshot::validator::Validator;
@@ -170,6 +171,15 @@ fn redirect_template(to: &Text, path: Option<&PathPattern>, reader: &mut Validat
         );
         return None;
     };
+    if !origin.is_empty()
+        && let Err(error) = HttpUrl::parse_origin(origin)
+    {
+        // `/`, `?` or `#` in a password ends the host early.
+        let error = if to.get_ref().contains('@') { UrlError::UserInfo } else { error };
+        let example = "\"https://www.example.com/{rest}\"";
+        reader.invalid_url(to.span(), &error, example, "clients authenticate themselves");
+        return None;
+    }
     let target = match target {
         "" => "/".to_owned(),
         query if query.starts_with('?') => format!("/{query}"),
@@ -186,8 +196,7 @@ fn split_origin(to: &str) -> Option<(&str, &str)> {
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
-    let is_host = host.parse::<Authority>().is_ok() && !host.contains(['@', '{', '}']);
-    is_host.then(|| to.split_at(scheme.len() + "://".len() + host.len()))
+    (!host.contains(['{', '}'])).then(|| to.split_at(scheme.len() + "://".len() + host.len()))
 }
 
 /// Compile `strip_prefix` or `rewrite`.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::uri::{PathAndQuery, Uri};
+use http::uri::PathAndQuery;
 use redis::{ClientTlsConfig, TlsCertificates};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::Level;
@@ -18,8 +18,10 @@ use crate::config;
 use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
 use crate::config::shorthand::{AccessLog, AccessLogTable};
+use crate::http::url::HttpUrl;
+use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
-use crate::limiter::redis::{RedisSettings, UrlError, parse_redis_url};
+use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
@@ -134,7 +136,7 @@ pub struct LogSettings {
     /// Fraction of successful requests to write to the access log, above 0. 1 = all.
     pub access_sample: f64,
     /// OTLP endpoint for spans. `None` disables traces.
-    pub trace_endpoint: Option<Uri>,
+    pub trace_endpoint: Option<HttpUrl>,
 }
 
 /// Destination of the access log records.
@@ -327,27 +329,15 @@ fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
 
 /// Parse the URL of an OpenTelemetry collector. An empty URL disables traces. The OTLP specification defines the
 /// default path (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
-fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
+fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<HttpUrl> {
     let url = text.get_ref();
     if url.is_empty() || reader.is_unresolved(text) && !url.contains("://") {
         return None;
     }
-    let parsed = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
-    let parsed = parsed.filter(|uri| uri.authority().is_some_and(|authority| !authority.as_str().contains('@')));
-    let Some(uri) = parsed else {
-        let issue = Issue::new(text.span(), "`trace_endpoint` is not a valid collector URL");
-        reader.push_issue(
-            issue.with_hint("such as \"http://127.0.0.1:4318\"; credentials belong in OTEL_EXPORTER_OTLP_HEADERS"),
-        );
-        return None;
-    };
-    if uri.path() != "/" {
-        return Some(uri);
-    }
-    let mut parts = uri.into_parts();
-    parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
-    // A URI with scheme, authority and path is always valid, so the conversion cannot fail.
-    Uri::from_parts(parts).ok()
+    let credentials = "credentials belong in OTEL_EXPORTER_OTLP_HEADERS";
+    let url = reader.url(text, "\"http://127.0.0.1:4318\"", credentials)?;
+    let has_path = url.target().path() != "/";
+    Some(if has_path { url } else { url.with_target(PathAndQuery::from_static("/v1/traces")) })
 }
 
 /// `[admin]`
@@ -490,15 +480,22 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         }
         used
     });
-    let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
-    let certificates = tls.map(|tls| tls_certificates(tls, reader));
+    let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else {
+        report_unused_credentials(store, reader);
+        return settings;
+    };
+    let access = StoreAccess {
+        certificates: tls.map(|tls| tls_certificates(tls, reader)),
+        credentials: credentials([&store.username, &store.password, &store.password_file], reader),
+        sentinel_credentials: sentinel_credentials(store, scheme, reader),
+    };
     if reader.is_unresolved(text) && !url.contains("://") {
         // Skip the URL, because its environment variable is not set. `Validator::finish` reports an error for each
         // command that uses the store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }
-    match parse_redis_url(url, certificates.as_ref()) {
+    match parse_redis_url(url, &access) {
         Ok((name, servers)) => {
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -511,6 +508,67 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         Err(UrlError { message: what, hint }) => reader.push_issue(Issue::new(text.span(), what).with_hint(hint)),
     }
     settings
+}
+
+/// Compile `username`, `password` and `password_file`, in this order. Empty values are ignored, because they come from
+/// variables that are not set.
+fn credentials([username, password, password_file]: [&Option<Text>; 3], reader: &mut Validator<'_>) -> Credentials {
+    let non_empty =
+        |text: &Option<Text>| text.as_ref().map(|text| text.get_ref().clone()).filter(|text| !text.is_empty());
+    let (username_value, written) = (non_empty(username), non_empty(password));
+    let from_file = password_file.as_ref().and_then(|file| read_password(file, reader));
+    if let (Some(file), true) = (password_file, written.is_some()) {
+        let issue = Issue::new(file.span(), "`password` and `password_file` cannot be combined");
+        reader.push_issue(issue.with_hint("remove one of the two keys"));
+    }
+    if let (Some(text), None, None, None) = (username, &written, &from_file, password_file)
+        && username_value.is_some()
+    {
+        let issue = Issue::new(text.span(), "`username` requires `password` or `password_file`");
+        reader.push_missing(issue.with_hint("set password = \"${REDIS_PASSWORD}\""));
+    }
+    Credentials { username: username_value, password: written.or(from_file) }
+}
+
+/// Read a file that contains a password.
+fn read_password(text: &Text, reader: &mut Validator<'_>) -> Option<String> {
+    let path = reader.resolve_path(text);
+    let content = std::fs::read_to_string(&path).map_err(|error| format!("cannot be read: {error}"));
+    let password = content.and_then(|content| {
+        let password = content.strip_suffix('\n').map_or(&*content, |line| line.strip_suffix('\r').unwrap_or(line));
+        if password.is_empty() { Err("is empty".to_owned()) } else { Ok(password.to_owned()) }
+    });
+    let report = |reason| {
+        let issue = Issue::new(text.span(), format!("{} {reason}", path.display()));
+        reader.push_issue(issue.with_hint("give the path of a text file that contains only the password"));
+    };
+    password.map_err(report).ok()
+}
+
+/// Compile `sentinel`, the credentials for the Sentinels.
+fn sentinel_credentials(store: &config::Store, scheme: &str, reader: &mut Validator<'_>) -> Credentials {
+    let Some(sentinel) = &store.sentinel else { return Credentials::default() };
+    if !scheme.is_empty() && !scheme.ends_with("+sentinel") {
+        let issue = Issue::new(sentinel.span(), "`sentinel` is valid only for a store at `redis+sentinel://`");
+        reader.push_missing(issue.with_hint("remove `sentinel`; `username` and `password` are for Redis"));
+    }
+    let config::StoreSentinel { username, password, password_file } = sentinel.get_ref();
+    credentials([username, password, password_file], reader)
+}
+
+/// Report credentials of the store `memory:`, which needs none.
+fn report_unused_credentials(store: &config::Store, reader: &mut Validator<'_>) {
+    let keys = [("username", &store.username), ("password", &store.password), ("password_file", &store.password_file)];
+    let written = |(key, text): (_, &Option<Text>)| {
+        let text = text.as_ref().filter(|text| !text.get_ref().is_empty())?;
+        Some((key, text.span()))
+    };
+    let keys = keys.map(written);
+    let sentinel = store.sentinel.as_ref().map(|sentinel| ("sentinel", sentinel.span()));
+    for (key, span) in keys.into_iter().flatten().chain(sentinel) {
+        let issue = Issue::new(span, format!("`{key}` is valid only for a store in Redis"));
+        reader.push_missing(issue.with_hint("set url = \"redis://HOST:6379/0\""));
+    }
 }
 
 /// Compile the trust roots and the client certificate for connections to the store.

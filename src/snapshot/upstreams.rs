@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::uri::{Authority, Scheme};
-use http::{StatusCode, Uri};
+use http::StatusCode;
 use rustls::pki_types::ServerName;
 
 use crate::config;
@@ -15,6 +14,7 @@ use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::shorthand::HealthCheck;
+use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
 use crate::tls::{Certificate, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
@@ -107,34 +107,23 @@ fn server(
     tls: Option<&UpstreamTls>,
     reader: &mut Validator<'_>,
 ) -> Option<UpstreamServerSettings> {
-    let url = &server.get_ref().url;
-    let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
-    let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
-        let issue = Issue::new(server.span(), format!("`{url}` is not the URL of a server"));
-        let hint = match url.split_once("://") {
-            Some((_, rest)) => format!("use the scheme http or https, such as \"https://{rest}\""),
-            None if url.parse::<Authority>().is_ok() => format!("add the scheme: \"http://{url}\", or https for TLS"),
-            None => "such as \"http://127.0.0.1:9000\"".to_owned(),
-        };
-        reader.push_issue(issue.with_hint(hint));
-        return None;
+    let url = match HttpUrl::parse_origin(&server.get_ref().url) {
+        Ok(url) => url,
+        Err(error) => {
+            let credentials = "send them with `request_headers` of the route: set = { authorization = \"Basic …\" }";
+            let hint = error.hint("\"http://127.0.0.1:9000\"", credentials);
+            let hint = match &error {
+                UrlError::NotAnOrigin { .. } => format!("{hint}; `rewrite` of a route changes the path of a request"),
+                _ => hint,
+            };
+            reader.push_issue(Issue::new(server.span(), error.to_string()).with_hint(hint));
+            return None;
+        }
     };
-    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        let issue =
-            Issue::new(server.span(), "the URL of a server must consist of scheme, host and port, without a path");
-        let end = url.find("://").and_then(|scheme| url[scheme + 3..].find(['/', '?']).map(|end| scheme + 3 + end));
-        let server = &url[..end.unwrap_or(url.len())];
-        reader.push_issue(
-            issue.with_hint(format!("write \"{server}\"; `rewrite` of a route changes the path of a request")),
-        );
-    }
-    let authority = uri.authority().map_or("", |authority| authority.as_str());
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    let secure = uri.scheme() == Some(&Scheme::HTTPS);
-    let port = uri.port_u16().unwrap_or(if secure { 443 } else { 80 });
-    let tls = tls.filter(|_| secure).and_then(|tls| tls.for_server(host, server.span(), reader));
+    let tls = tls.filter(|_| url.is_https()).and_then(|tls| tls.for_server(url.host(), server.span(), reader));
     let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
-    Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
+    let (authority, host) = (url.authority().into(), url.host().into());
+    Some(UpstreamServerSettings { authority, host, port: url.port(), tls, weight })
 }
 
 // Settings that apply to all servers of an upstream.
@@ -364,7 +353,8 @@ pub(super) fn upstream_tls(
     protocol: Protocol,
     reader: &mut Validator<'_>,
 ) -> Option<UpstreamTls> {
-    let span = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
+    let is_https = |url: &str| url.get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"));
+    let span = upstream.servers.iter().find(|server| is_https(&server.get_ref().url));
     let Some(span) = span.map(|server| server.span()) else {
         if let Some(tls) =
             upstream.tls.as_ref().filter(|_| !upstream.servers.iter().any(|one| reader.is_unresolved(one)))

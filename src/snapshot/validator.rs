@@ -15,6 +15,7 @@ use crate::config::file::{
     EnvLookup, ParsedFile, UnknownKeys, UnresolvedValue, UnsetVariables, closest_name, resolve_issues,
 };
 use crate::config::include::Sources;
+use crate::http::url::{HttpUrl, UrlError};
 use crate::limiter::quota::parse_duration_us;
 
 /// Collects the issues of a configuration. After an error, each method returns a usable value or `None`, so that
@@ -235,6 +236,17 @@ impl<'a> Validator<'a> {
             self.push_issue(Issue::new(text.span(), message).with_hint(hint));
         }
         address
+    }
+
+    /// Parse the URL of a server. `example` is a valid value in quotes, and `credentials` says where credentials belong.
+    pub(super) fn url(&mut self, text: &Text, example: &str, credentials: &str) -> Option<HttpUrl> {
+        let parsed = text.get_ref().parse::<HttpUrl>();
+        parsed.map_err(|error| self.invalid_url(text.span(), &error, example, credentials)).ok()
+    }
+
+    /// Report a text that is not the URL of a server.
+    pub(super) fn invalid_url(&mut self, span: Range<usize>, error: &UrlError, example: &str, credentials: &str) {
+        self.push_issue(Issue::new(span, error.to_string()).with_hint(error.hint(example, credentials)));
     }
 
     /// Parse a value from a fixed list.

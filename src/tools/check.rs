@@ -21,6 +21,7 @@ use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
 use crate::http::headers::Variable;
 use crate::http::target::canonical_host;
+use crate::http::url::HttpUrl;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;
 use crate::identity::{Descriptor, OnMissing};
@@ -83,11 +84,11 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
 fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let servers = input.parsed.upstream.values().flat_map(|upstream| upstream.get_ref().servers.iter());
     servers.filter_map(|server| {
-        let url = server.get_ref().url.parse::<Uri>().ok()?;
-        let (scheme, port) = (url.scheme_str()?, url.port_u16()?);
-        let other = match (scheme, port) {
-            ("http", 443) => "https",
-            ("https", 80) => "http",
+        let url = server.get_ref().url.parse::<HttpUrl>().ok()?;
+        let port = url.port();
+        let (scheme, other) = match (url.is_https(), port) {
+            (false, 443) => ("http", "https"),
+            (true, 80) => ("https", "http"),
             _ => return None,
         };
         let message = format!("port {port} is the default port of {other}, but the URL says {scheme}");
@@ -95,9 +96,21 @@ fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
+/// Note the servers whose URL has the scheme `http` and no port.
+fn default_ports<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let servers = input.parsed.upstream.values().flat_map(|upstream| upstream.get_ref().servers.iter());
+    servers.filter_map(|server| {
+        let url = server.get_ref().url.parse::<HttpUrl>().ok().filter(|url| !url.is_https() && !url.has_port())?;
+        let message = format!("`{}` has no port: the gateway connects to port {}", url.origin(), url.port());
+        Some(Issue::new(server.span(), message).with_hint(format!("write \"{}:{}\"", url.origin(), url.port())))
+    })
+}
+
 /// Return notes. A note points out a property of a correct configuration that administrators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
-    let mut notes = route_notes(&LintInput { parsed, config });
+    let input = LintInput { parsed, config };
+    let mut notes = route_notes(&input);
+    notes.extend(default_ports(&input));
     if let (Some(socket), Some(access)) = (config.log.access_log.socket(), &parsed.log.access)
         && !socket.exists()
     {

@@ -7,7 +7,6 @@ use std::net::IpAddr;
 
 use bytes::Bytes;
 use http::header::HOST;
-use http::uri::Scheme;
 use http::{HeaderValue, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1::handshake;
@@ -16,6 +15,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 
+use crate::http::url::HttpUrl;
 use crate::upstream::connector::EndpointTls;
 
 /// The reason why a request has no response.
@@ -40,23 +40,23 @@ pub enum FetchError {
     },
 }
 
-/// Return the host of a URL without the brackets of an IPv6 address.
-pub fn host(uri: &Uri) -> &str {
-    uri.host().unwrap_or_default().trim_matches(['[', ']'])
-}
-
-/// Send a request to the server in its URL, and return the response with its whole body. `tls` is required for
-/// `https://` URLs. The connection is closed after the response. This function has no timeout, so the caller must set a
-/// timeout.
+/// Send a request to a URL, and return the response with its whole body. The URL replaces the request target. `tls` is
+/// required for `https://` URLs. The connection is closed after the response. This function has no timeout, so the
+/// caller must set a timeout.
 ///
 /// # Errors
 /// See [`FetchError`]. A response body longer than `max_body` bytes is an error.
 pub async fn send(
-    request: Request<Bytes>,
+    url: &HttpUrl,
+    mut request: Request<Bytes>,
     tls: Option<&EndpointTls>,
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
-    let stream = open(request.uri()).await?;
+    // The conversion cannot fail, because an authority is a valid header value.
+    let host = HeaderValue::from_str(url.authority()).ok().map(|host| (HOST, host));
+    request.headers_mut().extend(host);
+    *request.uri_mut() = Uri::from(url.target());
+    let stream = open(url).await?;
     match tls {
         None => send_over(TokioIo::new(stream), request, max_body).await,
         Some(tls) => {
@@ -71,38 +71,31 @@ pub async fn send(
 ///
 /// # Errors
 /// See [`FetchError`].
-pub async fn connect(uri: &Uri, tls: Option<&EndpointTls>) -> Result<(), FetchError> {
-    let stream = open(uri).await?;
+pub async fn connect(url: &HttpUrl, tls: Option<&EndpointTls>) -> Result<(), FetchError> {
+    let stream = open(url).await?;
     match tls {
         None => Ok(()),
         Some(tls) => tls.connect(stream).await.map(drop).map_err(FetchError::Tls),
     }
 }
 
-async fn open(uri: &Uri) -> Result<TcpStream, FetchError> {
-    let port = uri.port_u16().unwrap_or(if uri.scheme() == Some(&Scheme::HTTPS) { 443 } else { 80 });
-    let stream = match host(uri).parse::<IpAddr>() {
-        Ok(address) => TcpStream::connect((address, port)).await,
-        Err(_) => TcpStream::connect((host(uri), port)).await,
+async fn open(url: &HttpUrl) -> Result<TcpStream, FetchError> {
+    let stream = match url.host().parse::<IpAddr>() {
+        Ok(address) => TcpStream::connect((address, url.port())).await,
+        Err(_) => TcpStream::connect((url.host(), url.port())).await,
     };
     stream.map_err(FetchError::Connect)
 }
 
 async fn send_over(
     stream: impl Read + Write + Unpin + Send + 'static,
-    mut request: Request<Bytes>,
+    request: Request<Bytes>,
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
     let (mut sender, connection) = handshake(stream).await.map_err(FetchError::Http)?;
     // Ignore the error of the connection task, because the request returns an error as well. The task is aborted when
     // this future ends, even if the server continues to send.
     let _connection = AbortOnDrop(tokio::spawn(connection).abort_handle());
-    let authority = request.uri().authority().map_or("", |authority| authority.as_str());
-    // The conversion cannot fail, because an authority is a valid header value.
-    let host = HeaderValue::from_str(authority).ok().map(|host| (HOST, host));
-    request.headers_mut().extend(host);
-    let path = request.uri().path_and_query().cloned();
-    *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
     let (parts, body) = sender.send_request(request.map(Full::new)).await.map_err(FetchError::Http)?.into_parts();
     let body = Limited::new(body, max_body).collect().await;
     let body = body.map_err(|error| body_error(error, max_body, parts.status))?.to_bytes();

@@ -96,4 +96,5 @@ mod traces;
 mod upgrades;
 mod upstream_faults;
 mod upstream_tls;
+mod urls;
 mod usage;

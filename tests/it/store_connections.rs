@@ -164,6 +164,52 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     }
 }
 
+#[test]
+fn passwords_with_any_character_come_from_variables_and_files() {
+    const PASSWORD: &str = "p@ss:w/o?r#d %40'é";
+    let redis = Redis::start();
+    let mut command = redis::cmd("ACL");
+    command
+        .arg("SETUSER")
+        .arg("gateway")
+        .arg("on")
+        .arg(format!(">{PASSWORD}"))
+        .arg("~*")
+        .arg("+@all")
+        .arg("allchannels");
+    command.exec(&mut redis.connection()).unwrap();
+    redis::cmd("CONFIG").arg(&["SET", "requirepass", "another"]).exec(&mut redis.connection()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("password"), format!("{PASSWORD}\n")).unwrap();
+    let file = folder.path().join("password").display().to_string();
+    for (database, key) in [(1, "password = \"${PASSWORD}\"".to_owned()), (2, format!("password_file = \"{file}\""))] {
+        let text = format!(
+            "[store]\nurl = \"redis://127.0.0.1:{}/{database}\"\nusername = \"${{STORE_USER}}\"\n{key}\ntimeout = \"5s\"\n\
+             [limit.l]\nby = \"ip\"\nalgorithm = \"fixed-window\"\nquota = \"3/24h\"\non_store_error = \"deny\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+            redis.port
+        );
+        let gateway = Gateway::start_by_with(&text, &[], |path| {
+            let mut command = binary();
+            command.env("STORE_USER", "gateway").env("PASSWORD", PASSWORD).arg("--config").arg(path);
+            command
+        });
+        assert_counts(&gateway, &key);
+        assert!(!gateway.log().contains("p@ss"), "{}", gateway.log());
+        for command in ["check", "doctor"] {
+            let path = gateway.directory().join("gateway.toml");
+            let mut command_line = binary();
+            command_line.env("STORE_USER", "gateway").env("PASSWORD", PASSWORD);
+            let output = command_line.arg(command).arg("--config").arg(path).output().unwrap();
+            let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+            assert!(
+                said.contains("redis") && !said.contains("p@ss") && !said.contains("rejects this user"),
+                "{command}: {said}"
+            );
+        }
+    }
+}
+
 /// Start a server with these arguments.
 fn server(arguments: &[&str]) -> Redis {
     let port = free_port();
@@ -231,9 +277,9 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("redis://gateway:wrong@{}", at(&redis)),
-            "Redis rejects this user or password; correct the user".to_owned(),
+            "Redis rejects this user or password; correct store.username".to_owned(),
         ),
-        (format!("redis://{}", at(&locked)), "Redis requires a password; set it in store.url".to_owned()),
+        (format!("redis://{}", at(&locked)), "Redis requires a password; set store.password".to_owned()),
         (format!("redis://{}/99", at(&redis)), "this Redis has no database with this number; correct".to_owned()),
         (format!("redis://{}", at(&replica)), format!("{} is a replica; give the address of its master", at(&replica))),
         (format!("redis://{}", at(&node)), format!("{0} is a node of a cluster; use redis+cluster://{0}", at(&node))),

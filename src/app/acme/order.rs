@@ -23,6 +23,7 @@ use tracing::{debug, info, warn};
 use crate::app::acme::storage::{
     ACCOUNT, PendingOrder, Storage, StorageError, StoredChallenge, certificate_record, challenge_record, order_record,
 };
+use crate::http::url::HttpUrl;
 use crate::limiter::clock::monotonic;
 use crate::snapshot::listeners::AcmeSettings;
 use crate::tls::{Certificate, Challenge, ChallengeKind, ManagedCertificates, TlsError, TrustRoots};
@@ -462,15 +463,16 @@ impl CaClient {
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // The URLs come from responses of the CA, so check that each URL uses https.
-        if parts.uri.scheme_str() != Some("https") {
-            return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
+        // The URLs come from responses of the CA, so check each URL.
+        let url: HttpUrl = parts.uri.to_string().parse()?;
+        if !url.is_https() {
+            return Err(format!("the CA sent the URL {url}, which does not begin with https").into());
         }
-        let server_name = ServerName::try_from(fetch::host(&parts.uri).to_owned())?;
+        let server_name = ServerName::try_from(url.host().to_owned())?;
         parts.headers.insert(USER_AGENT, HeaderValue::from_static(USER_AGENT_VALUE));
         let body = body.collect().await?.to_bytes();
         let tls = EndpointTls { tls: self.tls.clone(), server_name };
-        let response = fetch::send(Request::from_parts(parts, body), Some(&tls), MAX_RESPONSE_BYTES).await?;
+        let response = fetch::send(&url, Request::from_parts(parts, body), Some(&tls), MAX_RESPONSE_BYTES).await?;
         if response.status().is_client_error() || response.status().is_server_error() {
             let seconds = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
             *self.retry_after.lock().unwrap_or_else(PoisonError::into_inner) = seconds.map(Duration::from_secs);

@@ -13,7 +13,6 @@ use std::time::Duration;
 use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
 use aws_lc_rs::error::Unspecified;
 use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
-use http::Uri;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
@@ -21,6 +20,7 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::app::acme::TICK;
+use crate::http::url::HttpUrl;
 use crate::limiter::clock::LogThrottle;
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
@@ -373,7 +373,7 @@ impl Directory {
     ///
     /// # Errors
     /// The directory cannot be created or written.
-    pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
+    pub(super) fn open(storage: &Path, ca: &HttpUrl) -> io::Result<Self> {
         let path = storage.join(directory_name(ca));
         DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
         // Open the lock file once. The start then fails if the directory is not writable.
@@ -463,9 +463,9 @@ fn open_lock(path: &Path) -> io::Result<File> {
 
 /// Convert the CA's URL to a directory name that contains its host, port and path, such as
 /// `acme-v02.api.letsencrypt.org-directory`.
-pub(super) fn directory_name(ca: &Uri) -> String {
-    let authority = ca.authority().map_or("", |authority| authority.as_str());
-    let path = ca.path().trim_matches('/');
+pub(super) fn directory_name(ca: &HttpUrl) -> String {
+    let (authority, target) = (ca.authority(), ca.target());
+    let path = target.path().trim_matches('/');
     let is_kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-');
     format!("{authority}-{path}").chars().map(|c| if is_kept(c) { c.to_ascii_lowercase() } else { '-' }).collect()
 }
@@ -649,7 +649,7 @@ mod tests {
     #[test]
     fn records_are_private_and_replaced_atomically() {
         let storage = tempfile::tempdir().unwrap();
-        let ca = Uri::from_static("https://ca.test:14000/Dir/x");
+        let ca = "https://ca.test:14000/Dir/x".parse().unwrap();
         let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
         assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
         // A process that is killed while it writes leaves such a temporary file.

@@ -8,8 +8,7 @@ use std::{fmt, io};
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
 use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
-use http::uri::{Authority, Scheme};
-use http::{HeaderValue, Method, Request, StatusCode, Uri};
+use http::{HeaderValue, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -23,6 +22,7 @@ use toml::de::DeTable;
 use crate::app::listen::default_path;
 use crate::cli::{env_var, load_for};
 use crate::config::file::substituted;
+use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::CompiledConfig;
 
 /// Timeout of a request to the admin API. The timeout is long, because the gateway may wait for its store before it
@@ -32,14 +32,12 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum size of a response in bytes. A list of 1000 overrides takes about 5 % of this size.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// The default port of HTTP URLs.
-const DEFAULT_HTTP_PORT: u16 = 80;
-
 /// A client of a gateway's admin listener.
 pub(crate) struct AdminClient {
-    authority: Authority,
+    /// URL of the admin listener. For an admin socket, only its host is used, as the `Host` header.
+    url: HttpUrl,
     token: Option<HeaderValue>,
-    /// The admin socket to connect to. If it is `None`, the client connects to `authority` over TCP.
+    /// The admin socket to connect to. If it is `None`, the client connects to `url` over TCP.
     socket: Option<PathBuf>,
 }
 
@@ -72,8 +70,8 @@ impl AdminClient {
         AdminClient::from_config(config_path, &config)
     }
 
-    fn from_socket(path: PathBuf) -> Self {
-        AdminClient { authority: Authority::from_static("localhost"), token: None, socket: Some(path) }
+    fn from_socket(path: PathBuf) -> anyhow::Result<Self> {
+        Ok(AdminClient { url: "http://localhost".parse()?, token: None, socket: Some(path) })
     }
 
     /// Request a reload and return the response, even if the gateway rejected the configuration.
@@ -98,16 +96,15 @@ impl AdminClient {
     /// Errors name `option`.
     pub(crate) fn from_option(option: &str, url: &str) -> anyhow::Result<Self> {
         if url.starts_with(['/', '.']) {
-            return Ok(AdminClient::from_socket(url.into()));
+            return AdminClient::from_socket(url.into());
         }
-        let uri: Uri = url.parse().with_context(|| format!("{option} {url} is not a URL"))?;
-        match (uri.scheme(), uri.authority(), uri.path()) {
-            (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
-                Ok(AdminClient { authority: authority.clone(), token: auth_header(None)?, socket: None })
-            }
-            _ => bail!(
+        let credentials = "the environment variable SLUICEGATE_ADMIN_TOKEN contains the token";
+        match HttpUrl::parse_origin(url) {
+            Ok(url) if !url.is_https() => Ok(AdminClient { url, token: auth_header(None)?, socket: None }),
+            Ok(_) | Err(UrlError::MissingScheme { .. } | UrlError::UnsupportedScheme { .. }) => bail!(
                 "{option} must be a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"
             ),
+            Err(error) => bail!("{option}: {error}; {}", error.hint("http://127.0.0.1:9180", credentials)),
         }
     }
 
@@ -130,7 +127,11 @@ impl AdminClient {
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
             IpAddr::V4(_) | IpAddr::V6(_) => {}
         }
-        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured_token)?, socket: None })
+        Ok(AdminClient {
+            url: format!("http://{address}").parse()?,
+            token: auth_header(configured_token)?,
+            socket: None,
+        })
     }
 
     /// Send a request and parse the JSON response.
@@ -221,7 +222,7 @@ impl AdminClient {
         target: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let AdminClient { authority, socket, .. } = self;
+        let AdminClient { url, socket, .. } = self;
         if let Some(path) = socket {
             let stream = UnixStream::connect(path).await.with_context(|| {
                 format!(
@@ -231,13 +232,9 @@ impl AdminClient {
             })?;
             return self.exchange_on(stream, method, target, body).await;
         }
-        let host = authority.host().trim_start_matches('[').trim_end_matches(']');
-        let stream =
-            TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
-                format!(
-                    "cannot connect to http://{authority}: check that the gateway is running with this configuration"
-                )
-            })?;
+        let stream = TcpStream::connect((url.host(), url.port())).await.with_context(|| {
+            format!("cannot connect to {self}: check that the gateway is running with this configuration")
+        })?;
         self.exchange_on(stream, method, target, body).await
     }
 
@@ -251,10 +248,10 @@ impl AdminClient {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let AdminClient { authority, token, .. } = self;
+        let AdminClient { url, token, .. } = self;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
         tokio::spawn(connection);
-        let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
+        let mut request = Request::builder().method(method).uri(target).header(HOST, url.authority());
         request = request.header(ACCEPT, "application/json");
         if let (Some(token), None) = (token, &self.socket) {
             request = request.header(AUTHORIZATION, token);
@@ -351,7 +348,7 @@ impl AdminLocation {
     /// The admin token is not valid in a header.
     pub(crate) fn client(&self) -> anyhow::Result<Option<AdminClient>> {
         if let Some(path) = self.sockets.iter().find(|path| is_listening(path)) {
-            return Ok(Some(AdminClient::from_socket(path.clone())));
+            return AdminClient::from_socket(path.clone()).map(Some);
         }
         let token = self.token.as_ref().map(String::as_bytes);
         self.address.map(|address| AdminClient::from_address(address, token)).transpose()
@@ -397,7 +394,7 @@ impl fmt::Display for AdminClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.socket {
             Some(path) => path.display().fmt(f),
-            None => write!(f, "http://{}", self.authority),
+            None => f.write_str(&self.url.origin()),
         }
     }
 }

@@ -123,25 +123,6 @@ impl Iterator for Backoff {
 
 // === Diagnosis: a sentence for each error, which says what to do ===
 
-/// Diagnose an invalid Redis URL.
-pub fn diagnose_url(error: &RedisError) -> String {
-    let message = error.to_string();
-    let starts_with = |words| message.starts_with(words);
-    if starts_with("Redis URL did not parse") {
-        "this URL cannot be read; write redis://USER:PASSWORD@HOST:PORT/DB, and @ : / # % inside a password as %40 %3A %2F %23 %25".to_owned()
-    } else if starts_with("Missing hostname") {
-        "this URL names no host; write redis://HOST:PORT/DB".to_owned()
-    } else if starts_with("Missing path") {
-        "this URL names no socket; write redis+unix:///PATH?db=0".to_owned()
-    } else if starts_with("Invalid database number") {
-        "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
-    } else if starts_with("Cannot connect to a wildcard") {
-        "this address is valid only for listening; write the address at which Redis can be reached".to_owned()
-    } else {
-        message
-    }
-}
-
 /// Diagnose a failed attempt to connect to `address`.
 pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
     match error.kind() {
@@ -172,7 +153,8 @@ pub fn diagnose_reply(reply: &ErrorReply) -> String {
     diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
 }
 
-const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct the user or the password in store.url";
+const WRONG_PASSWORD: &str =
+    "Redis rejects this user or password; correct store.username and store.password, or the credentials in store.url";
 
 /// Diagnose an error reply. Return `None` if the error is unknown.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
@@ -183,7 +165,7 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     }
     let diagnosis = match code {
         "WRONGPASS" => WRONG_PASSWORD,
-        "NOAUTH" => "Redis requires a password; set it in store.url: redis://USER:PASSWORD@HOST:PORT/DB",
+        "NOAUTH" => "Redis requires a password; set store.password",
         "DENIED" => "Redis is in protected mode and serves only its own machine; set a password in Redis",
         "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
         "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
