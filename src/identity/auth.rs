@@ -241,6 +241,13 @@ impl AuthProvider {
     }
 }
 
+impl Verification {
+    /// Return whether an authentication server has admitted the request.
+    fn is_admission(&self) -> bool {
+        matches!(self, Verification::Valid(Proof::Forward(_)))
+    }
+}
+
 impl Challenge {
     /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is not a valid header value.
     pub fn new(text: &str) -> Option<Self> {
@@ -425,18 +432,48 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Remove the credentials that must not be forwarded: all credentials that providers of the route read. Keep only
-    /// verified credentials of providers with `forward_credential`.
+    /// Remove the credentials that must not be forwarded: all headers from which providers of the route read
+    /// credentials. Keep only verified credentials of providers with `forward_credential`.
     pub fn remove_from(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
-            let provider = &self.providers[*index];
-            for (place, header) in provider.headers().enumerate() {
-                if provider.removes(place, headers) && !self.is_forwarded(header) {
+            for (place, header) in self.providers[*index].headers().enumerate() {
+                if self.removes(*index, (place, header), headers) && !self.is_forwarded(header) {
                     headers.remove(header);
                 }
             }
         }
+    }
+
+    /// Return whether the provider with this index causes the removal of a header, unless another provider forwards the
+    /// credential in it. `place` is the index of the header in [`AuthProvider::headers`].
+    fn removes(&self, index: usize, (place, header): (usize, &HeaderName), headers: &HeaderMap) -> bool {
+        let provider = &self.providers[index];
+        match &provider.kind {
+            ProviderKind::ClientCert => false,
+            // Remove a header that an authentication server reads, too, only if its credential has the scheme that this
+            // provider verifies. Otherwise, the authentication server has verified the credential.
+            ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::Basic(_) => {
+                !self.is_admitted_by_server(header) || provider.has_credential(place, headers)
+            }
+            ProviderKind::Forward(_) if provider.forward_credential => {
+                // With `identify`, the server may deny a request whose cookies the upstream needs.
+                let is_required =
+                    || self.route.is_some_and(|route| route.required.iter().flatten().any(|at| *at == index));
+                let is_admitted =
+                    self.checked.iter().any(|(at, verification)| *at == index && verification.is_admission());
+                !is_admitted && (*header == AUTHORIZATION || is_required())
+            }
+            ProviderKind::Forward(_) => true,
+        }
+    }
+
+    /// Return whether an authentication server that reads this header has admitted the request, and forwards the header.
+    fn is_admitted_by_server(&self, header: &HeaderName) -> bool {
+        self.checked.iter().any(|(index, verification)| {
+            let provider = &self.providers[*index];
+            verification.is_admission() && provider.forward_credential && provider.headers().any(|name| name == header)
+        })
     }
 
     /// Set the headers from the authentication servers that admitted the request. Headers with these names that the
@@ -617,17 +654,14 @@ impl AuthProvider {
         }
     }
 
-    /// Return whether this header contains a credential that the provider would read. The caller removes the header
-    /// unless the credential is verified and forwarded. `place` is the index of the header in
-    /// [`headers`](Self::headers). For headers that an authentication server reads, such as cookies, only
-    /// `forward_credential` determines the result, because the upstream may use these headers as well.
-    fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
+    /// Return whether this header contains a credential with the scheme that the provider verifies. `place` is the index
+    /// of the header in [`headers`](Self::headers).
+    fn has_credential(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),
             ProviderKind::Jwt(_) => jwt::has_bearer_token(headers),
-            ProviderKind::ClientCert => false,
             ProviderKind::Basic(_) => basic::has_basic_credentials(headers),
-            ProviderKind::Forward(_) => !self.forward_credential,
+            ProviderKind::ClientCert | ProviderKind::Forward(_) => false,
         }
     }
 

@@ -12,6 +12,8 @@ use crate::support::redis::Redis;
 use crate::support::tokens::{Key, encode, in_seconds, key_set, signed};
 use crate::support::upstream::Upstream;
 use aws_lc_rs::digest::{SHA256, digest};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use rcgen::DnType;
 use rustls::ClientConfig;
 use rustls::version::TLS13;
@@ -649,7 +651,13 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
         ("a key", "/keys", &[("X-Api-Key", "alice-key")][..], ["", "", ""]),
         ("a bearer key", "/keys", &[("Authorization", "Bearer alice-key")], ["", "", ""]),
         ("both places", "/keys", &[("X-Api-Key", "alice-key"), ("Authorization", "Bearer alice-key")], ["", "", ""]),
-        ("another scheme", "/keys", &[("X-Api-Key", "alice-key"), ("Authorization", basic)], ["", "", basic]),
+        ("another scheme", "/keys", &[("X-Api-Key", "alice-key"), ("Authorization", basic)], ["", "", ""]),
+        (
+            "a header of no provider here",
+            "/kept",
+            &[("X-Kept", "alice-key"), ("Authorization", basic)],
+            ["", "alice-key", basic],
+        ),
         ("a key of no provider here", "/keys", &[("X-Api-Key", "alice-key"), ("X-Kept", "x")], ["", "x", ""]),
         ("a forwarded key", "/kept", &[("X-Kept", "alice-key")], ["", "alice-key", ""]),
         ("a token", "/tokens", &[("Authorization", &*token)], ["", "", &*token]),
@@ -689,6 +697,116 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
             assert_eq!(last.headers("authorization"), [&token], "{path}, {alias}");
         }
     }
+}
+
+/// `Authorization` headers that no provider of the test accepts, with the schemes `Bearer`, `Basic` and others.
+fn unverified_credentials() -> Vec<Vec<String>> {
+    let forged = bearer(&signed(&json!({ "alg": "none" }), &claims("root"), |_| Vec::new()));
+    let one = [
+        &*forged,
+        "Bearer opaque",
+        "bearer opaque",
+        "Basic cm9vdDp4",
+        "BASIC cm9vdDp4",
+        "Basic !",
+        "Digest username=\"root\", realm=\"api\", response=\"0\"",
+        "Negotiate YWI=",
+        "AWS4-HMAC-SHA256 Credential=root",
+        "opaque",
+    ];
+    let mut all: Vec<_> = one.iter().map(|value| vec![(*value).to_owned()]).collect();
+    all.push(vec!["Digest username=\"root\"".to_owned(), forged.clone()]);
+    all.push(vec!["Basic cm9vdDp4".to_owned(), "Digest username=\"root\"".to_owned()]);
+    all
+}
+
+/// Each pair of providers, in `require` and in `identify`: an `Authorization` header that no provider has verified
+/// reaches neither the upstream nor the mirror, whatever its scheme is. Cookies for an authentication server that has
+/// not admitted the request do not reach them either.
+#[test]
+fn unverified_credentials_of_any_scheme_reach_neither_upstream_nor_mirror() {
+    let (api, copies) = (Upstream::start(), Upstream::start());
+    let server = Upstream::responding(|seen| {
+        let status =
+            if seen.headers("cookie").iter().any(|cookie| cookie.contains("s=ok")) { "200 OK" } else { "401 No" };
+        format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n").into_bytes()
+    });
+    let key = Key::ed("k");
+    // A provider, and the scheme that it reads from `Authorization`.
+    let readers = [("bearer", Some("bearer")), ("tokens", Some("bearer")), ("users", Some("basic")), ("sso", None)];
+    let mirror = "mirror = { upstream = \"copies\" }";
+    let mut config = [
+        keys(""),
+        tokens(""),
+        "[auth.bearer]\nkind = \"api-key\"\nheader = \"authorization\"\nconsumers = \"others.toml\"\n".to_owned(),
+        "[auth.users]\nkind = \"basic\"\nusers = \"htpasswd\"\n".to_owned(),
+        format!("[auth.sso]\nkind = \"forward\"\nurl = \"{}\"\n", server.url()),
+        upstream(&api),
+        format!("[upstream.copies]\nservers = [\"{}\"]\n", copies.url()),
+        route("identify-users", &format!("identify = [\"keys\"]\nrequire = [\"keys\", \"users\"]\n{mirror}")),
+        route("keys-only", &format!("require = [\"keys\"]\n{mirror}")),
+    ]
+    .concat();
+    for (name, _) in readers {
+        for first in ["keys", "sso"].iter().filter(|first| **first != name) {
+            let require = format!("require = [\"{first}\", \"{name}\"]\n{mirror}");
+            config += &route(&format!("{first}-{name}"), &require);
+        }
+    }
+    let files = [
+        ("consumers.toml", &*alice()),
+        ("others.toml", &consumers(&[("bob", &[&plain("bob-key")])])),
+        ("jwks.json", &key_set(&[&key])),
+        ("htpasswd", "alice:$apr1$saltsalt$LrttParrLPdxvgutaSXWJ0\n"),
+    ];
+    let gateway = Gateway::start_with(&config, &files);
+    let mut client = gateway.client();
+    let mut seen = |path: &str, lines: &[(&str, &str)]| {
+        let before = copies.count();
+        assert_eq!(client.get_with(path, lines).status, 200, "{path} {lines:?}");
+        eventually("the request is copied", || copies.count() > before);
+        let last = api.last();
+        let found = ["authorization", "cookie", "x-api-key"].map(|name| last.headers(name).join("|"));
+        let copied = ["authorization", "cookie", "x-api-key"].map(|name| copies.last().headers(name).join("|"));
+        assert_eq!(found, copied, "the copy has the same credentials");
+        found
+    };
+    let mut checked = 0;
+    for values in unverified_credentials() {
+        let authorization: Vec<_> = values.iter().map(|value| ("Authorization", &**value)).collect();
+        let with = |credential| [&authorization[..], &[credential]].concat();
+        let joined = values.join("|");
+        for (name, _) in readers {
+            let path = format!("/keys-{name}");
+            let found = seen(&path, &[&with(("X-Api-Key", "alice-key"))[..], &[("Cookie", "s=no")]].concat());
+            let cookie = if name == "sso" { "" } else { "s=no" };
+            assert_eq!(found, ["", cookie, ""], "{path} {values:?}");
+            checked += 1;
+        }
+        assert_eq!(seen("/identify-users", &with(("X-Api-Key", "alice-key"))), ["", "", ""], "{values:?}");
+        assert_eq!(seen("/keys-only", &with(("X-Api-Key", "alice-key"))), [&*joined, "", ""], "no provider reads it");
+        // The authentication server has verified the header, unless another provider verifies its scheme. The gateway
+        // rejects requests that send a header for the authentication server twice.
+        for (name, scheme) in readers.iter().filter(|(name, _)| *name != "sso" && values.len() == 1) {
+            let is_for_provider = scheme.is_some_and(|scheme| joined.to_lowercase().starts_with(&format!("{scheme} ")));
+            let kept = if is_for_provider { "" } else { &*joined };
+            let path = format!("/sso-{name}");
+            assert_eq!(seen(&path, &with(("Cookie", "s=ok"))), [kept, "s=ok", ""], "{path} {values:?}");
+            checked += 1;
+        }
+    }
+    assert!(checked > 70, "{checked}");
+    // Verified credentials are forwarded as configured.
+    let (token, users) = (bearer(&key.token(&claims("alice"))), format!("Basic {}", STANDARD.encode("alice:secret")));
+    for (path, value, kept) in
+        [("/keys-tokens", &*token, &*token), ("/keys-users", &users, ""), ("/keys-bearer", "Bearer bob-key", "")]
+    {
+        assert_eq!(seen(path, &[("Authorization", value)]), [kept, "", ""], "{path}");
+    }
+    assert_eq!(
+        seen("/keys-sso", &[("Authorization", "Bearer opaque"), ("Cookie", "s=ok")]),
+        ["Bearer opaque", "s=ok", ""]
+    );
 }
 
 #[test]
