@@ -45,6 +45,7 @@ use crate::admin::events::EventStream;
 use crate::admin::request::{ApiContext, require_json};
 use crate::admin::response::{AdminResponse, ApiError, Result, text_response, typed_response};
 use crate::admin::state::AdminState;
+use crate::limiter::address::HostPort;
 use crate::limiter::admin::LimiterAdmin;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::overrides::Overrides;
@@ -320,9 +321,8 @@ impl AdminServer {
 /// that uses DNS rebinding has another host name, so this function returns false for its requests.
 fn is_for_loopback(request: &Request<Incoming>) -> bool {
     let is_loopback = |authority: &str| {
-        let Ok(authority) = authority.parse::<Authority>() else { return false };
-        let host = authority.host();
-        let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+        let Ok(HostPort { host, .. }) = authority.parse() else { return false };
+        let address = host.parse::<IpAddr>();
         address.map_or_else(|_| host.eq_ignore_ascii_case("localhost"), |address| address.is_loopback())
     };
     let host_headers = request.headers().get_all(HOST).iter();

@@ -10,5 +10,6 @@ pub(crate) mod problem;
 pub mod ratelimit_headers;
 pub mod request_body;
 pub mod target;
+pub mod text;
 pub mod upgrade;
 pub mod url;

@@ -35,7 +35,7 @@ use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables};
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::{hashed_config, redacted_config};
 use crate::config::{Config, file};
-use crate::http::headers::ProtectedHeaders;
+use crate::http::headers::{ProtectedHeaders, TrailerFilter};
 use crate::identity::access::{AccessRules, NetworkFile};
 use crate::identity::api_key::{ANONYMOUS_TIER, ConsumerDirectory};
 use crate::identity::auth::{AuthProvider, TierSource};
@@ -94,6 +94,8 @@ pub struct CompiledConfig {
     /// some of these headers, in addition to the `X-Forwarded-*` headers. The gateway reads the other headers from any
     /// client, for identities, authentication and routing.
     pub protected_headers: ProtectedHeaders,
+    /// Trailers of requests that are not forwarded.
+    pub trailer_filter: Arc<TrailerFilter>,
     /// Upstreams. Routes refer to them by index.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
     /// Whether the gateway sends PROXY protocol headers to at least one upstream.
@@ -350,6 +352,10 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         auth,
         hasher,
         body_inspection,
+        trailer_filter: Arc::new(TrailerFilter::new(
+            &guarded,
+            routes.iter().flat_map(|route| route.request_headers.names()),
+        )),
         protected_headers: guarded,
         sends_proxy_headers: upstreams.iter().any(|upstream| upstream.proxy_protocol),
         upstreams: upstreams.into_iter().map(Arc::new).collect(),

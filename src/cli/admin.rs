@@ -15,6 +15,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 use crate::cli::admin::client::AdminClient;
+use crate::http::text::is_deceptive;
 use crate::limiter::key::Identity;
 use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 
@@ -565,10 +566,7 @@ pub(super) fn printable_text(text: &str) -> String {
 }
 
 fn escape_char(c: char) -> Vec<char> {
-    // Direction marks and zero-width characters.
-    let is_invisible =
-        matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
-    if c.is_control() || is_invisible { c.escape_unicode().collect() } else { vec![c] }
+    if c.is_control() || is_deceptive(c) { c.escape_unicode().collect() } else { vec![c] }
 }
 
 pub(super) fn as_number(value: &Value) -> f64 {

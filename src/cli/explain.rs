@@ -21,6 +21,7 @@ use crate::cli::EXIT_INVALID_CONFIG;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::cli::doctor;
+use crate::http::text::is_deceptive;
 use crate::limiter::address::{AddressError, parse_port};
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock;
@@ -639,7 +640,7 @@ fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str)
         if !is_empty {
             line.push(' ');
         }
-        line.extend(word.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }));
+        line.extend(word.chars().map(|c| if c.is_control() || is_deceptive(c) { '\u{fffd}' } else { c }));
         is_empty = false;
     }
     writeln!(out, "{}", line.trim_end())

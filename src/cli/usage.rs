@@ -224,7 +224,11 @@ fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> 
     Ok(())
 }
 
+/// Return a text as a CSV field. Begin the field with `'` if a spreadsheet would take the text for a formula, because
+/// clients choose some texts, such as names of models (<https://owasp.org/www-community/attacks/CSV_Injection>).
 fn csv_field(text: &str) -> String {
+    let is_formula = text.starts_with(['=', '+', '-', '@', '\t', '\r', '\n', '＝', '＋', '－', '＠']);
+    let text = if is_formula { &format!("'{text}") } else { text };
     match text.contains(['"', ',', '\n', '\r']) {
         true => format!("\"{}\"", text.replace('"', "\"\"")),
         false => text.to_owned(),
@@ -237,7 +241,21 @@ mod tests {
 
     #[test]
     fn csv_fields_are_quoted_if_needed() {
-        for (text, expected) in [("acme", "acme"), ("a,b", "\"a,b\""), ("a\"b", "\"a\"\"b\""), ("", "")] {
+        for (text, expected) in [
+            ("acme", "acme"),
+            ("a,b", "\"a,b\""),
+            ("a\"b", "\"a\"\"b\""),
+            ("", ""),
+            ("gpt-4+x@y=z", "gpt-4+x@y=z"),
+            ("=1+1", "'=1+1"),
+            ("+1", "'+1"),
+            ("-1", "'-1"),
+            ("@SUM(A1)", "'@SUM(A1)"),
+            ("=HYPERLINK(\"http://a\",\"b\")", "\"'=HYPERLINK(\"\"http://a\"\",\"\"b\"\")\""),
+            ("\t=1", "'\t=1"),
+            ("\r=1", "\"'\r=1\""),
+            ("＝1", "'＝1"),
+        ] {
             assert_eq!(csv_field(text), expected);
         }
     }

@@ -125,6 +125,7 @@ impl HeaderAliases {
         }
     }
 
+    /// Return whether a name equals the folded name (see [`fold_name`]) of one of the given names.
     fn has_folded(&self, name: &str) -> bool {
         self.folded.iter().any(|folded| **folded == *name)
     }
@@ -188,6 +189,66 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     }
     if wants_trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+}
+
+/// Fields that a recipient must not take from trailers (RFC 9110 §6.5.1): they concern the connection, framing, routing,
+/// authentication, the content, or the processing of a request. `x-forwarded-…` and similar headers, which
+/// [`is_gateway_header`] recognizes, belong to this list as well.
+const NOT_IN_TRAILERS: [&str; 31] = [
+    "accept-encoding",
+    "age",
+    "authorization",
+    "cache-control",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-range",
+    "content-type",
+    "cookie",
+    "expect",
+    "host",
+    "if-match",
+    "if-modified-since",
+    "if-none-match",
+    "if-range",
+    "if-unmodified-since",
+    "keep-alive",
+    "max-forwards",
+    "pragma",
+    "proxy-authorization",
+    "proxy-connection",
+    "range",
+    "te",
+    "traceparent",
+    "tracestate",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "via",
+    "x-sluicegate-mirror",
+];
+
+/// The trailers of requests that are not forwarded, because upstreams may treat them like headers.
+#[derive(Debug, Default)]
+pub struct TrailerFilter(HeaderAliases);
+
+impl TrailerFilter {
+    /// Create a filter for the headers that the gateway reads (`protected`) and the headers that routes set or remove.
+    pub fn new<'a>(protected: &'a ProtectedHeaders, of_routes: impl IntoIterator<Item = &'a HeaderName>) -> Self {
+        TrailerFilter(HeaderAliases::from_names(protected.names.iter().chain(of_routes)))
+    }
+
+    /// Remove the trailers that are not forwarded, and all their aliases.
+    pub(super) fn apply(&self, trailers: &mut HeaderMap) {
+        let is_unwanted = |name: &&HeaderName| {
+            let folded = fold_name(name.as_str());
+            is_gateway_header(&folded) || NOT_IN_TRAILERS.contains(&&*folded) || self.0.has_folded(&folded)
+        };
+        let names: Vec<_> = trailers.keys().filter(is_unwanted).cloned().collect();
+        for name in names {
+            trailers.remove(name);
+        }
     }
 }
 
@@ -432,6 +493,12 @@ impl RenderedValues {
 }
 
 impl HeaderMutations {
+    /// Return the names of all headers that the changes set or remove.
+    pub fn names(&self) -> impl Iterator<Item = &HeaderName> {
+        let set = self.set.iter().map(|(name, _)| name).chain(self.templates.iter().map(|(name, _)| name));
+        set.chain(&self.remove)
+    }
+
     /// Return whether at least one value depends on the request.
     pub fn has_variables(&self) -> bool {
         !self.templates.is_empty()

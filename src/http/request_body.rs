@@ -18,7 +18,7 @@ use crate::http::body::{Body, PollFrame};
 use crate::http::body_limits::{BodyError, BodyLimits, BufferReservation, MinRateTimer, NetworkShare};
 use crate::http::flow::InFlightRequest;
 use crate::http::flow::StreamFlow;
-use crate::http::headers::has_padding;
+use crate::http::headers::{TrailerFilter, has_padding};
 
 /// A request body that is sent to an upstream. The value is boxed, because most requests have no body, and bodies are
 /// moved often.
@@ -34,8 +34,8 @@ struct RequestBodyInner {
     /// Number of further bytes that the maximum length of the body allows.
     remaining: u64,
     flow: Option<Arc<StreamFlow>>,
-    /// Whether trailers are forwarded.
-    forwards_trailers: bool,
+    /// Filter for the trailers to forward. `None` drops all trailers.
+    trailer_filter: Option<Arc<TrailerFilter>>,
     /// Whether the request came over HTTP/2, whose frames delimit the body.
     is_http2: bool,
     /// Whether the next request on the connection waits for the end of this body.
@@ -180,7 +180,7 @@ impl RequestBody {
             rate_timer: None,
             remaining: u64::MAX,
             flow,
-            forwards_trailers: false,
+            trailer_filter: None,
             is_http2,
             is_counted,
             in_flight: Some(in_flight.share()),
@@ -197,7 +197,7 @@ impl RequestBody {
             rate_timer: None,
             remaining: u64::MAX,
             flow: None,
-            forwards_trailers: false,
+            trailer_filter: None,
             is_http2: false,
             is_counted: false,
             in_flight: None,
@@ -330,10 +330,10 @@ impl RequestBody {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
-    /// Forward trailers, which are dropped by default. Call this method only if the upstream connection can send
-    /// trailers.
-    pub fn allow_trailers(&mut self) {
-        self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
+    /// Forward the trailers that the filter permits. Without this call, all trailers are dropped. Call this method only
+    /// if the upstream connection can send trailers.
+    pub fn forward_trailers(&mut self, filter: &Arc<TrailerFilter>) {
+        self.0.iter_mut().for_each(|inner| inner.trailer_filter = Some(filter.clone()));
     }
 }
 
@@ -393,9 +393,10 @@ impl RequestBodyInner {
                 if let Some(flow) = self.flow.as_ref().filter(|_| !self.is_http2) {
                     flow.abandon_request();
                 }
-                if !self.forwards_trailers {
-                    polled = Poll::Ready(None);
-                }
+                let mut trailers = trailers.clone();
+                let filtered = self.trailer_filter.as_ref().map(|filter| filter.apply(&mut trailers));
+                let is_forwarded = filtered.is_some() && !trailers.is_empty();
+                polled = Poll::Ready(is_forwarded.then(|| Ok(Frame::trailers(trailers))));
             }
         }
         match &polled {

@@ -103,6 +103,9 @@ pub(super) async fn forward(
     if upstream.protocol() == Protocol::Http2 {
         set_http2_target(&mut request);
     }
+    if upstream.protocol() == Protocol::Http2 && is_grpc(request.headers()) {
+        request.body_mut().forward_trailers(&config.trailer_filter);
+    }
     let progress = deadline.and_then(|_| request.body().progress());
     let (limits, should_buffer) = body_limits(config, route, upstream, &request, deadline);
     let exchange = pin!(async {

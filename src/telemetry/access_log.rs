@@ -14,6 +14,7 @@ use jiff::Timestamp;
 use tracing::warn;
 
 use crate::http::problem::append_text;
+use crate::http::text::{Escape, escape_deceptive};
 use crate::limiter::clock::{LogThrottle, unix_us};
 use crate::telemetry::log::{Journald, LogFormat, LogSocket, Syslog, SyslogHeader, push_framed};
 use crate::telemetry::trace;
@@ -287,11 +288,13 @@ impl AccessRecord<'_> {
     }
 
     fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
+        let start = out.len();
         // Ignore the result, because writing to a `Vec` cannot fail.
         let _ = match format {
             LogFormat::Json => self.write_json(out),
             LogFormat::Text => self.write_text(out),
         };
+        escape_deceptive(out, start, if format == LogFormat::Json { Escape::Json } else { Escape::Percent });
     }
 
     fn write_json(&self, out: &mut Vec<u8>) -> io::Result<()> {
@@ -811,9 +814,30 @@ impl<T> Inner<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
     use std::sync::mpsc;
 
     use super::*;
+
+    /// The record of a successful request without a route.
+    const SUCCESS: AccessRecord<'_> = AccessRecord {
+        time: 0,
+        client: IpAddr::V4(Ipv4Addr::LOCALHOST),
+        method: "GET",
+        path: "/",
+        status: 200,
+        bytes: 0,
+        complete: true,
+        duration_ms: Duration::ZERO,
+        route: None,
+        outcome: "ok",
+        decision: None,
+        upstream: None,
+        request_id: "-",
+        trace_id: None,
+        model: None,
+        sample_rate: None,
+    };
 
     /// The formats must not change, because programs parse them.
     #[test]
@@ -896,6 +920,26 @@ mod tests {
     }
 
     #[test]
+    fn texts_of_clients_cannot_change_how_a_record_is_shown() {
+        let record = AccessRecord { path: "/a\u{202e}", model: Some("m\u{9b}"), request_id: "\u{2066}id", ..SUCCESS };
+        let written = |format| {
+            let mut out = b"\xe2\x80\xae".to_vec();
+            record.write(format, &mut out);
+            String::from_utf8(out).unwrap()
+        };
+        let (json, text) = (written(LogFormat::Json), written(LogFormat::Text));
+        let value: serde_json::Value = serde_json::from_str(json.strip_prefix('\u{202e}').unwrap()).unwrap();
+        for (key, expected) in [("path", record.path), ("model", "m\u{9b}"), ("request_id", record.request_id)] {
+            assert_eq!(value[key], expected);
+        }
+        assert!(json[3..].is_ascii() && text[3..].is_ascii(), "{json}\n{text}");
+        assert!(
+            text.contains(" /a%E2%80%AE ") && text.contains(" model=m_ ") && text.contains("=%E2%81%A6id"),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn json_values_are_exact_and_escaped() {
         let mut text = Vec::new();
         let mut json = JsonObject::start(&mut text);
@@ -916,24 +960,7 @@ mod tests {
 
     #[test]
     fn only_whole_responses_without_error_and_denial_may_be_left_out() {
-        let ok = AccessRecord {
-            time: 0,
-            client: [127, 0, 0, 1].into(),
-            method: "GET",
-            path: "/",
-            status: 200,
-            bytes: 0,
-            complete: true,
-            duration_ms: Duration::ZERO,
-            route: None,
-            outcome: "ok",
-            decision: None,
-            upstream: None,
-            request_id: "-",
-            trace_id: None,
-            model: None,
-            sample_rate: None,
-        };
+        let ok = SUCCESS;
         let decision = |shadow_denied: &[&str]| DecisionInfo {
             decision: "allowed",
             decided_by: None,

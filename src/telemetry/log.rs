@@ -26,6 +26,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
+use crate::http::text::{Escape, escape_deceptive};
 use crate::limiter::clock::{LogThrottle, monotonic};
 
 /// Maximum number of log lines queued for standard error. Further lines are dropped and counted.
@@ -49,7 +50,8 @@ pub enum LogFormat {
 /// # Errors
 /// The writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
-    let writer = LogWriter::start(stderr())?;
+    let escape = if format == LogFormat::Json { Escape::Json } else { Escape::Braces };
+    let writer = LogWriter::start(stderr(), escape)?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
     let layer = fmt::layer().with_target(false).with_writer(move || writer.clone());
     let lines = match format {
@@ -67,6 +69,8 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
 struct LogWriter {
     sender: SyncSender<QueuedLine>,
     state: Arc<WriterState>,
+    /// How to write characters that change how a line is shown.
+    escape: Escape,
 }
 
 #[derive(Debug, Default)]
@@ -84,10 +88,10 @@ struct QueuedLine {
 }
 
 impl LogWriter {
-    fn start(mut out: impl Write + Send + 'static) -> io::Result<Self> {
+    fn start(mut out: impl Write + Send + 'static, escape: Escape) -> io::Result<Self> {
         let (layer, receiver) = sync_channel::<QueuedLine>(QUEUE_CAPACITY);
         let state = Arc::<WriterState>::default();
-        let writer = LogWriter { sender: layer, state: state.clone() };
+        let writer = LogWriter { sender: layer, state: state.clone(), escape };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
                 // Ignore errors of writing to standard error, because there is no other place to report them.
@@ -125,7 +129,9 @@ impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
         let should_wait = !self.state.is_stalled.load(Ordering::Relaxed);
-        if self.sender.try_send(QueuedLine { bytes: text.to_vec(), written_sender }).is_err() {
+        let mut bytes = text.to_vec();
+        escape_deceptive(&mut bytes, 0, self.escape);
+        if self.sender.try_send(QueuedLine { bytes, written_sender }).is_err() {
             self.state.dropped.fetch_add(1, Ordering::Relaxed);
         } else if should_wait && written.recv_timeout(WRITE_TIMEOUT).is_err() {
             self.state.is_stalled.store(true, Ordering::Relaxed);
@@ -601,7 +607,7 @@ mod tests {
     fn lines_beyond_queue_capacity_are_dropped_and_counted() {
         let (permits, permit_receiver) = channel();
         let (sink, written) = channel();
-        let log = LogWriter::start(BlockedWriter(permit_receiver, sink)).unwrap();
+        let log = LogWriter::start(BlockedWriter(permit_receiver, sink), Escape::Json).unwrap();
         // One line is being written, and the other lines are queued or dropped. Only the first caller of `write_all`
         // waits (until `WRITE_TIMEOUT`) for its line to be written.
         for number in 0..QUEUE_CAPACITY + 10 {

@@ -16,7 +16,7 @@ use crate::http::body::Body;
 use crate::http::body_limits::BodyLimits;
 use crate::http::body_limits::LazyTimer;
 use crate::http::flow::StreamFlow;
-use crate::http::headers::{is_grpc, is_safe};
+use crate::http::headers::is_safe;
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::upstream::connection_pool::{SendError, StreamOutcome, classify_error};
 use crate::upstream::connector::{EndpointConnection, ProxiedConnection};
@@ -69,9 +69,6 @@ impl Upstream {
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;
         let progress = request.body_mut().apply_limits(bounds);
-        if http2 && is_grpc(request.headers()) {
-            request.body_mut().allow_trailers();
-        }
         let may_retry = !attempts.is_single_attempt;
         let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
         let retries = if may_retry { retries } else { 0 };

@@ -205,6 +205,29 @@ fn text_format_has_the_same_fields() {
 }
 
 /// The upstream never responds. The HTTP/1.1 client closes the connection, and the HTTP/2 client resets the stream.
+/// C1 control characters, direction marks and separators in the target of a malformed request, for which the record has
+/// the path as received.
+#[test]
+fn characters_that_change_how_a_line_is_shown_are_escaped_in_each_format() {
+    let hidden = "\u{85}\u{9b}31m\u{202e}\u{2066}\u{61c}\u{200f}\u{feff}\u{2028}\u{2029}";
+    for (format, escaped) in [("json", "\\u0085\\u009b31m\\u202e"), ("text", "%C2%85%C2%9B31m%E2%80%AE")] {
+        let log = format!("[log]\naccess = \"access.log\"\nformat = \"{format}\"\nlevel = \"debug\"\n");
+        let gateway = Gateway::start(&format!("{log}[[route]]\nname = \"r\"\npath = \"/\"\nrespond.status = 200\n"));
+        for path in [format!("/%zz{hidden}"), format!("/é{hidden}%2f"), format!("/{hidden}")] {
+            let mut client = gateway.client();
+            client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n").as_bytes());
+            assert!(matches!(client.reply().unwrap().status, 400 | 404), "{path}");
+        }
+        eventually("all records are written", || written(&gateway).lines().count() == 3);
+        let records = written(&gateway);
+        assert!(records.contains(&format!("/%zz{escaped}")) && records.contains(&format!("/é{escaped}")), "{records}");
+        for text in [&records, &gateway.log()] {
+            let shown = text.chars().find(|c| hidden.contains(*c) && !c.is_ascii());
+            assert_eq!(shown, None, "{format}: {text}");
+        }
+    }
+}
+
 #[test]
 fn client_abort_before_the_response_is_logged() {
     let (seen, requests) = mpsc::channel();

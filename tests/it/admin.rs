@@ -245,7 +245,29 @@ fn without_a_token_only_local_hosts_are_served() {
     for host in ["localhost", "LOCALHOST:1", "127.0.0.1", "127.9.9.9:80", "[::1]", &format!("[::1]:{port}")] {
         assert_eq!(ask("/metrics", host), 200, "{host}");
     }
-    for host in ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "192.0.2.1", "[::2]", "", "local host"] {
+    for host in [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "192.0.2.1",
+        "[::2]",
+        "",
+        "local host",
+        "[::1].evil",
+        "[::1].evil.example:80",
+        "[127.0.0.1]",
+        "[[::1]]",
+        "::1",
+        "]127.0.0.1[",
+        "[::1",
+        "evil.example@localhost",
+        "localhost@evil.example",
+        "localhost:80@evil.example",
+        "localhost:evil",
+        "localhost:80:80",
+        "localhost/",
+        "localhost:99999",
+    ] {
         for path in ["/metrics", "/readyz", "/api/top", "/"] {
             assert_eq!(ask(path, host), 403, "{host} {path}");
         }

@@ -291,6 +291,72 @@ fn grpc_trailers_are_forwarded() {
     assert!(lines().lines().all(|line| line.contains("\"complete\":true")), "{}", lines());
 }
 
+/// An upstream may add trailers to the headers of a request. Therefore, trailers that the gateway would remove or replace
+/// as headers, and all their aliases, are not forwarded.
+#[test]
+fn grpc_trailers_carry_no_field_that_a_client_must_not_send() {
+    let server = Server::start(|_| Then::GoOn, grpc);
+    let config = "request_headers = { set = { x-user = \"none\", x-request = \"{request_id}\" }, remove = [\"x-internal\"] }\n\
+                  [limit.l]\nby = [\"header:x-tenant\"]\nquota = \"100/s\"\non_missing = \"ip\"\n\
+                  [limit.u]\nby = \"user:x-account\"\nquota = \"100/s\"\non_missing = \"skip\"\n\
+                  [client_ip]\ntrusted_proxies = [\"192.0.2.1/32\"]\n\
+                  [auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\nresponse_headers = [\"x-identity\"]\n";
+    let text = format!(
+        "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"l\", \"u\"]\n{config}\
+         [upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n",
+        server.address
+    );
+    let gateway = Gateway::start(&text);
+    let protected = [
+        "authorization",
+        "proxy-authorization",
+        "cookie",
+        "host",
+        "content-length",
+        "content-type",
+        "x-user",
+        "x_user",
+        "x.user",
+        "x-request",
+        "x-internal",
+        "x!internal",
+        "x-tenant",
+        "x_tenant",
+        "x-account",
+        "x-identity",
+        "x-forwarded-for",
+        "x_forwarded_for",
+        "x-forwarded-anything",
+        "forwarded",
+        "x-real-ip",
+        "x-request-id",
+        "client-cert",
+        "traceparent",
+        "via",
+        "expect",
+        "range",
+        "x-sluicegate-mirror",
+    ];
+    let returned = block_on(async {
+        let mut client = client(&gateway).await;
+        let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
+        stream.send_data(message(b"hello"), false).unwrap();
+        let mut trailers = map("x-asked", "1");
+        trailers.extend(protected.iter().flat_map(|name| map(name, "root")));
+        stream.send_trailers(trailers).unwrap();
+        let (body, trailers) = read(&mut response.await.unwrap().into_body()).await;
+        assert_eq!(body, message(b"hello").to_vec());
+        // Trailers that are all removed end the body as well.
+        let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
+        stream.send_trailers(map("authorization", "root")).unwrap();
+        let (_, none) = read(&mut response.await.unwrap().into_body()).await;
+        assert_eq!(none.unwrap(), map("grpc-status", "0"));
+        trailers.unwrap()
+    });
+    let names: Vec<_> = returned.keys().map(|name| name.as_str()).collect();
+    assert_eq!(names, ["grpc-status", "x-asked"], "{returned:?}");
+}
+
 #[test]
 fn trailers_of_requests_without_grpc_are_dropped() {
     let (sender, trailers) = channel();

@@ -253,7 +253,7 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
         };
         for index in 0..3 {
             assert_eq!(ask(index, "acme", "large"), 200);
-            assert_eq!(ask(index, "acme", "a \"b\",c"), 200);
+            assert_eq!(ask(index, "acme", "=a \"b\",c"), 200);
             assert_eq!(ask(index, "acme", &format!("unknown-{index}")), 404);
         }
         for index in 0..70 {
@@ -277,7 +277,7 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
             (sum("acme"), sum("beta"), named) == (60, 710, 650)
         });
         let report = report();
-        assert_eq!(models(&report, "acme"), [("a \"b\",c".into(), 30), ("large".into(), 30)], "{report}");
+        assert_eq!(models(&report, "acme"), [("=a \"b\",c".into(), 30), ("large".into(), 30)], "{report}");
         let beta = models(&report, "beta");
         assert_eq!(
             (beta.len(), beta.last().unwrap()),
@@ -289,7 +289,7 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
         let mut lines = csv.lines();
         assert_eq!(lines.next(), Some("limit,unit,consumer,identity,period,model,cost"));
         let line = lines.next().unwrap();
-        assert!(line.starts_with("l,tokens,acme,") && line.ends_with(",\"a \"\"b\"\",c\",30"), "{line}");
+        assert!(line.starts_with("l,tokens,acme,") && line.ends_with(",\"'=a \"\"b\"\",c\",30"), "{line}");
         let text = usage(gateways[0].directory(), &by_model).unwrap();
         assert!(text.contains("other") && text.contains("total of l"), "{text}");
         if is_shared {

@@ -9,6 +9,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table};
 use jiff::Timestamp;
 use serde::Serialize;
 
+use crate::http::text::is_deceptive;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::quota::{CalendarUnit, Quota};
 use crate::tools::replay::resolve::{RejectReason, ReplayLimit};
@@ -558,7 +559,8 @@ fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
 }
 
 fn shorten(text: &str, width: usize) -> String {
-    let printable: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    let printable: String =
+        text.chars().map(|c| if c.is_control() || is_deceptive(c) { '\u{fffd}' } else { c }).collect();
     if printable.chars().count() <= width {
         return printable;
     }

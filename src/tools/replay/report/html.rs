@@ -4,6 +4,7 @@
 use std::fmt;
 use std::fmt::Write;
 
+use crate::http::text::is_deceptive;
 use crate::tools::replay::report::{
     LimitSummary, LineCounts, ReplayReport, format_count, format_percent, format_quota, format_span, group_digits,
 };
@@ -26,7 +27,7 @@ impl fmt::Display for Escaped<'_> {
                 '<' => f.write_str("&lt;")?,
                 '>' => f.write_str("&gt;")?,
                 '"' => f.write_str("&quot;")?,
-                c if c.is_control() => f.write_char('\u{fffd}')?,
+                c if c.is_control() || is_deceptive(c) => f.write_char('\u{fffd}')?,
                 c => f.write_char(c)?,
             }
         }
