@@ -204,6 +204,10 @@ impl Limiter {
         let mut permits = None;
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
+            self.settlements.begin_queued().await;
+            if let Some(denial) = self.held_permits_denial(checks) {
+                return Ok(denial);
+            }
             first_permit_id = self.allocate_permit_ids(checks);
             // Within `PERMIT_RECOVERY_TIME` after an outage, the store may not know all permits of other gateways. The
             // local share and the store must then both grant the permits.
@@ -303,6 +307,23 @@ impl Limiter {
         }
         self.attach_deferred_charges(checks, &mut decision, None, &[]);
         Ok(decision)
+    }
+
+    /// Return the denial of a request if the requests in flight on this gateway already hold all permits of one of its
+    /// concurrency limits. The store counts these permits, too, so it would deny the request. Without this denial, the
+    /// requests beyond the limit would keep the store busy, and each permit would be free for the time of a call longer.
+    fn held_permits_denial<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Option<Decision<'a>> {
+        let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
+        // `store.denial_cache = 0` disables all denials without a call to the store.
+        self.store_handle.denials.as_ref()?;
+        let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
+        let charges: Vec<_> = concurrency_checks().map(|check| check.charge(DecidedBy::Store, 0)).collect();
+        let verdict = fallback.decide(Operation::Peek, &charges);
+        if verdict.granted > 0 {
+            return None;
+        }
+        self.store_handle.store.count_check(AnsweredBy::DenialCache);
+        Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, concurrency_checks()) })
     }
 
     /// Acquire the permits of a request from this gateway's local shares of the concurrency limits. Return a decision

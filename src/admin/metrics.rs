@@ -9,7 +9,7 @@ use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
 
 use crate::admin::state::AdminState;
-use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, MetricFamily};
+use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, LostCost, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::proxy::metrics::{
@@ -238,6 +238,15 @@ impl AdminState {
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.failures.values()));
         for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
             writer.write_counter(&[("kind", kind)], count)?;
+        }
+        let mut writer = exposition.counter(
+            "store_cost_lost",
+            "Cost that may remain charged although it was to be refunded (refund), or that may not have been charged \
+             (charge), because the store did not reply or could not be reached",
+        )?;
+        let costs = sum_counts(limiter_metrics.iter().map(|metrics| metrics.lost_cost.values()));
+        for (kind, cost) in LostCost::ALL.iter().zip(costs) {
+            writer.write_counter(&[("kind", kind.label())], cost)?;
         }
         let [evicted, refused] = self.memory.evictions_and_rejections();
         exposition

@@ -255,16 +255,18 @@ fn step_all(
 /// are removed faster than new states are added.
 const SWEPT_PER_INSERT: usize = 2;
 
-/// Number of entries that are compared to find an entry to evict. As for volatile-ttl in Redis, a sample of five finds
-/// a good entry.
-const EVICTION_SAMPLE: usize = 5;
+/// Number of entries that are compared to find the entry whose eviction costs least. A sample of 16 contains one of the
+/// best 10 % of all entries in four of five cases.
+const EVICTION_SAMPLE: usize = 16;
 
 /// Maximum number of entries that are searched for an evictable entry before the charge of a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
 /// Used share of the quota, in 1/255, from which a state is protected. A protected state is evicted only to make room
 /// for the guaranteed part of another limit. The value is half of the quota. A client that causes the eviction of its
-/// own unprotected state therefore gains at most half of the quota.
+/// own unprotected state therefore gains less than half of the quota, each time. Without eviction of such states, the
+/// first requests of many identities would fill the store, and new identities would be rejected until these states
+/// expire.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.

@@ -31,6 +31,30 @@ pub struct LimiterMetrics {
     /// Kind 0: calls that failed. Kind 1: calls that were not sent, because the circuit breaker was open or the queue
     /// was full.
     pub failures: Counter<2>,
+    /// Cost that was or may have been lost, by [`LostCost`].
+    pub lost_cost: Counter<2>,
+}
+
+/// Cost that a limit counts wrongly, because a settlement failed for good or because a call never got a reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LostCost {
+    /// The cost may remain charged, although the request was rejected or its cost was to be refunded.
+    Refund,
+    /// The deferred cost may not have been charged.
+    Charge,
+}
+
+impl LostCost {
+    /// All variants, in the order of [`LimiterMetrics::lost_cost`].
+    pub const ALL: [LostCost; 2] = [LostCost::Refund, LostCost::Charge];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            LostCost::Refund => "refund",
+            LostCost::Charge => "charge",
+        }
+    }
 }
 
 impl AnsweredBy {

@@ -19,6 +19,17 @@ pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 /// With the default timeout of 50 ms, they wait for about 3 ms. Clients would notice a longer delay.
 const LATENCY_TARGET_DIVISOR: u32 = 16;
 
+/// Maximum time for which a charge or refund is retried, and for which the reply to a late call is awaited. Then its
+/// cost counts as lost.
+pub const SETTLEMENT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Interval for retrying a charge, refund or release that was not sent because of overload, or that another node of a
+/// cluster must execute.
+pub const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Interval for retrying a charge, refund or release during an outage. The end of the outage ends the interval.
+pub const OUTAGE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
 /// tokio's timers have a resolution of 1 ms. If a timer fires more than this duration after its deadline, other tasks
 /// of the worker have delayed it.
 const TIMER_LATENESS: Duration = Duration::from_millis(2);

@@ -4,14 +4,15 @@
 use std::cmp::Ordering as CmpOrdering;
 use std::mem;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use futures_util::poll;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, yield_now};
 use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -22,14 +23,11 @@ use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::notify::{EventQueue, LimitUsage, Notify};
+use crate::limiter::pacing::{OUTAGE_RETRY_INTERVAL, OVERLOAD_RETRY_INTERVAL, SETTLEMENT_TIMEOUT};
 use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::usage::{UsageDays, UsageTable};
-use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
-
-/// Interval for retrying a release or refund that did not reach the store. After this interval, the gateway also
-/// repeats a release that the store may have executed before the call that registers the permit.
-const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict, count_lost};
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 
@@ -43,14 +41,8 @@ const POST_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of attempts to post usage totals while the process shuts down.
 const MAX_LAST_POSTS: u32 = 4;
 
-/// Interval for retrying calls that were not sent because too many checks were queued.
-const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Time after which a charge or refund that cannot be sent because of overload or an outage is dropped.
-const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// The value of [`DELIVERY_TIMEOUT`] while the process shuts down.
-const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
+/// The value of [`SETTLEMENT_TIMEOUT`] while the process shuts down.
+const LAST_SETTLEMENT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The operation that a limit defers until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,7 +114,7 @@ pub struct StoreHandle {
 }
 
 /// The queue of store calls that remain to be made when requests end. One task takes the calls from the queue and
-/// spawns a task for each call, so that a slow or failed call does not delay the other calls.
+/// begins them in order. A call that is not done at once gets a task, so that it does not delay the other calls.
 ///
 /// The queue is unbounded. An unbounded queue is safe here, because each entry replaces the permits or charges of a
 /// request that has ended.
@@ -131,6 +123,8 @@ pub struct SettlementQueue {
     store_handle: Arc<StoreHandle>,
     /// Sender of the queue. `None` until the first entry is queued.
     sender: OnceLock<UnboundedSender<QueuedSettlement>>,
+    /// Number of calls that have not begun.
+    queued: Arc<AtomicUsize>,
 }
 
 /// A call that no request waits for.
@@ -157,7 +151,7 @@ struct QueuedSettlement {
 impl SettlementQueue {
     /// Create an empty queue.
     pub fn new(store_handle: Arc<StoreHandle>) -> Self {
-        SettlementQueue { store_handle, sender: OnceLock::new() }
+        SettlementQueue { store_handle, sender: OnceLock::new(), queued: Arc::default() }
     }
 
     /// Queue a call. Outside of a tokio runtime, drop the call, because the process is ending. Permits then expire by
@@ -166,18 +160,38 @@ impl SettlementQueue {
         let Ok(runtime) = Handle::try_current() else { return };
         let sender = self.sender.get_or_init(|| {
             let (sender, receiver) = unbounded_channel();
-            runtime.spawn(make_queued_calls(self.store_handle.clone(), receiver));
+            runtime.spawn(make_queued_calls(self.store_handle.clone(), receiver, self.queued.clone()));
             sender
         });
+        self.queued.fetch_add(1, Ordering::Relaxed);
         // Ignore the error of `send`, which means that the runtime of the limiter has ended.
         let _ = sender.send(QueuedSettlement { settlement, tracked: self.store_handle.tasks.token() });
+    }
+
+    /// Let the queued calls begin before the caller continues. On one thread, they then precede the calls of the caller:
+    /// a request on the connection of an earlier one is checked after the release of the permit of the earlier one.
+    pub async fn begin_queued(&self) {
+        if self.queued.load(Ordering::Relaxed) > 0 {
+            yield_now().await;
+        }
     }
 }
 
 /// Make the queued calls until the queue is dropped and empty.
-async fn make_queued_calls(store_handle: Arc<StoreHandle>, mut queue: UnboundedReceiver<QueuedSettlement>) {
+async fn make_queued_calls(
+    store_handle: Arc<StoreHandle>,
+    mut queue: UnboundedReceiver<QueuedSettlement>,
+    queued_count: Arc<AtomicUsize>,
+) {
     while let Some(queued) = queue.recv().await {
-        tokio::spawn(queued.settle(store_handle.clone()));
+        let mut call = Box::pin(queued.settle(store_handle.clone()));
+        // The first poll adds the call to the queue of the store's client. A task would do so only after the tasks that
+        // are ready now, which may be checks of the same identity.
+        let polled = poll!(call.as_mut());
+        queued_count.fetch_sub(1, Ordering::Relaxed);
+        if polled.is_pending() {
+            tokio::spawn(call);
+        }
     }
 }
 
@@ -188,9 +202,7 @@ impl QueuedSettlement {
                 store_handle.release(&permits, is_certain, max_ttl).await;
             }
             Settlement::Deliver { decided_by, operation, charges } => {
-                if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
-                    debug!(%error, ?operation, "a deferred charge or refund failed");
-                }
+                store_handle.deliver(decided_by, operation, charges).await;
                 store_handle.post_usage();
             }
         }
@@ -238,29 +250,42 @@ impl StoreHandle {
     }
 
     /// Call the store for charges that no request waits for. Retry only if the store has certainly not executed the
-    /// call, for example because the circuit breaker is open or because too many checks are queued. Stop after 30 s, or
-    /// after 1 s while the process shuts down.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn deliver(
-        &self,
-        decided_by: DecidedBy,
-        operation: Operation,
-        charges: Vec<OwnedCharge>,
-    ) -> Result<Verdict, StoreError> {
+    /// call, for example because the circuit breaker is open. Stop after [`SETTLEMENT_TIMEOUT`], or after 1 s while the
+    /// process shuts down.
+    pub async fn deliver(&self, decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge>) {
         let started_at = monotonic();
-        loop {
-            let result = self.call(decided_by, monotonic(), operation, &charges).await;
-            let Err(error) = &result else { return result };
-            let timeout = if self.tasks.is_closed() { LAST_DELIVERY_TIMEOUT } else { DELIVERY_TIMEOUT };
+        while let Err(error) = self.call(decided_by, monotonic(), operation, &charges).await {
+            let timeout = if self.tasks.is_closed() { LAST_SETTLEMENT_TIMEOUT } else { SETTLEMENT_TIMEOUT };
             if !error.is_not_executed() || elapsed_since(started_at) >= timeout {
-                return result;
+                return self.give_up(decided_by, operation, &charges, &error);
             }
-            match error {
-                StoreError::Overloaded => sleep(OVERLOAD_RETRY_INTERVAL).await,
-                _ => self.store.recovery_within(RETRY_INTERVAL).await,
-            }
+            self.pause_after(&error).await;
+        }
+    }
+
+    /// Wait before a call that failed with this error is made again.
+    async fn pause_after(&self, error: &StoreError) {
+        match error {
+            StoreError::Overloaded | StoreError::Redirected(_) => sleep(OVERLOAD_RETRY_INTERVAL).await,
+            StoreError::NotConnected(_)
+            | StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::LateReply
+            | StoreError::BreakerOpen
+            | StoreError::Rejected(_)
+            | StoreError::WritesRejected(_)
+            | StoreError::CorruptState(_)
+            | StoreError::CapacityExceeded
+            | StoreError::MalformedReply => self.store.recovery_within(OUTAGE_RETRY_INTERVAL).await,
+        }
+    }
+
+    /// Count the cost of a charge or refund that failed for good.
+    fn give_up(&self, decided_by: DecidedBy, operation: Operation, charges: &[OwnedCharge], error: &StoreError) {
+        debug!(%error, ?operation, "a deferred charge or refund failed");
+        if let Store::Redis { metrics, .. } = &self.store {
+            let charges: Vec<_> = charges.iter().map(|owned| owned.charge(decided_by)).collect();
+            count_lost(metrics, operation, &charges, error);
         }
     }
 
@@ -273,15 +298,18 @@ impl StoreHandle {
         while elapsed_since(last_outage_at) < max_ttl {
             match self.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, permits).await {
                 Ok(_) if is_certain => return,
-                Ok(_) => is_certain = true,
+                Ok(_) => {
+                    is_certain = true;
+                    self.store.recovery_within(OUTAGE_RETRY_INTERVAL).await;
+                }
                 Err(error) => {
                     debug!(%error, "a concurrency permit was not released yet; retrying");
                     if error.is_outage() && !self.tasks.is_closed() {
                         last_outage_at = monotonic();
                     }
+                    self.pause_after(&error).await;
                 }
             }
-            self.store.recovery_within(RETRY_INTERVAL).await;
         }
     }
 
@@ -516,7 +544,7 @@ impl ConcurrencyPermits {
                             store_state.may_be_counted.store(true, Ordering::Relaxed);
                         }
                         if error.is_overload() {
-                            renew_delay = renew_delay.min(RETRY_INTERVAL);
+                            renew_delay = renew_delay.min(OUTAGE_RETRY_INTERVAL);
                         }
                         debug!(%error, "a concurrency permit was not renewed");
                     }
@@ -676,6 +704,8 @@ impl DeferredCharges {
                         if error.is_not_executed() {
                             // Retry in the background, so that the response does not wait.
                             settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
+                        } else {
+                            settlements.store_handle.give_up(decided_by, operation, &pending, &error);
                         }
                         failure = Some(error);
                     }

@@ -18,7 +18,6 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
 
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{elapsed_since, monotonic};
@@ -256,9 +255,7 @@ impl FlightTask {
             let ledger = self.store_handle.clone();
             // Refund in a separate task, so that the checks without a token do not wait for the refund.
             self.store_handle.spawn(async move {
-                if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
-                    debug!(%error, "a refund for cancelled requests failed, and their tokens may remain charged");
-                }
+                ledger.deliver(DecidedBy::Store, refund, refunds).await;
             });
         }
         if unanswered.is_empty() {
@@ -398,9 +395,7 @@ impl Singleflight {
             }
             let refund = Operation::Refund { charged_at: unused.charged_at };
             let refunds = refunds(&charges, &unused.outcomes, unused.tokens, unused.tokens);
-            if let Err(error) = store.deliver(DecidedBy::Store, refund, refunds).await {
-                debug!(%error, "a refund of prefetched tokens failed, and they may remain charged");
-            }
+            store.deliver(DecidedBy::Store, refund, refunds).await;
         });
     }
 }

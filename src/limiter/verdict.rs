@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::limiter::algorithm::{MAX_STATE, Outcome, Rule, Status};
 use crate::limiter::key::Key;
+use crate::limiter::metrics::{LimiterMetrics, LostCost};
 use crate::limiter::usage::{UsageDay, UsageDays};
 
 /// The operation that a call applies to all of its charges.
@@ -30,6 +31,25 @@ pub enum Operation {
 }
 
 impl Operation {
+    /// Return whether the operation settles a request that the store has already admitted or charged. Settlements come
+    /// before checks: until then, the store counts too much, or lacks a cost.
+    pub fn is_settlement(self) -> bool {
+        match self {
+            Operation::Charge | Operation::Refund { .. } | Operation::Renew => true,
+            Operation::Check | Operation::Peek | Operation::TakeUpTo => false,
+        }
+    }
+
+    /// Return the kind of cost that is lost if a call with this operation never gets a reply. Return `None` if the
+    /// operation charges nothing.
+    pub fn lost_cost(self) -> Option<LostCost> {
+        match self {
+            Operation::Check | Operation::TakeUpTo | Operation::Refund { .. } => Some(LostCost::Refund),
+            Operation::Charge => Some(LostCost::Charge),
+            Operation::Peek | Operation::Renew => None,
+        }
+    }
+
     /// Return the operation's letter in the arguments of the Lua scripts. For a refund, also return the time of the
     /// refunded charge in µs since the Unix epoch. For other operations, the time is 0.
     pub fn script_arguments(self) -> (&'static str, u64) {
@@ -156,6 +176,14 @@ impl Verdict {
     }
 }
 
+/// Count the cost of a settlement that failed for good. A call without a reply is not counted here: the client of the
+/// server still waits for the reply, and counts the cost itself (see [`StoreError::is_unanswered`]).
+pub fn count_lost(metrics: &LimiterMetrics, operation: Operation, charges: &[Charge<'_>], error: &StoreError) {
+    let Some(kind) = operation.lost_cost().filter(|_| !error.is_unanswered()) else { return };
+    let lasting = charges.iter().filter(|charge| !matches!(charge.rule, Rule::Concurrency(_)));
+    metrics.lost_cost.add(kind as usize, lasting.map(|charge| charge.cost).sum());
+}
+
 /// An error reply of Redis: a code, a space and a detail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorReply(Arc<str>);
@@ -190,7 +218,10 @@ impl fmt::Display for ErrorReply {
 /// The reason why a call has no verdict.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
-    /// There is no connection, or the connection was lost. The store may or may not have executed the call.
+    /// There is no connection, so nothing was sent.
+    #[error("the store cannot be reached: {0}")]
+    NotConnected(String),
+    /// The connection was lost. The store may or may not have executed the call.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
     /// Redis did not reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
@@ -233,7 +264,8 @@ impl StoreError {
     /// Return whether it is certain that the call was not executed and will not be executed.
     pub fn is_not_executed(&self) -> bool {
         match self {
-            StoreError::BreakerOpen
+            StoreError::NotConnected(_)
+            | StoreError::BreakerOpen
             | StoreError::Overloaded
             | StoreError::Redirected(_)
             | StoreError::WritesRejected(_)
@@ -256,7 +288,8 @@ impl StoreError {
             | StoreError::Redirected(reply)
             | StoreError::WritesRejected(reply)
             | StoreError::CorruptState(reply) => Some(reply),
-            StoreError::Unreachable(_)
+            StoreError::NotConnected(_)
+            | StoreError::Unreachable(_)
             | StoreError::Timeout
             | StoreError::LateReply
             | StoreError::BreakerOpen
@@ -270,8 +303,18 @@ impl StoreError {
     pub fn is_outage(&self) -> bool {
         matches!(
             self,
-            StoreError::Unreachable(_) | StoreError::Timeout | StoreError::BreakerOpen | StoreError::Rejected(_)
+            StoreError::NotConnected(_)
+                | StoreError::Unreachable(_)
+                | StoreError::Timeout
+                | StoreError::BreakerOpen
+                | StoreError::Rejected(_)
         )
+    }
+
+    /// Return whether the call was sent and has no reply. The client of the server waits for the reply of such a call,
+    /// and counts its cost as lost if the reply never arrives.
+    pub fn is_unanswered(&self) -> bool {
+        matches!(self, StoreError::Unreachable(_) | StoreError::Timeout | StoreError::LateReply)
     }
 
     /// Return whether the check was too late although the store works. A late check is not an outage, so

@@ -2,7 +2,7 @@
 //! none.
 
 use crate::support::admin_listener::metric;
-use crate::support::client::Reply;
+use crate::support::client::{Client, Reply};
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use sfv::{BareItem, List, ListEntry, Parser};
@@ -567,4 +567,31 @@ fn full_memory_store_follows_on_store_error() {
         assert!(metric(&gateway, "sluicegate_memory_states_rejected_total") > 0.0, "{terms}");
         assert!(metric(&gateway, "sluicegate_memory_states") <= 640.0, "{terms}");
     }
+}
+
+#[test]
+fn full_memory_store_forgets_less_than_half_of_a_quota() {
+    let gateway = small_memory_store("quota = \"4/day\"");
+    let mut client = gateway.client();
+    let mut number = 0;
+    let mut flood = |client: &mut Client| {
+        for _ in 0..3000 {
+            number += 1;
+            assert_eq!(client.get(&format!("/q?q={number}")).status, 200, "{number}");
+        }
+    };
+    // The store may forget the only request of an identity each time: 6 requests are admitted instead of 4.
+    for round in 0..6 {
+        assert_eq!(client.get("/q?q=below").status, 200, "round {round}");
+        flood(&mut client);
+    }
+    // The store never forgets half of a quota.
+    assert_eq!([(); 2].map(|()| client.get("/q?q=half").status), [200, 200]);
+    for round in 0..2 {
+        flood(&mut client);
+        assert_eq!(client.get("/q?q=half").status, 200, "round {round}");
+    }
+    flood(&mut client);
+    assert_eq!(client.get("/q?q=half").status, 429);
+    assert!(metric(&gateway, "sluicegate_memory_states_evicted_total") > 6.0);
 }

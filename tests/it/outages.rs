@@ -131,7 +131,8 @@ fn stopped_and_continued_store_crosses_no_replies() {
                 scope.spawn(move || {
                     let mut client = gateway.client();
                     let (path, name) = (format!("/{id}"), format!("l{id}"));
-                    let (mut sent, mut counted, mut crossed, mut rejected, mut refunded) = (0, 0, 0, 0, 0);
+                    let (mut sent, mut counted, mut crossed, mut rejected, mut unanswered, mut refunded) =
+                        (0, 0, 0, 0, 0, 0);
                     // `at_stop` is the number of rejections from the stop of Redis until the first request that is
                     // admitted without the store.
                     let (mut at_stop, mut breaker_opened) = (0, false);
@@ -150,16 +151,17 @@ fn stopped_and_continued_store_crosses_no_replies() {
                         assert_eq!(reply.status, 200);
                         if reply.header("ratelimit").is_none() {
                             breaker_opened |= stopped.load(Ordering::SeqCst);
+                            unanswered += 1;
                             alone.fetch_add(1, Ordering::SeqCst);
                             continue;
                         }
                         // A request whose call got no reply may have been charged. Requests of other clients are never
                         // charged to this limit. Therefore, `spent` must not exceed `sent`.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
-                        // The charge of a rejected request is refunded once its late reply arrives, perhaps after later
-                        // requests have been charged.
+                        // The charge of a request that was decided without the store is refunded once its late reply
+                        // arrives, perhaps after later requests have been charged.
                         refunded += (counted + 1_u64).saturating_sub(spent);
-                        crossed += usize::from(refunded > rejected || spent > sent);
+                        crossed += usize::from(refunded > rejected + unanswered || spent > sent);
                         counted = spent;
                         answered.fetch_add(1, Ordering::SeqCst);
                     }

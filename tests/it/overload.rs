@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::support::client::Client;
+use crate::support::admin_listener::{metric, with_admin};
+use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
@@ -58,12 +59,16 @@ fn load_with_wrk(address: SocketAddr, connections: usize, headers: &[&str]) -> [
 const RESPOND: &str = "respond = { status = 200 }";
 
 fn gateway(url: &str, store: &str, limits: &[&str], response: &str) -> Gateway {
+    Gateway::start(&config(url, store, limits, response))
+}
+
+fn config(url: &str, store: &str, limits: &[&str], response: &str) -> String {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
-    Gateway::start(&format!(
+    format!(
         "[store]\nurl = \"{url}\"\n{store}\n{named}\
          [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {names:?}\n{response}\n"
-    ))
+    )
 }
 
 /// Number of values of each factor. A run is one combination of these values.
@@ -290,20 +295,25 @@ fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
     const PERMIT: Duration = Duration::from_secs(15);
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
-        "[store]\nurl = \"{}\"\n\
+        "[server]\nworkers = 1\n[store]\nurl = \"{}\"\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"12\"\non_store_error = \"deny\"\n\
          [upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"10s\"\n\
          [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
         redis.url(),
         endless()
     ));
+    let mut client = gateway.client();
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200, "the worker is connected to Redis");
+    let admitted = redis.calls("zadd");
     signal(&redis.child, "STOP");
     for _ in 0..3 {
         assert_eq!(gateway.get("/r").status, 503, "the check is sent and gets no reply");
     }
     signal(&redis.child, "CONT");
+    drop(client);
     let answers = sluicegate::limiter::clock::monotonic();
-    eventually("Redis runs what was written", || redis.calls("zadd") > 0);
+    eventually("Redis runs what was written", || redis.calls("zadd") > admitted);
     eventually("all permits are released", || redis.keys().iter().all(|key| key.contains("~probe")));
     assert!(answers.elapsed() < PERMIT / 2, "released after {:?}, not expired", answers.elapsed());
 }
@@ -353,4 +363,163 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
             assert_eq!(other.join().unwrap(), OWN);
         }
     });
+}
+
+/// A limit that is never exceeded, and whose remaining quota shows the charged cost.
+const COUNTED: &str =
+    "by = \"global\"\nquota = \"1000000/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"deny\"";
+
+/// Wait until the cost that [`COUNTED`] has charged is the cost of the served requests plus the lost cost. Return the
+/// lost cost.
+fn await_charges_of(gateway: &Gateway, cost: u64, mut served: u64) -> u64 {
+    let mut lost = 0;
+    let mut seen = String::new();
+    eventually("charged cost = served cost + lost cost", || {
+        let reply = gateway.get("/r");
+        if reply.status != 200 {
+            return false;
+        }
+        served += 1;
+        lost = metric(gateway, "sluicegate_store_cost_lost_total{kind=\"refund\"}") as u64;
+        let charged = 1_000_000 - reply.remaining("l0");
+        let state = format!("{charged} charged, {} served, {lost} lost", served * cost);
+        if state != seen {
+            println!("{state}");
+            seen = state;
+        }
+        charged == served * cost + lost
+    });
+    lost
+}
+
+#[test]
+fn requests_that_overload_rejects_do_not_stay_charged() {
+    // Checks with a cost of 1 are coalesced.
+    for cost in [1, 2] {
+        let redis = Redis::start();
+        let relay = Relay::delayed(redis.port, Duration::from_millis(5));
+        let response = format!("{RESPOND}\ncost = {cost}");
+        let gateway = Gateway::start(&with_admin(&config(&relay.url(), "", &[COUNTED], &response)));
+        let over = AtomicBool::new(false);
+        let statuses = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // Replies arrive alternately before and after the timeout of 50 ms.
+                for ms in [20, 90].into_iter().cycle().take_while(|_| !over.load(Ordering::SeqCst)) {
+                    relay.set_delay(Duration::from_millis(ms));
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            });
+            let _raise = SetOnDrop(&over);
+            load(&[gateway.address], 500, 5000, "/r", &[])
+        });
+        relay.set_delay(Duration::ZERO);
+        let count = |status: u16| statuses.iter().filter(|each| **each == status).count() as u64;
+        let (served, rejected) = (count(200), count(503));
+        println!("cost {cost}: {served} served, {rejected} rejected");
+        assert_eq!(served + rejected, 5000);
+        assert!(served > 0 && rejected > 100, "{served} served, {rejected} rejected");
+        assert_eq!(await_charges_of(&gateway, cost, served), 0, "Redis has replied to every call");
+    }
+}
+
+#[test]
+fn charge_whose_reply_is_lost_is_counted_as_lost() {
+    let redis = Redis::start();
+    let relay = Relay::start(redis.port);
+    let gateway = Gateway::start(&with_admin(&config(&relay.url(), "", &[COUNTED], &format!("{RESPOND}\ncost = 7"))));
+    assert_eq!(gateway.get("/r").status, 200);
+    relay.drop_replies(true);
+    assert_eq!(gateway.get("/r").status, 503);
+    relay.drop_replies(false);
+    relay.redirect_to(redis.port);
+    let lost = await_charges_of(&gateway, 7, 1);
+    assert!(lost >= 7 && lost.is_multiple_of(7), "{lost} lost");
+}
+
+#[test]
+fn settlement_whose_reply_is_lost_is_made_once_and_counted_as_lost() {
+    // Each case has the kind of the settlement, its configuration, its cost, and the cost that the failing request
+    // leaves charged.
+    for (kind, terms, cost, left) in
+        [("refund", "refund_on = [\"5xx\"]", 1, 0), ("charge", "cost.response_header = \"x-used\"", 5, 5)]
+    {
+        let redis = Redis::start();
+        let relay = Arc::new(Relay::start(redis.port));
+        let lossy = relay.clone();
+        let upstream = serve(move |mut stream| {
+            while let Some(head) = read_head(&mut stream) {
+                let fails = head.starts_with("GET /r?fail");
+                if fails {
+                    lossy.drop_replies(true);
+                }
+                let (status, used) = if fails { ("500 Internal Server Error", 5) } else { ("200 OK", 1) };
+                let response = format!("HTTP/1.1 {status}\r\nX-Used: {used}\r\nContent-Length: 0\r\n\r\n");
+                if stream.write_all(response.as_bytes()).is_err() {
+                    return;
+                }
+            }
+        });
+        let response = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"http://{upstream}\"]");
+        let limit = format!("{COUNTED}\n{terms}");
+        let gateway = Gateway::start(&with_admin(&config(&relay.url(), "", &[&limit], &response)));
+        assert_eq!([(); 3].map(|()| gateway.get("/r").status), [200; 3]);
+        let calls = redis.calls("evalsha");
+        assert_eq!(gateway.get("/r?fail").status, 500);
+        eventually("Redis has executed the check and the settlement", || redis.calls("evalsha") == calls + 2);
+        // The gateway learns that the reply will never arrive.
+        relay.redirect_to(redis.port);
+        relay.drop_replies(false);
+        let lost = format!("sluicegate_store_cost_lost_total{{kind=\"{kind}\"}}");
+        eventually("the cost counts as lost", || metric(&gateway, &lost) == f64::from(cost));
+        let mut served = 3;
+        eventually("the settlement was made once", || {
+            let reply = gateway.get("/r");
+            served += u64::from(reply.status == 200);
+            reply.status == 200 && reply.remaining("l0") == 1_000_000 - served - left
+        });
+        assert_eq!(metric(&gateway, &lost), f64::from(cost), "{kind}");
+    }
+}
+
+#[test]
+fn permits_are_released_before_the_checks_of_other_clients() {
+    let redis = Redis::start();
+    let limit = "by = \"header:x-id\"\nalgorithm = \"concurrency\"\nquota = \"2\"";
+    let gateway = gateway(&redis.url(), "", &[limit], RESPOND);
+    let over = AtomicBool::new(false);
+    let statuses = std::thread::scope(|scope| {
+        let flood = scope.spawn(|| {
+            while !over.load(Ordering::SeqCst) {
+                println!("flood: {:?}", load_with_wrk(gateway.address, 1000, &["x-id: flood"]));
+            }
+        });
+        let statuses = {
+            let _raise = SetOnDrop(&over);
+            load(&[gateway.address], 2, 100, "/r", &[("x-id", "calm")])
+        };
+        flood.join().unwrap();
+        statuses
+    });
+    let [served, denied, rejected] =
+        [200, 429, 503].map(|status| statuses.iter().filter(|each| **each == status).count());
+    println!("{served} served, {denied} denied, {rejected} rejected");
+    assert_eq!(served + denied + rejected, 100);
+    // The two connections never have more than two requests in flight. A permit may be released late only if the gateway
+    // has replaced its connection to Redis.
+    assert!(denied <= 2, "{denied} requests were denied, {served} were served");
+}
+
+#[test]
+fn more_connections_leave_a_concurrency_limit_its_throughput() {
+    let redis = Redis::start();
+    let limit = "by = \"global\"\nalgorithm = \"concurrency\"\nquota = \"10\"";
+    let gateway = gateway(&redis.url(), "", &[limit], RESPOND);
+    let [few, many] = [10, 500].map(|connections| {
+        let counts @ [admitted, ..] = load_with_wrk(gateway.address, connections, &[]);
+        println!("{connections} connections: {counts:?}");
+        admitted
+    });
+    // The requests that are denied take most of the CPU time. If releases waited in the queue, or were sent again only
+    // after 1 s, fewer than 100 requests would be admitted.
+    assert!(many > 100 && many > few / 50, "{few} with 10 connections, {many} with 500");
 }

@@ -235,7 +235,8 @@ impl LoadGenerator {
                 let (source, is_from_cache, retry_us) =
                     (decision.decided_by, decision.is_from_cache, decision.retry_us());
                 observed.outcome = ClientOutcome::Denied { decided_by: source, is_from_cache, retry_us };
-                observed.stale_denial = is_from_cache && self.is_stale(&checks, &decision);
+                observed.stale_denial =
+                    is_from_cache && !self.are_permits_held(&observed) && self.is_stale(&checks, &decision);
             }
         }
         self.note(request, &observed, &reason);
@@ -250,6 +251,17 @@ impl LoadGenerator {
             let breaker = if *breaker_closed { "" } else { ", breaker open" };
             format!("gateway {gateway}, worker {worker}: request of {began:?} by client {client} on limits {route:?}{leaves}: {told:?}{breaker} {reason}")
         });
+    }
+
+    /// Return whether the requests in flight hold all permits of a limit of this request. The store may have lost these
+    /// permits, or may not know them yet.
+    fn are_permits_held(&self, observed: &ObservedRequest) -> bool {
+        let held_permits = self.held_permits.lock().unwrap();
+        observed.limits.iter().any(|part| {
+            let limit = self.schedule.limits[part.limit].concurrency().map(|rule| rule.limit);
+            let held = held_permits.get(&part.state).map_or(0, |held| held.by_store + held.by_share);
+            limit.is_some_and(|limit| held >= limit)
+        })
     }
 
     /// Return whether the store would admit a request that a cached denial denies.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,8 @@ pub struct Relay {
     pub address: SocketAddr,
     server: Arc<AtomicU16>,
     losing: Arc<AtomicBool>,
+    /// The delay of replies, µs.
+    delay_us: Arc<AtomicU64>,
     streams: Streams,
 }
 
@@ -32,8 +34,9 @@ impl Relay {
     pub fn delayed(port: u16, round_trip: Duration) -> Relay {
         let server = Arc::new(AtomicU16::new(port));
         let losing = Arc::<AtomicBool>::default();
+        let delay_us = Arc::new(AtomicU64::new(round_trip.as_micros() as u64));
         let (streams, number) = (Streams::default(), AtomicUsize::new(0));
-        let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
+        let (target, deaf, delay, open) = (server.clone(), losing.clone(), delay_us.clone(), streams.clone());
         let address = serve(move |gateway| {
             // If Redis is down, close the connection of the gateway, as a dead server would.
             let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
@@ -58,7 +61,8 @@ impl Relay {
             });
             let mut buffer = [0; 4096];
             while let Ok(count @ 1..) = redis.read(&mut buffer) {
-                if sent.send((monotonic() + round_trip, buffer[..count].to_vec())).is_err() {
+                let due = monotonic() + Duration::from_micros(delay.load(Ordering::SeqCst));
+                if sent.send((due, buffer[..count].to_vec())).is_err() {
                     break;
                 }
             }
@@ -67,7 +71,7 @@ impl Relay {
             let _ = gateway.shutdown(Shutdown::Both);
             open.lock().unwrap().remove(&number);
         });
-        Relay { address, server, losing, streams }
+        Relay { address, server, losing, delay_us, streams }
     }
 
     pub fn url(&self) -> String {
@@ -80,6 +84,11 @@ impl Relay {
         for stream in self.streams.lock().unwrap().drain().flat_map(|(_, both)| both) {
             let _ = stream.shutdown(Shutdown::Both);
         }
+    }
+
+    /// Delay the replies that arrive from now on by this time.
+    pub fn set_delay(&self, delay: Duration) {
+        self.delay_us.store(delay.as_micros() as u64, Ordering::SeqCst);
     }
 
     /// Start or stop dropping the replies of Redis.

@@ -9,6 +9,7 @@ use tokio::sync::oneshot::{Receiver, Sender};
 
 use crate::limiter::algorithm::{Rule, Status};
 use crate::limiter::key::Identity;
+use crate::limiter::metrics::LimiterMetrics;
 use crate::limiter::redis::error::is_connection_error;
 use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
@@ -88,9 +89,21 @@ pub(super) struct BatchOutcome {
     pub(super) is_valid: bool,
     /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
-    /// A batch that refunds the charges of requests that no longer wait for their results, and the receivers of the
-    /// results of these refunds.
-    pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
+    /// A batch that refunds the charges of requests that no longer wait for their results.
+    pub(super) refunds: Option<Refunds>,
+}
+
+/// A batch of refunds for which no request waits.
+pub(super) struct Refunds {
+    pub(super) batch: Batch,
+    /// The refunds of the batch, each with its cost.
+    pub(super) pending: Vec<PendingRefund>,
+}
+
+/// A refund and its cost.
+pub(super) struct PendingRefund {
+    pub(super) cost: u64,
+    pub(super) result: Receiver<BatchResult>,
 }
 
 /// Requests that differ only in their keys.
@@ -319,6 +332,17 @@ impl Batch {
         }
     }
 
+    /// Count the cost of all requests of a call that never got a reply. Redis may have executed the call or not. A probe
+    /// charges a state that no request uses.
+    pub(super) fn count_unanswered(&self, metrics: &LimiterMetrics) {
+        for group in self.groups.iter().filter(|_| self.purpose != Purpose::Probe) {
+            let Some(kind) = group.operation.lost_cost() else { continue };
+            let charged = group.limits.iter().filter(|limit| !limit.is_post_paid());
+            let cost: u64 = charged.map(LimitArgs::lasting_cost).sum();
+            metrics.lost_cost.add(kind as usize, cost * group.waiters.len() as u64);
+        }
+    }
+
     /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
         let limits = self.groups.iter().map(|group| group.keys.len()).sum();
@@ -328,8 +352,8 @@ impl Batch {
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
-        let mut receivers = Vec::new();
+        let batch = Batch { algorithms: self.algorithms, ..Batch::default() };
+        let mut refunds = Refunds { batch, pending: Vec::new() };
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
                 let result = match reply.next_verdict(group.limits.len()) {
@@ -344,17 +368,16 @@ impl Batch {
                 };
                 has_verdict |= result.is_ok();
                 if let Err(Ok(verdict)) = waiting.send(result) {
-                    receivers.extend(refunds.push_refund(&group, index, &verdict));
+                    refunds.pending.extend(refunds.batch.push_refund(&group, index, &verdict));
                 }
             }
         }
-        let refunds = (!receivers.is_empty()).then_some((refunds, receivers));
-        BatchOutcome { is_valid, has_verdict, refunds }
+        BatchOutcome { is_valid, has_verdict, refunds: Some(refunds).filter(|refunds| !refunds.pending.is_empty()) }
     }
 
     /// Add a refund of the charges that a request of `group` made according to `verdict`. Return `None` if there is
     /// nothing to refund.
-    fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
+    fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<PendingRefund> {
         if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
         }
@@ -377,14 +400,15 @@ impl Batch {
             return None;
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        let (group, receiver) = self.join_group(refund, || refunded.iter().map(|(terms, ..)| *terms));
+        let cost = refunded.iter().map(|(terms, ..)| terms.lasting_cost()).sum();
+        let (group, result) = self.join_group(refund, || refunded.iter().map(|(terms, ..)| *terms));
         for (_, key, usage_key) in refunded {
             group.keys.push(key);
             if let Some(usage_key) = usage_key {
                 group.usage_keys.push(usage_key);
             }
         }
-        Some(receiver)
+        Some(PendingRefund { cost, result })
     }
 }
 

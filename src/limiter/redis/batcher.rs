@@ -5,6 +5,10 @@
 //! and shrinks when replies slow down, so that a busy server receives larger batches instead of more batches. If there
 //! is no room in the window, checks wait in the queue until their deadline. Overload is not an outage and does not open
 //! the circuit breaker.
+//!
+//! Settlements of admitted requests (refunds, releases of permits, renewals, deferred charges) have a queue of their own
+//! and are sent before the checks that wait. The call of a reply that is late stays registered: when its reply arrives,
+//! the batcher refunds the charges of the requests that it has rejected in the meantime.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -22,9 +26,13 @@ use tracing::debug;
 
 use crate::limiter::algorithm::AlgorithmKind;
 use crate::limiter::clock::{Clock, elapsed_since, monotonic};
-use crate::limiter::metrics::LimiterMetrics;
-use crate::limiter::pacing::{MAX_WAITING_CHECKS, latency_target, wait_until, worker_delay};
-use crate::limiter::redis::batch::{Batch, BatchError, BatchResult, InFlightWindow, ProbeCall, Purpose};
+use crate::limiter::metrics::{LimiterMetrics, LostCost};
+use crate::limiter::pacing::{
+    MAX_WAITING_CHECKS, OUTAGE_RETRY_INTERVAL, SETTLEMENT_TIMEOUT, latency_target, wait_until, worker_delay,
+};
+use crate::limiter::redis::batch::{
+    Batch, BatchError, BatchResult, InFlightWindow, PendingRefund, ProbeCall, Purpose, Refunds,
+};
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::topology::SlotMap;
 use crate::limiter::redis::connection::{Connection, Connections, ServerMode, checkout};
@@ -49,6 +57,12 @@ const MAX_CLOSED_CONNECTIONS: u32 = 8;
 /// calendar window or day. A second repetition may be necessary, because a day may end between the first reply and the
 /// second call.
 const MAX_TIME_CORRECTIONS: u32 = 2;
+
+/// The reply to a call, and the connection on which it arrived. `Err` contains the call if the reply is late.
+type Exchange = Result<(RedisResult<Value>, Connection), LateCall>;
+
+/// A call whose reply is late. The reply may still arrive.
+type LateCall = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
 
 /// Fraction of the timeout for which a call that Redis rejects is retried.
 const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
@@ -85,9 +99,13 @@ pub(super) struct Batcher {
 /// The batches that wait to be sent.
 #[derive(Debug, Default)]
 pub(super) struct BatchQueue {
-    /// The oldest batch is first. New checks join the last batch.
-    batches: VecDeque<PendingBatch>,
-    /// Number of requests and bytes of keys in `batches`.
+    /// Batches of settlements (see [`Operation::is_settlement`]), which are sent before `checks`. A permit or charge that
+    /// waits behind the checks of other clients would deny requests of its own client. The number of settlements has no
+    /// bound, because each of them belongs to a request that the store has already charged.
+    settlements: VecDeque<PendingBatch>,
+    /// Batches of checks. The oldest batch is first. New checks join the last batch.
+    checks: VecDeque<PendingBatch>,
+    /// Number of requests and bytes of keys in `checks`.
     requests: usize,
     bytes: usize,
     /// Whether a task will send the first batch at the end of the event-loop tick.
@@ -104,16 +122,20 @@ pub(super) struct BatchQueue {
 #[derive(Debug, Default)]
 struct InFlightCounts {
     calls: usize,
+    /// Number of checks. Checks do not wait for the reply to a call with settlements.
     requests: usize,
     weight: usize,
 }
 
-/// The checks of the next call.
+/// The requests of the next call.
 #[derive(Debug, Default)]
 struct PendingBatch {
     batch: Batch,
-    /// The earliest deadline of the checks.
+    /// The earliest deadline of the checks. `None` for settlements, which do not expire in the queue.
     deadline: Option<Instant>,
+    /// Until this time, the batcher queues the batch again if Redis certainly did not execute it. `None` if the senders
+    /// of the requests retry.
+    retry_until: Option<Instant>,
 }
 
 /// Counts a call as in flight until the guard is dropped.
@@ -184,8 +206,11 @@ impl Batcher {
             Err(BatchError::Store(error)) => Err(error),
             Err(BatchError::ErrorReply(error)) => {
                 // Box the future, because only few checks need space for a retry.
-                let retried = timeout_at(deadline.into(), Box::pin(self.retry(item, error)));
-                retried.await.unwrap_or(Err(StoreError::LateReply))
+                let retried = Box::pin(self.retry(item, error));
+                if operation.is_settlement() {
+                    return retried.await;
+                }
+                timeout_at(deadline.into(), retried).await.unwrap_or(Err(StoreError::LateReply))
             }
         }
     }
@@ -274,27 +299,28 @@ impl Batcher {
     }
 
     /// Send one batch before its deadline.
-    async fn send(self: &Arc<Self>, PendingBatch { mut batch, deadline }: PendingBatch) {
+    async fn send(self: &Arc<Self>, mut pending_batch: PendingBatch) {
         let began = monotonic();
-        let due = deadline.unwrap_or(began);
+        let due = pending_batch.deadline.unwrap_or(began + self.timeout);
         let mut in_flight = InFlightGuard {
             batcher: self,
-            requests: batch.request_count(),
-            weight: InFlightWindow::weight(batch.key_count()),
+            requests: pending_batch.check_count(),
+            weight: InFlightWindow::weight(pending_batch.batch.key_count()),
             sent_at: began,
         };
+        let batch = &mut pending_batch.batch;
         // The epoch of a probe is `None`: a probe is sent even while the circuit breaker is open, and the task that
         // sends probes records their results in the circuit breaker.
         let epoch = match (batch.purpose(), self.breaker.closed_epoch()) {
             (Purpose::Probe, _) => None,
             (Purpose::Checks | Purpose::Asking, Some(epoch)) => Some(epoch),
             (Purpose::Checks | Purpose::Asking, None) => {
-                return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
+                return self.fail_unexecuted(pending_batch, &BatchError::Store(StoreError::BreakerOpen));
             }
         };
         if began >= due {
             // The deadline passed while the batch was queued. Fail the checks without sending the call.
-            return batch.fail(&BatchError::Store(StoreError::Overloaded));
+            return self.fail_unexecuted(pending_batch, &BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
             return;
@@ -305,56 +331,66 @@ impl Batcher {
             }
         };
         let replies = self.reply_count.load(Ordering::Relaxed);
-        let reply = match self.exchange_script(&mut batch, due, &mut in_flight.sent_at).await {
-            Ok(reply) => reply,
+        let exchange = match self.exchange_script(batch, due, &mut in_flight.sent_at).await {
+            Ok(exchange) => exchange,
             Err(error) => {
                 if !error.is_overload() {
-                    failed(&error, &batch);
+                    failed(&error, batch);
                 }
-                return batch.fail(&BatchError::Store(error));
+                return self.fail_unexecuted(pending_batch, &BatchError::Store(error));
             }
         };
-        if reply.is_some() {
+        if exchange.is_ok() {
             self.reply_count.fetch_add(1, Ordering::Relaxed);
         }
         let answered = elapsed_since(in_flight.sent_at);
         let weight = in_flight.weight;
         let limited = self.lock_queue().is_limited();
         drop(in_flight);
-        match reply {
-            None if self.reply_count.load(Ordering::Relaxed) == replies => failed(&StoreError::Timeout, &batch),
-            None => {
-                if let Some(epoch) = epoch {
+        match exchange {
+            Err(late_call) => {
+                if self.reply_count.load(Ordering::Relaxed) == replies {
+                    failed(&StoreError::Timeout, batch);
+                } else if let Some(epoch) = epoch {
                     self.reply_late(epoch);
                 }
+                self.await_late_reply(late_call, pending_batch.batch);
             }
-            Some((Ok(reply), connection)) => {
+            Ok((Ok(reply), connection)) => {
                 self.lock_queue().window.record_reply(weight, answered, self.timeout, limited);
-                let answered = batch.complete(reply);
-                if let (true, Some(epoch)) = (answered.has_verdict, epoch) {
+                let has_verdict = self.complete(pending_batch.batch, reply, &connection);
+                if let (true, Some(epoch)) = (has_verdict, epoch) {
                     self.breaker.record_reply(epoch);
                 }
-                if !answered.is_valid {
-                    // Replace the connection if the reply is not valid: the reply may belong to another call, or the
-                    // server may have become a replica.
-                    connection.request_replacement();
-                }
-                if let Some((refunds, receivers)) = answered.refunds {
-                    self.send_refunds(refunds, receivers);
-                }
             }
-            Some((Err(error), connection)) => {
+            Ok((Err(error), connection)) => {
                 if is_connection_error(&error) {
                     connection.request_replacement();
                 }
                 if error.is_unrecoverable_error() {
                     let error = RedisErrorKind::to_store_error(&error);
-                    failed(&error, &batch);
-                    return batch.fail(&BatchError::Store(error));
+                    failed(&error, batch);
+                    batch.count_unanswered(&self.metrics);
+                    return pending_batch.batch.fail(&BatchError::Store(error));
                 }
-                batch.fail(&BatchError::ErrorReply(error));
+                self.fail_unexecuted(pending_batch, &BatchError::ErrorReply(error));
             }
         }
+    }
+
+    /// Send each request its part of the reply, and refund the charges of requests that no longer wait for it. Return
+    /// whether at least one request has a verdict.
+    fn complete(self: &Arc<Self>, batch: Batch, reply: Value, connection: &Connection) -> bool {
+        let outcome = batch.complete(reply);
+        if !outcome.is_valid {
+            // Replace the connection if the reply is not valid: the reply may belong to another call, or the server may
+            // have become a replica.
+            connection.request_replacement();
+        }
+        if let Some(refunds) = outcome.refunds {
+            self.send_refunds(refunds);
+        }
+        outcome.has_verdict
     }
 }
 
@@ -366,28 +402,28 @@ impl Batcher {
         batch: &mut Batch,
         deadline: Instant,
         written_at: &mut Instant,
-    ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
-        let reply = self.exchange(batch, deadline, written_at).await?;
+    ) -> Result<Exchange, StoreError> {
+        let exchange = self.exchange(batch, deadline, written_at).await?;
         let is_missing = |error: &RedisError| error.kind() == ErrorKind::Server(ServerErrorKind::NoScript);
-        match reply {
-            Some((Err(error), _)) if is_missing(&error) && batch.send_source() => {
+        match exchange {
+            Ok((Err(error), _)) if is_missing(&error) && batch.send_source() => {
                 if !batch.drop_cancelled() || monotonic() >= deadline {
-                    return Err(StoreError::LateReply);
+                    return Err(StoreError::Overloaded);
                 }
                 self.exchange(batch, deadline, written_at).await
             }
-            reply => Ok(reply),
+            exchange => Ok(exchange),
         }
     }
 
-    /// Send a batch on a connection and wait for its reply. Return `None` if the reply arrives neither before the
+    /// Send a batch on a connection and wait for its reply. Return the call if the reply arrives neither before the
     /// deadline nor within the timeout of the call, which starts at `written_at`.
     async fn exchange(
         self: &Arc<Self>,
         batch: &mut Batch,
         deadline: Instant,
         written_at: &mut Instant,
-    ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
+    ) -> Result<Exchange, StoreError> {
         let command = Arc::new(batch.command(self.algorithms, self.clock.script_argument_us()));
         let asking = batch.purpose() == Purpose::Asking;
         self.metrics.calls.increment(0);
@@ -404,13 +440,22 @@ impl Batcher {
                 {
                     closed_connections += 1
                 }
-                Poll::Ready(reply) => return Ok(Some((reply, connection))),
+                Poll::Ready(reply) => return Ok(Ok((reply, connection))),
             }
         };
         // Yield, so that the task of the connection writes the call before the time of writing is recorded.
         yield_now().await;
         *written_at = monotonic();
-        Ok(self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await.map(|reply| (reply, connection)))
+        Ok(match self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await {
+            Some(reply) => Ok((reply, connection)),
+            None => {
+                // The call of a probe is dropped, which counts it as unanswered.
+                if batch.purpose() != Purpose::Probe {
+                    connection.count_late_reply();
+                }
+                Err(call)
+            }
+        })
     }
 
     /// Return a connection. Open a connection if there is none.
@@ -446,16 +491,59 @@ impl Batcher {
         self.spawn_next();
     }
 
-    /// Refund the charges of checks that were rejected before their reply arrived.
-    fn send_refunds(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<BatchResult>>) {
-        self.lock_queue().push_batch(PendingBatch { batch: refunds, deadline: Some(monotonic() + self.timeout) });
-        self.spawn_next();
+    /// Wait for the reply to a call whose requests have been rejected because the reply is late, and refund their
+    /// charges. If the reply never arrives, count their cost as lost.
+    fn await_late_reply(self: &Arc<Self>, call: LateCall, batch: Batch) {
+        if batch.purpose() == Purpose::Probe {
+            return;
+        }
+        let batcher = self.clone();
         tokio::spawn(async move {
-            for refunded in receivers {
-                if let Ok(Err(refusal)) = refunded.await {
-                    debug!(error = ?refusal, "a refund failed: a rejected request may remain charged");
+            match timeout(SETTLEMENT_TIMEOUT, call).await {
+                Ok(Ok(reply)) => {
+                    if let Some(refunds) = batch.complete(reply).refunds {
+                        batcher.send_refunds(refunds);
+                    }
+                }
+                Ok(Err(_)) | Err(_) => batch.count_unanswered(&batcher.metrics),
+            }
+        });
+    }
+
+    /// Refund the charges of checks that were rejected before their reply arrived.
+    fn send_refunds(self: &Arc<Self>, Refunds { batch, pending }: Refunds) {
+        let retry_until = Some(monotonic() + SETTLEMENT_TIMEOUT);
+        self.lock_queue().settlements.push_back(PendingBatch { batch, deadline: None, retry_until });
+        self.spawn_next();
+        let metrics = self.metrics.clone();
+        tokio::spawn(async move {
+            for PendingRefund { cost, result } in pending {
+                let Ok(Err(error)) = result.await else { continue };
+                debug!(?error, "a refund failed: a rejected request may remain charged");
+                // The task that waits for the reply counts the cost of refunds without a reply.
+                if !matches!(&error, BatchError::Store(error) if error.is_unanswered()) {
+                    metrics.lost_cost.add(LostCost::Refund as usize, cost);
                 }
             }
+        });
+    }
+
+    /// Fail a batch that Redis certainly did not execute. If the batcher itself retries the batch, queue the batch again
+    /// instead: after an interval, or at the end of the outage.
+    fn fail_unexecuted(self: &Arc<Self>, pending_batch: PendingBatch, error: &BatchError) {
+        let is_executable = match error {
+            BatchError::Store(_) => true,
+            BatchError::ErrorReply(error) => RedisErrorKind::from_error(error) == Some(RedisErrorKind::Retryable),
+        };
+        let retry_until = pending_batch.retry_until.filter(|until| is_executable && monotonic() < *until);
+        if retry_until.is_none() {
+            return pending_batch.batch.fail(error);
+        }
+        let batcher = self.clone();
+        tokio::spawn(async move {
+            let _ = timeout(OUTAGE_RETRY_INTERVAL, batcher.breaker.recovery().recovered()).await;
+            batcher.lock_queue().settlements.push_back(pending_batch);
+            batcher.spawn_next();
         });
     }
 
@@ -465,11 +553,11 @@ impl Batcher {
             let deadline = {
                 let mut queue = self.lock_queue();
                 let now = monotonic();
-                while let Some(first) = queue.batches.pop_front_if(|first| first.is_expired(now)) {
+                while let Some(first) = queue.checks.pop_front_if(|first| first.is_expired(now)) {
                     queue.subtract(&first.batch);
                     first.batch.fail(&BatchError::Store(StoreError::Overloaded));
                 }
-                match queue.batches.front().and_then(|first| first.deadline) {
+                match queue.checks.front().and_then(|first| first.deadline) {
                     Some(due) => due,
                     None => {
                         queue.is_sweeping = false;
@@ -483,33 +571,32 @@ impl Batcher {
 }
 
 impl BatchQueue {
-    /// Add a check to the last batch, or to a new one. Return the receiver of its result, or `None` if the queue is
-    /// full.
+    /// Add a request to the last batch of its kind, or to a new one. Return the receiver of its result, or `None` if the
+    /// queue of checks is full.
     fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
         let BatchItem { operation, charges, assumed_now_us, purpose, deadline } = item;
-        if self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES {
+        let is_settlement = operation.is_settlement();
+        if !is_settlement && (self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES) {
             return None;
         }
+        let batches = if is_settlement { &mut self.settlements } else { &mut self.checks };
         let fits = |last: &PendingBatch| {
             let is_same_purpose = purpose == Purpose::Checks && last.batch.purpose() == purpose;
             batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(charges)
         };
-        if !self.batches.back().is_some_and(fits) {
-            self.batches.push_back(PendingBatch { batch: Batch::for_purpose(purpose), deadline: None });
+        if !batches.back().is_some_and(fits) {
+            batches.push_back(PendingBatch { batch: Batch::for_purpose(purpose), ..PendingBatch::default() });
         }
-        let last = self.batches.back_mut()?;
+        let last = batches.back_mut()?;
         let bytes_before = last.batch.key_bytes();
         let receiver = last.batch.push(&batcher.prefix, operation, charges, assumed_now_us);
+        if is_settlement {
+            return Some(receiver);
+        }
         last.deadline = Some(last.deadline.map_or(deadline, |other| other.min(deadline)));
         self.requests += 1;
         self.bytes += last.batch.key_bytes() - bytes_before;
         Some(receiver)
-    }
-
-    fn push_batch(&mut self, pending_batch: PendingBatch) {
-        self.requests += pending_batch.batch.request_count();
-        self.bytes += pending_batch.batch.key_bytes();
-        self.batches.push_back(pending_batch);
     }
 
     fn subtract(&mut self, batch: &Batch) {
@@ -517,26 +604,33 @@ impl BatchQueue {
         self.bytes -= batch.key_bytes();
     }
 
-    /// Return whether the first batch fits into the window.
+    /// Return the batch that is sent next.
+    fn front(&self) -> Option<&PendingBatch> {
+        self.settlements.front().or(self.checks.front())
+    }
+
+    /// Return whether the next batch fits into the window.
     fn has_room(&self) -> bool {
-        self.batches.front().is_none_or(|first| {
+        self.front().is_none_or(|first| {
             self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.key_count())
         })
     }
 
     /// Return whether batches wait because the window has no room.
     fn is_limited(&self) -> bool {
-        !self.batches.is_empty() && !self.has_room()
+        self.front().is_some() && !self.has_room()
     }
 
-    /// Claim the first batch if it can be sent now and no task has claimed it. Return whether the caller must send the
+    /// Claim the next batch if it can be sent now and no task has claimed it. Return whether the caller must send the
     /// batch.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
         // A batch waits for a reply only if replies are fast, calls are shared, the batch is not full, and enough
         // requests are in flight.
-        let ready =
-            self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
-        let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
+        let ready = self.is_slow
+            || !shares_calls
+            || self.settlements.len().max(self.checks.len()) > 1
+            || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
+        let is_claimed = !self.is_send_claimed && self.front().is_some() && ready && self.has_room();
         self.is_send_claimed |= is_claimed;
         is_claimed
     }
@@ -544,16 +638,27 @@ impl BatchQueue {
     /// Remove the claimed batch from the queue.
     fn take_next(&mut self) -> Option<PendingBatch> {
         self.is_send_claimed = false;
-        let pending_batch = self.batches.pop_front()?;
-        self.subtract(&pending_batch.batch);
+        let pending_batch = match self.settlements.pop_front() {
+            Some(settlements) => settlements,
+            None => {
+                let checks = self.checks.pop_front()?;
+                self.subtract(&checks.batch);
+                checks
+            }
+        };
         self.in_flight.calls += 1;
-        self.in_flight.requests += pending_batch.batch.request_count();
+        self.in_flight.requests += pending_batch.check_count();
         self.in_flight.weight += InFlightWindow::weight(pending_batch.batch.key_count());
         Some(pending_batch)
     }
 }
 
 impl PendingBatch {
+    /// Return the number of checks. Settlements are not checks.
+    fn check_count(&self) -> usize {
+        if self.deadline.is_some() { self.batch.request_count() } else { 0 }
+    }
+
     fn is_expired(&self, now: Instant) -> bool {
         self.deadline.is_some_and(|due| due <= now)
     }
@@ -776,7 +881,7 @@ mod tests {
         let charges = [charge(&limit)];
         let mut queue = BatchQueue::default();
         let mut receivers: Vec<_> = (0..300).map(|_| queue.push_item(&batcher, item(&charges)).unwrap()).collect();
-        let sizes: Vec<_> = queue.batches.iter().map(|pending| pending.batch.key_count()).collect();
+        let sizes: Vec<_> = queue.checks.iter().map(|pending| pending.batch.key_count()).collect();
         assert_eq!((sizes, queue.requests), (vec![128, 128, 44], 300));
         let key_bytes = queue.bytes / 300;
         for waiting in [172, 44, 0] {
@@ -788,6 +893,31 @@ mod tests {
         }
         receivers.extend(std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))));
         assert_eq!(queue.requests, MAX_WAITING_CHECKS, "the queue is full");
+    }
+
+    #[tokio::test]
+    async fn settlements_are_sent_before_checks_that_fill_the_queue() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let charges = [charge(&limit)];
+        let mut queue = BatchQueue::default();
+        let mut receivers: Vec<_> = std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))).collect();
+        let refund = Operation::Refund { charged_at: 1 };
+        for operation in [refund, Operation::Charge, Operation::Renew] {
+            receivers.extend(queue.push_item(&batcher, BatchItem { operation, ..item(&charges) }));
+        }
+        assert_eq!((receivers.len(), queue.requests), (MAX_WAITING_CHECKS + 3, MAX_WAITING_CHECKS));
+        assert!(queue.try_claim(true));
+        let first = queue.take_next().unwrap();
+        assert_eq!(
+            (first.batch.request_count(), first.deadline),
+            (3, None),
+            "settlements share a call and do not expire"
+        );
+        assert_eq!((queue.in_flight.calls, queue.in_flight.requests), (1, 0), "checks do not wait for its reply");
+        queue.in_flight = InFlightCounts { requests: MIN_IN_FLIGHT_TO_WAIT, ..InFlightCounts::default() };
+        assert!(queue.try_claim(true), "a full batch of checks is sent");
+        assert_eq!(queue.take_next().unwrap().batch.request_count(), 128);
+        assert_eq!(queue.requests, MAX_WAITING_CHECKS - 128);
     }
 
     #[tokio::test]

@@ -16,9 +16,10 @@ use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::clock::monotonic;
+use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::pacing::{OVERLOAD_RETRY_INTERVAL, SETTLEMENT_TIMEOUT};
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::batcher::ServerStore;
 use crate::limiter::redis::circuit_breaker::RecoverySignal;
@@ -26,7 +27,7 @@ use crate::limiter::redis::cluster::topology::{ClusterMap, SlotMap, identity_slo
 use crate::limiter::redis::commands;
 use crate::limiter::redis::server::{Address, Login};
 use crate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
-use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict, count_lost};
 
 /// Number of redirections that a call follows at once. Further redirections are followed after [`REDIRECTION_DELAY`],
 /// because the nodes do not agree on the owner of the slot yet.
@@ -181,13 +182,13 @@ impl ClusterStore {
             }
             self.refresh_topology();
         }
-        Err(StoreError::Unreachable("the cluster nodes did not agree on the owner of the slot in time".to_owned()))
+        Err(StoreError::NotConnected("the cluster nodes did not agree on the owner of the slot in time".to_owned()))
     }
 
     async fn owner(&self, slot: u16) -> Result<Address, StoreError> {
         self.slots().await?.owner(slot).cloned().ok_or_else(|| {
             self.refresh_topology();
-            StoreError::Unreachable(format!("no cluster node owns slot {slot}"))
+            StoreError::NotConnected(format!("no cluster node owns slot {slot}"))
         })
     }
 
@@ -259,7 +260,7 @@ impl ClusterStore {
         if let Some(guard) = known_nodes.guards.get(address) {
             return Ok(guard.clone());
         }
-        let server = login.node_endpoint(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
+        let server = login.node_endpoint(address).map_err(|error| StoreError::NotConnected(error.to_string()))?;
         let breaker = cluster_map.breaker(address);
         let guard = ServerStore::for_node(settings, server, breaker, address.clone(), self.0.metrics.clone());
         known_nodes.guards.insert(address.clone(), guard.clone());
@@ -326,8 +327,7 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
 // tokens. A request may still be denied because of tokens that another request refunds one round trip later. For this
 // reason, denials by several calls are never cached (see `Verdict::decided_at_us`).
 
-/// Maximum number of attempts to charge a request that races with other requests, and to make a refund that was not
-/// executed.
+/// Maximum number of attempts to charge a request that races with other requests.
 const MAX_ATTEMPTS: usize = 3;
 
 /// An owned copy of a [`Charge`], for the task that makes the calls. The task may continue after the request has
@@ -431,6 +431,13 @@ impl ClusterStore {
         }
         if !matches!(operation, Operation::Check | Operation::TakeUpTo) {
             let results = self.call_all(deadline, operation, groups).await;
+            // The caller does not retry the groups that were not executed, because other groups may have been.
+            for (group, error) in results.iter().filter_map(|(group, result)| Some((group, result.as_ref().err()?))) {
+                if error.is_not_executed() {
+                    let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(owned.cost)).collect();
+                    count_lost(&self.0.metrics, operation, &charges, error);
+                }
+            }
             let granted = min_granted(&results);
             return drop(result_sender.send(merge(results, granted, charge_count)));
         }
@@ -527,6 +534,22 @@ impl ClusterStore {
         Ok(verdict)
     }
 
+    /// Charge, refund or renew the charges of a group. Retry until the call may have been executed, for at most
+    /// [`SETTLEMENT_TIMEOUT`].
+    async fn settle_group(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        let started_at = monotonic();
+        loop {
+            let result = self.call_group(monotonic() + self.timeout(), operation, charges).await;
+            let Err(error) = &result else { return result };
+            if !error.is_not_executed() || elapsed_since(started_at) >= SETTLEMENT_TIMEOUT {
+                count_lost(&self.0.metrics, operation, charges, error);
+                return result;
+            }
+            debug!(%error, ?operation, "a charge or refund was not made yet; retrying");
+            sleep(OVERLOAD_RETRY_INTERVAL).await;
+        }
+    }
+
     /// Add the amount that an operation charged to the usage total.
     async fn add_usage(&self, operation: Operation, charge: &Charge<'_>, verdict: &Verdict) {
         let Some(outcome) = verdict.outcomes.first() else { return };
@@ -576,16 +599,7 @@ impl ClusterStore {
             };
             let debt_before_us = owned.rule.debt_before_us(outcome, 0, with_later);
             let charge = Charge { debt_before_us, ..owned.to_charge(cost) };
-            for _ in 0..MAX_ATTEMPTS {
-                match self.call_group(monotonic() + self.timeout(), refund, &[charge]).await {
-                    Ok(_) => return,
-                    Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
-                    Err(error) => {
-                        return debug!(%error, "a refund of a denied request failed, and its tokens may remain charged");
-                    }
-                }
-            }
-            debug!("a refund of a denied request failed, and its tokens remain charged");
+            let _ = self.settle_group(refund, &[charge]).await;
         }))
         .await;
     }
@@ -611,6 +625,7 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
             // The merged error must not say that nothing was executed: the call of this group was not executed, but the
             // calls of other groups may have been.
             error if error.is_overload() => StoreError::LateReply,
+            StoreError::NotConnected(reason) => StoreError::Unreachable(reason),
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
@@ -637,6 +652,7 @@ mod tests {
         // Each case has an error and the expected values of `is_overload` and `is_outage`.
         let cases = [
             (StoreError::Overloaded, true, false),
+            (StoreError::NotConnected(String::new()), false, true),
             (StoreError::LateReply, true, false),
             (StoreError::BreakerOpen, false, true),
             (StoreError::Timeout, false, true),

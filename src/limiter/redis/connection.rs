@@ -123,7 +123,7 @@ impl Connections {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
         } else {
-            StoreError::Unreachable(self.timeout_error.to_string())
+            StoreError::NotConnected(self.timeout_error.to_string())
         }
     }
 
@@ -199,7 +199,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
             _ = failures.changed() => failures.borrow().clone(),
         };
         let failure = failure.unwrap_or_else(|| connections.timeout_error.clone());
-        return Err(StoreError::Unreachable(failure.to_string()));
+        return Err(StoreError::NotConnected(failure.to_string()));
     }
 }
 
@@ -298,6 +298,12 @@ impl Connection {
         if self.health.throttle.may_retire(monotonic()) {
             self.health.is_retired.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Count a call whose reply is late, but may still arrive, as unanswered. If the reply arrives, the count starts
+    /// again at 0.
+    pub fn count_late_reply(&self) {
+        self.health.unanswered_calls.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Return whether the server closed the connection. No command is sent.

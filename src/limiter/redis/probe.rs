@@ -29,7 +29,8 @@ impl Batcher {
     /// Return whether the error shows that the server cannot be used. Return false for errors that concern only one
     /// call.
     pub(super) fn is_failure(&self, error: &StoreError) -> bool {
-        self.is_failure_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
+        self.is_failure_reply(error)
+            || matches!(error, StoreError::NotConnected(_) | StoreError::Unreachable(_) | StoreError::Timeout)
     }
 
     /// Return whether the server replied, but its reply means that it cannot be used.
@@ -37,7 +38,8 @@ impl Batcher {
         match error {
             StoreError::Rejected(_) | StoreError::MalformedReply => true,
             StoreError::Redirected(_) => self.node.is_none(),
-            StoreError::Unreachable(_)
+            StoreError::NotConnected(_)
+            | StoreError::Unreachable(_)
             | StoreError::Timeout
             | StoreError::LateReply
             | StoreError::BreakerOpen

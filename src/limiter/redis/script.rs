@@ -333,6 +333,11 @@ impl LimitArgs {
         self.cost
     }
 
+    /// Return the cost that stays charged until it is refunded. A permit has none, because it expires.
+    pub fn lasting_cost(&self) -> u64 {
+        if self.kind == AlgorithmKind::Concurrency { 0 } else { self.cost }
+    }
+
     /// Return whether the cost is charged after the response.
     pub fn is_post_paid(&self) -> bool {
         self.mode.is_deferred()
