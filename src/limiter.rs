@@ -205,14 +205,15 @@ impl Limiter {
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
             self.settlements.begin_queued().await;
-            if let Some(denial) = self.held_permits_denial(checks) {
-                return Ok(denial);
-            }
             first_permit_id = self.allocate_permit_ids(checks);
             // Within `PERMIT_RECOVERY_TIME` after an outage, the store may not know all permits of other gateways. The
             // local share and the store must then both grant the permits.
             let is_recovering = self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME);
-            if is_recovering && let Some(denial) = self.local_permit_denial(checks, first_permit_id) {
+            let denial = match is_recovering {
+                true => self.local_permit_denial(checks, first_permit_id),
+                false => self.held_permits_denial(checks),
+            };
+            if let Some(denial) = denial {
                 return Ok(denial);
             }
             let requested = self.requested_permits(checks, DecidedBy::Store, first_permit_id);

@@ -510,16 +510,12 @@ fn permits_are_released_before_the_checks_of_other_clients() {
 }
 
 #[test]
-fn more_connections_leave_a_concurrency_limit_its_throughput() {
+fn requests_up_to_a_concurrency_limit_are_never_denied() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nalgorithm = \"concurrency\"\nquota = \"10\"";
     let gateway = gateway(&redis.url(), "", &[limit], RESPOND);
-    let [few, many] = [10, 500].map(|connections| {
-        let counts @ [admitted, ..] = load_with_wrk(gateway.address, connections, &[]);
-        println!("{connections} connections: {counts:?}");
-        admitted
-    });
-    // The requests that are denied take most of the CPU time. If releases waited in the queue, or were sent again only
-    // after 1 s, fewer than 100 requests would be admitted.
-    assert!(many > 100 && many > few / 50, "{few} with 10 connections, {many} with 500");
+    // A client sends its next request as soon as it has the response, which is before Redis releases the permit.
+    let counts @ [admitted, denied, ..] = load_with_wrk(gateway.address, 10, &[]);
+    println!("10 connections: {counts:?}");
+    assert!(admitted > 100 && denied == 0, "{counts:?}");
 }
