@@ -110,8 +110,7 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
 
 /// Return whether the value at this path is the URL of a server.
 fn has_url(path: &[&str]) -> bool {
-    matches!(path, ["upstream", _, "servers"] | [.., "url" | "jwks_url" | "trace_endpoint" | "directory"])
-        || matches!(path, [.., "redirect", "to"])
+    matches!(path, [.., "servers" | "url" | "jwks_url" | "trace_endpoint" | "directory"] | [.., "redirect", "to"])
 }
 
 /// Return the byte ranges of secrets in a text: the credentials of a URL, and the values of query parameters.
@@ -261,7 +260,9 @@ fn redact_line(line: &str) -> String {
     let Some(key) = line.find('=') else { return line.to_owned() };
     let words = line.split(|sign: char| !sign.is_ascii_alphanumeric() && !"-_".contains(sign));
     let rules = line.contains("_headers") || line.contains("set");
-    if rules || words.clone().any(|word| is_secret_name(word) || is_secret(&["", word], "")) {
+    // A URL without a scheme may contain a password before `@`.
+    let text = if line.contains('@') && !line.contains("://") { "@" } else { "" };
+    if rules || words.clone().any(|word| is_secret_name(word) || is_secret(&["", word], text)) {
         return mask_range(line, key, line.len());
     }
     let mut redacted_line = line.to_owned();
@@ -472,6 +473,8 @@ mod tests {
             // Text that is not valid TOML is redacted line by line.
             ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
             ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
+            ("servers = [\"me:abc@h:1\"", "servers = [\"**********\""),
+            ("email = \"me@h\"\na = [", "email = \"me@h\"\na = ["),
         ] {
             let redacted = RedactedText::new(text).text;
             assert_eq!(

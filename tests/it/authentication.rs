@@ -744,6 +744,7 @@ fn unverified_credentials_of_any_scheme_reach_neither_upstream_nor_mirror() {
         upstream(&api),
         format!("[upstream.copies]\nservers = [\"{}\"]\n", copies.url()),
         route("identify-users", &format!("identify = [\"keys\"]\nrequire = [\"keys\", \"users\"]\n{mirror}")),
+        route("identify-sso", &format!("identify = [\"sso\"]\n{mirror}")),
         route("keys-only", &format!("require = [\"keys\"]\n{mirror}")),
     ]
     .concat();
@@ -785,6 +786,11 @@ fn unverified_credentials_of_any_scheme_reach_neither_upstream_nor_mirror() {
         }
         assert_eq!(seen("/identify-users", &with(("X-Api-Key", "alice-key"))), ["", "", ""], "{values:?}");
         assert_eq!(seen("/keys-only", &with(("X-Api-Key", "alice-key"))), [&*joined, "", ""], "no provider reads it");
+        // With `identify`, the upstream gets the cookies of a client that the authentication server denied.
+        if values.len() == 1 {
+            assert_eq!(seen("/identify-sso", &with(("Cookie", "s=no"))), ["", "s=no", ""], "{values:?}");
+            assert_eq!(seen("/identify-sso", &with(("Cookie", "s=ok"))), [&*joined, "s=ok", ""], "{values:?}");
+        }
         // The authentication server has verified the header, unless another provider verifies its scheme. The gateway
         // rejects requests that send a header for the authentication server twice.
         for (name, scheme) in readers.iter().filter(|(name, _)| *name != "sso" && values.len() == 1) {

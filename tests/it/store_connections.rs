@@ -182,28 +182,45 @@ fn passwords_with_any_character_come_from_variables_and_files() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("password"), format!("{PASSWORD}\n")).unwrap();
     let file = folder.path().join("password").display().to_string();
-    for (database, key) in [(1, "password = \"${PASSWORD}\"".to_owned()), (2, format!("password_file = \"{file}\""))] {
+    let environment = [("STORE_USER", "gateway"), ("PASSWORD", PASSWORD), ("SENTINEL_PASSWORD", "s@#/?")];
+    let sentinel_port = free_port();
+    let conf = format!(
+        "port {sentinel_port}\nbind 127.0.0.1\ndir {}\nrequirepass \"s@#/?\"\nsentinel monitor m 127.0.0.1 {} 1\n\
+         sentinel auth-user m gateway\nsentinel auth-pass m \"{PASSWORD}\"\n",
+        folder.path().display(),
+        redis.port
+    );
+    let conf_path = folder.path().join("sentinel.conf");
+    std::fs::write(&conf_path, conf).unwrap();
+    let _sentinel = Redis::start_with(sentinel_port, &[conf_path.to_str().unwrap(), "--sentinel"]).expect("a Sentinel");
+    let server = |database: u8| format!("redis://127.0.0.1:{}/{database}", redis.port);
+    let sentinel = format!("redis+sentinel://127.0.0.1:{sentinel_port}/m?db=3");
+    for (url, keys) in [
+        (server(1), "password = \"${PASSWORD}\"".to_owned()),
+        (server(2), format!("password_file = \"{file}\"")),
+        (sentinel, "password = \"${PASSWORD}\"\nsentinel.password = \"${SENTINEL_PASSWORD}\"".to_owned()),
+    ] {
         let text = format!(
-            "[store]\nurl = \"redis://127.0.0.1:{}/{database}\"\nusername = \"${{STORE_USER}}\"\n{key}\ntimeout = \"5s\"\n\
+            "[store]\nurl = \"{url}\"\nusername = \"${{STORE_USER}}\"\n{keys}\ntimeout = \"5s\"\n\
              [limit.l]\nby = \"ip\"\nalgorithm = \"fixed-window\"\nquota = \"3/24h\"\non_store_error = \"deny\"\n\
-             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
-            redis.port
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
         );
         let gateway = Gateway::start_by_with(&text, &[], |path| {
             let mut command = binary();
-            command.env("STORE_USER", "gateway").env("PASSWORD", PASSWORD).arg("--config").arg(path);
+            command.envs(environment).arg("--config").arg(path);
             command
         });
-        assert_counts(&gateway, &key);
+        assert_counts(&gateway, &keys);
         assert!(!gateway.log().contains("p@ss"), "{}", gateway.log());
         for command in ["check", "doctor"] {
             let path = gateway.directory().join("gateway.toml");
-            let mut command_line = binary();
-            command_line.env("STORE_USER", "gateway").env("PASSWORD", PASSWORD);
-            let output = command_line.arg(command).arg("--config").arg(path).output().unwrap();
+            let output = binary().envs(environment).arg(command).arg("--config").arg(path).output().unwrap();
             let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
             assert!(
-                said.contains("redis") && !said.contains("p@ss") && !said.contains("rejects this user"),
+                said.contains("redis")
+                    && !said.contains("p@ss")
+                    && !said.contains("s@#")
+                    && !said.contains("rejects this user"),
                 "{command}: {said}"
             );
         }
