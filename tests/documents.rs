@@ -739,7 +739,8 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     let page = pages::read("docs/testing.md");
     let rows = rows(&page, "## Fault table");
     let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=65).collect::<Vec<_>>());
+    assert!(numbers.len() >= 73, "{} rows", numbers.len());
+    assert_eq!(numbers, (1..=numbers.len()).collect::<Vec<_>>());
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");
