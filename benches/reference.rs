@@ -15,7 +15,8 @@ fn main() {
     for (name, text) in reference::schemas() {
         std::fs::write(docs.join(name), text).expect("the schema can be written");
     }
-    let pages: [(&str, fn(&str) -> String); 2] =
+    type Generate = fn(&str) -> String;
+    let pages: [(&str, Generate); 2] =
         [("configuration.md", reference::filled), ("admin-api.md", reference::with_endpoints)];
     for (name, generate) in pages {
         let page = docs.join("reference").join(name);

@@ -10,12 +10,13 @@ mod reload;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use std::{io, thread};
 
+use http::{HeaderMap, Method, Uri};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
@@ -30,6 +31,9 @@ use crate::app::maintenance::MaintenanceThread;
 use crate::app::quota_events::{EventDeps, EventThread};
 use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::{Reloader, WorkerGateways, file_watcher};
+use crate::config::Config;
+use crate::config::error::FileIssues;
+use crate::config::file::{ParsedFile, STANDARD_INPUT};
 use crate::limiter::clock;
 use crate::limiter::clock::Clock;
 use crate::limiter::denial_cache::DenialCache;
@@ -48,8 +52,10 @@ use crate::listener::metrics::ListenerMetrics;
 use crate::listener::{ConnectionLimits, Server};
 use crate::proxy::Gateway;
 use crate::proxy::metrics::RequestMetrics;
+use crate::routing::RouteRequest;
+use crate::routing::condition::RouteBody;
 use crate::snapshot::current::{ConfigHandle, ReloadRequest};
-use crate::snapshot::routes::RouteAction;
+use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
 use crate::snapshot::{CompiledConfig, Listener, settings};
 use crate::telemetry::access_log::{AccessLog, LogDestination, TelemetrySinks};
@@ -158,15 +164,32 @@ pub struct App {
     acme: Option<AcmeClient>,
     /// Watches the configuration files and the files that they refer to.
     watcher: Option<FileWatcher>,
+    lint: Lint,
+}
+
+/// Returns the warnings about a configuration, by file. The last argument is the time since the Unix epoch.
+pub type Lint = fn(&ParsedFile<Config>, &CompiledConfig, Duration) -> Vec<FileIssues>;
+
+/// Log the warnings about a configuration.
+fn log_warnings(files: &[FileIssues]) {
+    for file in files {
+        let path = file.display_path();
+        for issue in file.redacted_issues() {
+            let line = issue.position(&file.text).map(|(line, _)| line);
+            warn!(file = %path, line, hint = issue.hint, "{}", issue.message);
+        }
+    }
 }
 
 impl App {
-    /// Open the sockets and the access log, start the trace exporter, and watch the configuration files.
+    /// Open the sockets and the access log, start the trace exporter, and watch the configuration files. Log the
+    /// warnings about the configuration that `lint` returns. `file` is the parsed form of the configuration.
     ///
     /// # Errors
     /// An address cannot be bound, the access log cannot be opened, or the trace exporter cannot be started.
-    pub fn open(config: CompiledConfig) -> Result<Self, AppError> {
+    pub fn open(config: CompiledConfig, file: &ParsedFile<Config>, lint: Lint) -> Result<Self, AppError> {
         settings::raise_soft_limit();
+        log_warnings(&lint(file, &config, Duration::from_micros(clock::unix_us())));
         let max_connections = config.server.max_connections;
         let max_files = settings::hard_limit();
         if max_connections as u64 > max_files {
@@ -218,6 +241,7 @@ impl App {
             reload_requests,
             acme,
             watcher,
+            lint,
         })
     }
 
@@ -243,6 +267,7 @@ impl App {
         Ok(HotRestart {
             sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
             admin_stop: self.admin_stop.clone(),
+            reads_input: self.config.files.main.path == Path::new(STANDARD_INPUT),
         })
     }
 
@@ -314,6 +339,7 @@ impl App {
             maintenance,
             connection_limits: connections.clone(),
             watcher: self.watcher,
+            lint: self.lint,
             stop: stop.clone(),
         };
         // Do not join the reload thread. It ends with the process.
@@ -383,21 +409,20 @@ impl App {
 
     fn log_startup(&self) {
         let config = &self.config;
-        for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
-            warn!("{warning}");
-        }
         let schemes = config.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
         let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
         let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
-        let example = example.or(routes.next()).map_or("/", |route| &route.path);
+        let example = example.or(routes.next());
+        let method = example.map_or(String::new(), |route| curl_method(config, route));
+        let example = example.map_or("/", |route| &route.path);
         // For the example URL in the log, use the part of the path pattern before its first parameter.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
         info!(
-            "sluicegate {} listens on {}; {admin}store: {}; {}, {}; try: curl -i {}{example}",
+            "sluicegate {} listens on {}; {admin}store: {}; {}, {}; try: curl -i {method}{}{example}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             config.store.name,
@@ -405,6 +430,21 @@ impl App {
             pluralize(config.limits.len() as u64, "limit"),
             addresses.first().map_or("", String::as_str),
         );
+    }
+}
+
+/// Return the option of curl for the first method of a route. curl sends GET by default.
+fn curl_method(config: &CompiledConfig, route: &Route) -> String {
+    let (uri, headers, body) = (Uri::default(), HeaderMap::new(), RouteBody::Unknown);
+    let request =
+        RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0, body };
+    let candidates = config.table.candidates(&request);
+    let candidate = candidates.iter().find(|candidate| candidate.target.index == route.index);
+    match candidate.map_or(&[][..], |candidate| candidate.methods) {
+        methods if methods.contains(&Method::GET) => String::new(),
+        [Method::HEAD, ..] => "-I ".to_owned(),
+        [first, ..] => format!("-X {first} "),
+        [] => String::new(),
     }
 }
 

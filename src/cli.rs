@@ -20,6 +20,7 @@ mod run;
 mod status;
 mod usage;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -62,7 +63,7 @@ pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
 
-    /// Use this configuration file
+    /// Use this configuration file; `-` reads standard input
     #[arg(long, short, global = true, value_name = "FILE", default_value = "gateway.toml", env = "SLUICEGATE_CONFIG")]
     config: PathBuf,
 }
@@ -230,23 +231,73 @@ enum Command {
 
 impl Arguments {
     /// Parse the command line. If an argument is invalid, print the error and exit, as [`Parser::parse`] does. If the
-    /// argument is a configuration file, the error says how to name the file.
+    /// argument is a configuration file or a word of another program, the error says what to write instead.
     pub fn from_command_line() -> Self {
-        Arguments::try_parse().unwrap_or_else(|error| with_config_hint(error).exit())
+        Arguments::try_parse().unwrap_or_else(|error| with_hint(error).exit())
     }
 }
 
-/// Add a hint to the error about an unknown argument that is a configuration file.
-fn with_config_hint(mut error: clap::Error) -> clap::Error {
+/// Commands and options of other programs, each with what to write instead.
+const FOREIGN_ARGUMENTS: &[(&[&str], &str)] = &[
+    (&["serve", "start", "server", "up", "daemon", "listen", "proxy", "gateway", "launch"], "sluicegate run"),
+    (
+        &[
+            "validate",
+            "test",
+            "verify",
+            "lint",
+            "configtest",
+            "config-test",
+            "check-config",
+            "-t",
+            "-T",
+            "--test",
+            "--validate",
+            "--check",
+            "--dry-run",
+        ],
+        "sluicegate check",
+    ),
+    (&["version", "ver", "-v", "-version"], "sluicegate --version"),
+    (&["--reload", "-s", "hup", "refresh"], "sluicegate reload"),
+    (
+        &["stop", "quit", "shutdown", "--stop"],
+        "to stop the gateway, send SIGTERM to its process, or use systemctl stop sluicegate",
+    ),
+    (&["restart", "upgrade"], "for a hot restart, send SIGUSR2 to the process, or use systemctl restart sluicegate"),
+    (&["new", "create", "generate", "setup", "example"], "sluicegate init"),
+    (&["stats", "info", "ps", "state"], "sluicegate status"),
+    (&["health", "healthcheck", "ping", "--health"], "sluicegate probe"),
+    (&["-f", "--file", "--conf", "--cfg", "-C", "--config-file", "--config.file"], "--config FILE"),
+    (
+        &["-p", "--port", "--listen", "--address", "--addr", "--bind"],
+        "set `address` of a [[listener]] in the configuration",
+    ),
+    (&["-d", "--daemon", "--background"], "the gateway runs in the foreground; systemd runs it in the background"),
+    (&["--debug", "--verbose", "-vv", "--log-level", "-q", "--quiet"], "set `level` of [log] in the configuration"),
+];
+
+/// Add a hint to the error about an unknown argument that is a configuration file or a word of another program.
+fn with_hint(mut error: clap::Error) -> clap::Error {
     let argument =
         [ContextKind::InvalidSubcommand, ContextKind::InvalidArg].into_iter().find_map(|kind| error.get(kind));
     let Some(ContextValue::String(argument)) = argument else { return error };
     let path = Path::new(argument);
-    if path.extension().is_some_and(|extension| extension == "toml") || path.is_file() {
-        let hint = format!("if this is the configuration file, write {}", config_argument(path));
-        error.remove(ContextKind::SuggestedSubcommand);
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
-    }
+    let word = argument.split([' ', '=']).next().unwrap_or_default();
+    let foreign = FOREIGN_ARGUMENTS.iter().find(|(words, _)| words.contains(&word));
+    let hint = if path.extension().is_some_and(|extension| extension == "toml") || path.is_file() {
+        format!("if this is the configuration file, write {}", config_argument(path))
+    } else if let Some((_, instead)) = foreign {
+        match instead.starts_with("sluicegate") || instead.starts_with("--") {
+            true => format!("write `{instead}`"),
+            false => (*instead).to_owned(),
+        }
+    } else {
+        return error;
+    };
+    error.remove(ContextKind::SuggestedSubcommand);
+    error.remove(ContextKind::SuggestedArg);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
     error
 }
 
@@ -278,7 +329,10 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let load = || CompiledConfig::load(&arguments.config, &env_var);
     match &arguments.command {
-        None | Some(Command::Run) => run::run(load()?)?,
+        None | Some(Command::Run) => {
+            let (config, file) = CompiledConfig::load_with_source(&arguments.config, &env_var, UnsetVariables::Error)?;
+            run::run(config, &file)?;
+        }
         Some(Command::Check(options)) => return check::run(&arguments.config, options),
         Some(Command::Doctor { json }) => return doctor::run(&load()?, *json),
         Some(Command::Explain(explain_arguments)) => {
@@ -326,8 +380,8 @@ fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError>
     Ok(config)
 }
 
-fn env_var(name: &str) -> Option<String> {
-    std::env::var(name).ok()
+fn env_var(name: &str) -> Option<OsString> {
+    std::env::var_os(name)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -7,11 +7,14 @@
 pub mod diff;
 pub mod error;
 pub mod file;
+pub(crate) mod foreign;
 pub mod include;
 pub mod schema;
 pub mod secrets;
 pub mod shorthand;
+mod syntax;
 pub mod tables;
+mod value_types;
 
 use std::collections::BTreeMap;
 
@@ -172,7 +175,8 @@ pub struct Listener {
     /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]
     pub proxy_protocol: Option<Spanned<bool>>,
-    /// Serve TLS 1.2 and 1.3. ALPN selects HTTP/2 or HTTP/1.1. Default: plaintext.
+    /// Serve TLS 1.2 and 1.3: `{ certificates = [{ cert = "certs/dev.pem", key = "certs/dev.key" }] }`. ALPN selects
+    /// HTTP/2 or HTTP/1.1. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
     /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. `file:` precedes the path of a
     /// file with one network per line. All other clients get 403 ([access rules](#access-rules)). Default: all

@@ -30,8 +30,9 @@ use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::identity::client_cert::ClientCertificate;
 use crate::limiter::clock;
+use crate::limiter::clock::LogThrottle;
 use crate::limiter::metrics::Counter;
-use crate::listener::handshake::{Protocol, ProxySource};
+use crate::listener::handshake::{LOG_INTERVAL, Protocol, ProxyError, ProxySource};
 use crate::listener::http_connection::{
     BoxError, CloseReason, HttpConnection, SelectiveWaker, lingering_close, reset_on_close,
 };
@@ -56,6 +57,9 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Whether the warning about an untrusted peer was logged. The warning is logged only once per process, because
 /// untrusted peers could otherwise fill the log.
 static UNTRUSTED_PROXY_LOGGED: Once = Once::new();
+
+/// Limits the log messages about trusted proxies that send no PROXY header.
+static NO_PROXY_HEADER_THROTTLE: LogThrottle = LogThrottle::new();
 
 /// Minimum interval between log messages about `max_connections`.
 const FULL_LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -371,7 +375,18 @@ impl Server {
                 });
                 return Err(format!("`{}` is not a trusted proxy", peer.address).into());
             }
-            match handshake::read_proxy_header(stream).await? {
+            let header = handshake::read_proxy_header(stream).await;
+            if let Err(ProxyError::NoHeader) = header
+                && NO_PROXY_HEADER_THROTTLE.should_log(LOG_INTERVAL)
+            {
+                warn!(
+                    listener = %listener.address,
+                    proxy = %peer.address,
+                    "connection closed: the trusted proxy sent no PROXY header, which `proxy_protocol` requires; further \
+                     connections without this header are not logged for a minute"
+                );
+            }
+            match header? {
                 ProxySource::Proxied(connection) => {
                     peer = Peer::new(connection.source.ip(), scheme, config);
                     peer.set_connection(&connection);

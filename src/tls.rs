@@ -27,6 +27,7 @@ use x509_parser::certificate::{Validity, X509Certificate};
 use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
+use x509_parser::x509::X509Version;
 
 /// The reason why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +41,14 @@ pub enum TlsError {
     /// The certificate is not valid X.509.
     #[error("the certificate is malformed")]
     MalformedCertificate,
+    /// The certificate has an X.509 version before 3. Such a certificate has no `subjectAltName`, and clients reject it.
+    #[error("the certificate \"{subject}\" has the X.509 version {version}, but TLS requires version 3")]
+    OutdatedVersion {
+        /// Subject of the certificate.
+        subject: String,
+        /// Version, counted from 1.
+        version: u32,
+    },
     /// The PEM of the private key is malformed or contains no key.
     #[error("the key cannot be read: {0}")]
     UnreadableKey(#[source] pem::Error),
@@ -49,6 +58,9 @@ pub enum TlsError {
     /// The private key does not belong to the certificate.
     #[error("certificate and key do not match: {0}")]
     KeyMismatch(#[source] rustls::Error),
+    /// The certificate of the private key is not the first of the chain. The field is its position, counted from 1.
+    #[error("the certificate of the key is the {} in the file: put it first", ordinal(*.0))]
+    WrongOrder(usize),
     /// The certificate has expired. The field is the time of expiry.
     #[error("the certificate has expired on {0}")]
     Expired(ASN1Time),
@@ -70,6 +82,15 @@ pub enum TlsError {
     /// A self-signed certificate cannot be generated.
     #[error("a self-signed certificate cannot be generated: {0}")]
     Generate(#[source] rcgen::Error),
+}
+
+/// Return an ordinal number as a word.
+fn ordinal(number: usize) -> String {
+    match number {
+        2 => "second".to_owned(),
+        3 => "third".to_owned(),
+        number => format!("{number}th"),
+    }
 }
 
 /// Whether clients must present a certificate.
@@ -292,6 +313,14 @@ pub struct Certificate {
     validity: Validity,
 }
 
+/// Return the position of the certificate that belongs to a key, counted from 1.
+fn position_of_key(chain: &[CertificateDer<'static>], key: &PrivateKeyDer<'static>) -> Option<usize> {
+    let belongs = |certificate: &CertificateDer<'static>| {
+        CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &default_provider()).is_ok()
+    };
+    chain.iter().position(belongs).map(|index| index + 1)
+}
+
 impl Certificate {
     /// Read a chain and its private key from PEM.
     ///
@@ -303,11 +332,21 @@ impl Certificate {
         let Some(leaf) = chain.first() else { return Err(TlsError::NoCertificate) };
         let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
         let validity = parsed.validity().clone();
+        if parsed.version() != X509Version::V3 {
+            let (subject, version) = (parsed.subject().to_string(), parsed.version().0 + 1);
+            return Err(TlsError::OutdatedVersion { subject, version });
+        }
         let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
-        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
-            rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch(error),
-            error => TlsError::UnusableKey(error),
-        })?;
+        let chain =
+            CertifiedKey::from_der(chain.clone(), key.clone_key(), &default_provider()).map_err(
+                |error| match error {
+                    rustls::Error::InconsistentKeys(_) => match position_of_key(&chain, &key) {
+                        Some(position) => TlsError::WrongOrder(position),
+                        None => TlsError::KeyMismatch(error),
+                    },
+                    error => TlsError::UnusableKey(error),
+                },
+            )?;
         Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 

@@ -23,7 +23,7 @@ pub(crate) fn run(data: &[u8]) {
     DIRECTORY.with(|directory| {
         let path = directory.path().join("gateway.toml");
         std::fs::write(&path, data).expect("a file");
-        if let Err(error) = CompiledConfig::load(&path, &|name| (name == "GIVEN").then(|| "127.0.0.1".to_owned())) {
+        if let Err(error) = CompiledConfig::load(&path, &|name| (name == "GIVEN").then(|| "127.0.0.1".into())) {
             let report = error.to_string();
             assert!(report.starts_with("error: "), "{report}");
         }

@@ -27,6 +27,7 @@ pub(crate) fn run(data: &[u8]) {
         credentials: true,
         max_age: None,
         expose: None,
+        private_network: false,
     };
     let mut request = HeaderMap::new();
     for value in lines.take(3).filter_map(|line| HeaderValue::from_str(line).ok()) {

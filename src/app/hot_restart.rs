@@ -32,6 +32,8 @@ pub struct HotRestart {
     pub(super) sockets: Vec<StdListener>,
     /// Stops the admin listener of the old process.
     pub(super) admin_stop: CancellationToken,
+    /// Whether the configuration was read from the standard input.
+    pub(super) reads_input: bool,
 }
 
 /// The reason why a hot restart failed. The old process continues to serve requests.
@@ -43,6 +45,9 @@ pub enum HotRestartError {
     /// The new process exited before it was ready.
     #[error("the new process exited before it was ready: {0}; the preceding log messages show why")]
     Exited(ExitStatus),
+    /// A new process cannot read the configuration.
+    #[error("the configuration was read from standard input, which a new process cannot read again")]
+    StandardInput,
     /// The new process was not ready in time.
     #[error("the new process was not ready within {READY_TIMEOUT:?}")]
     Timeout,
@@ -56,6 +61,9 @@ impl HotRestart {
     /// # Errors
     /// The new process cannot be started, or does not become ready. The old process keeps its sockets.
     pub async fn start(&self) -> Result<u32, HotRestartError> {
+        if self.reads_input {
+            return Err(HotRestartError::StandardInput);
+        }
         let (ours, theirs) = StdStream::pair()?;
         let mut process = ChildProcess(Some(self.spawn(theirs)?));
         ours.set_nonblocking(true)?;

@@ -12,12 +12,13 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::app::hot_restart;
 use crate::app::maintenance::MaintenanceThread;
 use crate::app::reload::file_watcher::{FileWatcher, watch_files};
+use crate::app::{Lint, hot_restart, log_warnings};
 use crate::config::diff;
 use crate::config::diff::Difference;
-use crate::config::error::ConfigError;
+use crate::config::error::{ConfigError, FileIssues};
+use crate::config::file::UnsetVariables;
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::without_hashes;
 use crate::identity::auth::ProviderKind;
@@ -58,7 +59,18 @@ pub(super) struct Reloader {
     pub(super) connection_limits: Arc<ConnectionLimits>,
     /// Watches the files of the active configuration.
     pub(super) watcher: Option<FileWatcher>,
+    /// Returns the warnings about a configuration, which the log shows after each reload.
+    pub(super) lint: Lint,
     pub(super) stop: CancellationToken,
+}
+
+/// The result of a successful reload.
+struct Applied {
+    change: ConfigChange,
+    /// The differences from the previous configuration.
+    differences: Vec<Difference>,
+    /// The warnings about the new configuration, by file.
+    warnings: Vec<FileIssues>,
 }
 
 impl WorkerGateways {
@@ -90,7 +102,7 @@ impl Reloader {
             hot_restart::notify_reloaded();
             let path = self.config_handle.active().config.files.main.path.display().to_string();
             match &result {
-                Ok((_, differences)) => self.log_success(&path, differences),
+                Ok(applied) => self.log_success(&path, applied),
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
@@ -109,36 +121,37 @@ impl Reloader {
             }
             for ReloadRequest { reply, .. } in requests {
                 // Ignore a send error, which means that the receiver was dropped.
-                let _ = reply.send(result.clone().map(|(change, _)| change));
+                let _ = reply.send(result.as_ref().map(|applied| applied.change.clone()).map_err(String::clone));
             }
         }
     }
 
-    fn log_success(&self, path: &str, differences: &[Difference]) {
+    fn log_success(&self, path: &str, applied: &Applied) {
         let config = &self.config_handle.active().config;
         let routes = config.routes.len();
         let limits = config.limits.len();
         let upstreams = config.upstreams.len();
         // Omit the field if no key has changed.
-        let changed = Some(diff::summary(differences)).filter(|changed| !changed.is_empty());
+        let changed = Some(diff::summary(&applied.differences)).filter(|changed| !changed.is_empty());
         info!(file = %path, routes, limits, upstreams, changed, "configuration reloaded");
-        for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
-            warn!("{warning}");
-        }
+        log_warnings(&applied.warnings);
     }
 
-    /// Load and activate the configuration. Also return the differences from the previous configuration.
-    fn apply(&mut self) -> Result<(ConfigChange, Vec<Difference>), ReloadError> {
+    /// Load and activate the configuration.
+    fn apply(&mut self) -> Result<Applied, ReloadError> {
         if self.stop.is_cancelled() {
             return Err(ReloadError::Stopping);
         }
         let previous = self.config_handle.active();
         let path = &previous.config.files.main.path;
-        if let Ok(files) = ConfigFiles::read(path, &|name| std::env::var(name).ok()) {
+        if let Ok(files) = ConfigFiles::read(path, &|name| std::env::var_os(name)) {
             self.config_handle.record_attempt(files);
         }
-        let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
-        config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
+        let environment = |name: &str| std::env::var_os(name);
+        let (mut config, file) = CompiledConfig::load_with_source(path, &environment, UnsetVariables::Error)?;
+        let now = Duration::from_micros(clock::unix_us());
+        config.carry_over(&previous.config, now)?;
+        let warnings = (self.lint)(&file, &config, now);
         let hasher = RandomState::new();
         let [old, new] = [&*previous.config, &config].map(|config| config.hashed_secrets(&hasher));
         let differences: Vec<_> =
@@ -156,7 +169,7 @@ impl Reloader {
             self.config_handle.activate(config, clusters, texts)
         };
         self.watcher = watch_files(&self.config_handle);
-        Ok((change, differences))
+        Ok(Applied { change, differences, warnings })
     }
 }
 

@@ -61,8 +61,9 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store, token issuers, webhooks or a running gateway, and do not resolve the DNS names of
-    /// ACME certificates; an unset environment variable in a secret is only a warning
+    /// Do not connect to the store, upstreams, authentication servers, token issuers, webhooks or a running gateway,
+    /// and do not resolve the DNS names of ACME certificates; an unset environment variable in a secret is only a
+    /// warning
     #[arg(long)]
     offline: bool,
     /// Compare with the running gateway at this admin socket (a path) or admin listener (a URL) [default: the admin
@@ -135,7 +136,12 @@ fn check_loaded(
 ) -> anyhow::Result<ExitCode> {
     let ParsedFile { value: parsed, sources, warnings: parser_warnings, .. } = file;
     let mut warnings = check::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));
+    // A warning about the placeholder of an unset variable would be wrong.
+    warnings.retain(|warning| !parser_warnings.iter().any(|unset| unset.span == warning.span));
     warnings.extend(parser_warnings);
+    if !options.offline {
+        warnings.extend(check::servers::unreachable_servers(&parsed, config, &DnsResolver::System)?);
+    }
     if let (Some((servers, redis)), false) = (&config.store.redis, options.offline) {
         let (url, timeout) = (parsed.store.url.as_ref(), parsed.store.timeout.as_ref());
         let url = url.map(|url| url.span());

@@ -81,7 +81,7 @@ fn load_config(
     config_path: &Path,
     proposals: &[QuotaProposal],
 ) -> Result<CompiledConfig, ConfigError> {
-    let env_var = |name: &str| std::env::var(name).ok();
+    let env_var = |name: &str| std::env::var_os(name);
     if arguments.by.is_empty() {
         return CompiledConfig::load(config_path, &env_var);
     }

@@ -9,17 +9,19 @@ use tracing::{error, info};
 
 use crate::app::hot_restart::HotRestart;
 use crate::app::{App, AppError, hot_restart};
+use crate::config::Config;
 use crate::config::error::{FileIssues, Issue};
-use crate::config::file::value_span;
+use crate::config::file::{ParsedFile, value_span};
 use crate::config::include::ConfigFiles;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;
+use crate::tools::check;
 
-pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
+pub(super) fn run(config: CompiledConfig, file: &ParsedFile<Config>) -> anyhow::Result<()> {
     log::init(config.log.format, config.log.level).context("cannot start the log")?;
     let files = config.files.clone();
-    let app = App::open(config).map_err(|error| with_config_line(error, &files))?;
+    let app = App::open(config, file, check::warnings_by_file).map_err(|error| with_config_line(error, &files))?;
     let (config_handle, hot_restart) = (app.config_handle(), app.hot_restart()?);
     let stop = CancellationToken::new();
     let signal_runtime =

@@ -2,30 +2,25 @@
 //! collect unknown keys.
 
 use std::collections::HashSet;
+use std::ffi::OsString;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::{fmt, fs, io};
 
-use serde::de::value::Error;
-use serde::de::{DeserializeOwned, Deserializer, Visitor};
-use serde::{Deserialize, de, forward_to_deserialize_any};
+use serde::de::DeserializeOwned;
 use serde_ignored::Path as KeyPath;
 use toml::Spanned;
-use toml::de::{DeTable, DeValue};
+use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::include;
 use crate::config::include::Sources;
-use crate::config::secrets::{has_secret, is_secret, secret_ranges};
-use crate::config::shorthand::{CostTable, KeyTable, ServerTable};
-use crate::config::tables::{
-    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, MatchRules, Mirror, Redirect,
-    ResponseHeaderRules, Route, Upstream, UpstreamTls, ValueRule,
-};
-use crate::config::{
-    Acme, Admin, Auth, AuthCache, Certificate, ClientIp, Config, Consumer, Consumers, ExternalAccount, Listener,
-    ListenerTls, Log, Server, Store, StoreSentinel, StoreTls, Tiers,
-};
+use crate::config::schema::FileKind;
+use crate::config::secrets::{is_secret, secret_ranges};
+use crate::config::syntax::invisible_name;
+use crate::config::value_types::{RequiredType, TypeError, from_variable, has_text_items, list_items};
+use crate::config::{Config, Consumers, foreign, syntax};
 
 /// A parsed file, with the issues that parsing found.
 #[derive(Debug)]
@@ -113,12 +108,22 @@ impl UnknownKeys {
         }
     }
 
+    /// Record a value that was removed because of its type. Its key may then be missing.
+    fn record_removed(&mut self, all: &DeTable<'_>, path: &[String]) {
+        match path {
+            [_] | [_, _] => self.record_unknown(all, path),
+            _ => {
+                let entry = path.get(..entry_length(path)).unwrap_or(path);
+                self.entries.extend(value_at(all, entry).map(extent));
+            }
+        }
+    }
+
     /// Record an unknown key without a similar known key.
     fn record_unknown(&mut self, all: &DeTable<'_>, path: &[String]) {
         self.has_unknown = true;
         let Some((_, parents)) = path.split_last() else { return };
-        let has_name = parents.first().is_some_and(|table| ENTRY_TABLES.contains(&table.as_str()));
-        let entry = parents.get(..if has_name { 2 } else { 1 }).unwrap_or(parents);
+        let entry = parents.get(..entry_length(parents)).unwrap_or(parents);
         self.entries.extend(value_at(all, entry).map(extent));
         if parents.is_empty() {
             let table = value_at(all, path).and_then(|value| value.get_ref().as_table());
@@ -129,6 +134,11 @@ impl UnknownKeys {
 
 /// Tables that have several entries. Each entry has a name (`[limit.NAME]`) or a position (`[[route]]`).
 const ENTRY_TABLES: [&str; 7] = ["listener", "route", "limit", "upstream", "auth", "notify", "consumer"];
+
+/// Return the number of segments of a path that lead to its entry.
+fn entry_length(path: &[String]) -> usize {
+    if path.first().is_some_and(|table| ENTRY_TABLES.contains(&table.as_str())) { 2 } else { 1 }
+}
 
 /// Return the range of a value in the file, including all nested values.
 fn extent(value: &Spanned<DeValue<'_>>) -> Range<usize> {
@@ -197,14 +207,14 @@ fn contains(outer: &Range<usize>, inner: &Range<usize>) -> bool {
 }
 
 /// Return the value of an environment variable, or `None` if it is not set.
-pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 /// Read `gateway.toml` and the files that it includes.
 ///
 /// # Errors
-/// A file cannot be read, is not valid TOML, or has a value of the wrong type.
+/// A file cannot be read or is not valid TOML.
 pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
-    let content = fs::read(path).map_err(|error| unreadable_gateway_file(path, &error));
+    let content = read_main(path).map_err(|error| unreadable_gateway_file(path, &error));
     let text = content.and_then(|content| utf8_text(path, content));
     parse_gateway(path, text.map_err(|file| ConfigError { files: vec![file] })?, environment)
 }
@@ -214,23 +224,23 @@ pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFil
 /// # Errors
 /// See [`read_gateway`].
 pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
-    let parsed =
-        include::read(path, text, environment).and_then(|(sources, issues)| parse(sources, issues, environment, false));
+    let parsed = include::read(path, text, environment)
+        .and_then(|(sources, issues)| parse(sources, issues, environment, FileKind::Gateway));
     parsed.map_err(|files| ConfigError { files })
 }
 
 /// Parse `content` as the content of `consumers.toml`.
 ///
 /// # Errors
-/// The content is not UTF-8 or not valid TOML, or has a value of the wrong type.
+/// The content is not UTF-8 or not valid TOML.
 pub fn parse_consumers(
     path: &Path,
     content: &[u8],
     environment: EnvLookup<'_>,
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
     let sources = Sources::new(path, utf8_text(path, content.to_vec())?);
-    parse(sources, Vec::new(), environment, true).map_err(|files| {
-        // Parsing ends at the first syntax or type error, so there is only one error to report.
+    parse(sources, Vec::new(), environment, FileKind::Consumers).map_err(|files| {
+        // There is only one file.
         files.into_iter().next().unwrap_or_else(|| FileIssues::from_message(path, "cannot be parsed"))
     })
 }
@@ -253,6 +263,39 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
             .with_hint(format!("convert the file to UTF-8: iconv -f {encoding} -t utf-8 FILE"));
         FileIssues { path: path.to_owned(), text, issues: vec![issue] }
     })
+}
+
+/// Path that stands for the standard input, as for other programs.
+pub const STANDARD_INPUT: &str = "-";
+
+/// Read the main configuration file. The path `-` stands for the standard input, which is read only once: a reload uses
+/// the same text again.
+///
+/// # Errors
+/// The file cannot be read.
+pub(super) fn read_main(path: &Path) -> io::Result<Vec<u8>> {
+    static INPUT: OnceLock<Vec<u8>> = OnceLock::new();
+    if path != Path::new(STANDARD_INPUT) {
+        return read_text(path);
+    }
+    if let Some(text) = INPUT.get() {
+        return Ok(text.clone());
+    }
+    let mut text = Vec::new();
+    io::Read::read_to_end(&mut io::stdin().lock(), &mut text)?;
+    Ok(INPUT.get_or_init(|| without_byte_order_mark(text)).clone())
+}
+
+/// Read a file without its byte order mark. Editors on Windows add this mark to the start of text files.
+fn read_text(path: &Path) -> io::Result<Vec<u8>> {
+    fs::read(path).map(without_byte_order_mark)
+}
+
+fn without_byte_order_mark(mut content: Vec<u8>) -> Vec<u8> {
+    if content.starts_with(BYTE_ORDER_MARK) {
+        content.drain(..BYTE_ORDER_MARK.len());
+    }
+    content
 }
 
 /// File name of the configuration that commands use without `--config`.
@@ -307,91 +350,215 @@ pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) 
 /// Parse the texts of all files, and deserialize their merged tables. `issues` contains the issues of `include`.
 ///
 /// # Errors
-/// A text is not valid TOML, or has a value of the wrong type.
+/// A text is not valid TOML.
 fn parse<T: DeserializeOwned>(
     sources: Sources,
     mut issues: Vec<Issue>,
     environment: EnvLookup<'_>,
-    consumers: bool,
+    kind: FileKind,
 ) -> Result<ParsedFile<T>, Vec<FileIssues>> {
-    let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
+    let mut environment = Environment::new(environment);
     let mut all = DeTable::new();
     let mut faulty = Vec::new();
     for (index, file) in sources.files().iter().enumerate() {
-        let table = match DeTable::parse(&file.text) {
+        let table = match syntax::parse(&file.text, kind) {
             Ok(table) => table,
-            Err(error) => {
-                let issue = parser_issue(&error, |message, span| syntax_hint(&file.text, message, span));
-                faulty.push(FileIssues { path: file.path.clone(), text: file.text.clone(), issues: vec![issue] });
+            Err(issues) => {
+                faulty.push(FileIssues { path: file.path.clone(), text: file.text.clone(), issues });
                 continue;
             }
         };
-        let mut table = include::shift_spans(table.into_inner(), file.start);
+        let mut table = include::shift_spans(table, file.start);
         environment.substitute_table(&mut table, &mut Vec::new());
         if index == 0 { all = table } else { include::merge(&mut all, table, &sources, &mut issues) }
     }
     if !faulty.is_empty() {
         return Err(faulty);
     }
-    let Environment { unresolved, warnings, .. } = environment;
-    let (value, unknown_keys) = deserialize(all, &sources, consumers, &mut issues)?;
+    let Environment { unresolved, warnings, expanded, .. } = environment;
+    let document = Document { sources: &sources, expanded: &expanded, kind };
+    let (value, unknown_keys) = document.deserialize(all, &mut issues)?;
     Ok(ParsedFile { value, sources, issues, unknown_keys, unresolved, warnings })
 }
 
-/// Deserialize the merged tables of all files, and report unknown keys. Use the value of a misspelled key under the
-/// similar known name, so that the known key is not reported as missing.
-fn deserialize<T: DeserializeOwned>(
-    mut all: DeTable<'_>,
-    sources: &Sources,
-    consumers: bool,
-    issues: &mut Vec<Issue>,
-) -> Result<(T, UnknownKeys), Vec<FileIssues>> {
-    let (mut value, mut ignored) = deserialize_table(&all, sources)?;
-    let mut unknown_keys = UnknownKeys::default();
-    // The paths of all reported keys, and the paths of misspelled keys after renaming.
-    let (mut reported, mut corrected_paths) = (Vec::<Vec<String>>::new(), Vec::<Vec<String>>::new());
-    let is_new = |path: &&Vec<String>, reported: &[Vec<String>], corrected: &[Vec<String>]| {
-        !reported.contains(path) && !corrected.iter().any(|parent| path.starts_with(parent))
-    };
-    while let Some(path) = ignored.iter().find(|path| is_new(path, &reported, &corrected_paths)) {
-        let path = &path.clone();
-        reported.push(path.clone());
-        let replaced = match &path[..] {
-            [table] if !consumers => replaced_table(table, &all, sources),
-            _ => replaced_key(path, &all, sources),
-        };
-        let meant = meant_key(path, consumers).filter(|_| replaced.is_none());
-        let (message, hint) = replaced.unwrap_or_else(|| unknown_key(path, consumers));
-        issues.push(Issue { span: key_span(&all, path), message, hint });
-        let mut corrected = all.clone();
-        let renamed = meant.and_then(|meant| rename_key(&mut corrected, path, meant));
-        // If the value does not have the type of the similar key, the key is not a misspelling.
-        match renamed.and_then(|renamed| Some((renamed, deserialize_table(&corrected, sources).ok()?))) {
-            Some((renamed, (corrected_value, corrected_ignored))) => {
-                value_at(&corrected, &renamed).iter().for_each(|value| unknown_keys.record_misspelled(value));
-                corrected_paths.push(renamed);
-                (all, value, ignored) = (corrected, corrected_value, corrected_ignored);
-            }
-            None if is_unsupported(path) => {}
-            None => unknown_keys.record_unknown(&all, path),
-        }
-    }
-    Ok((value, unknown_keys))
+/// What the deserialization of the merged tables needs to know about their files.
+#[derive(Clone, Copy)]
+struct Document<'s> {
+    sources: &'s Sources,
+    /// The spans of strings with environment variables, and their values after the substitution.
+    expanded: &'s [(Range<usize>, String)],
+    kind: FileKind,
 }
 
-/// Deserialize a table. Also return the paths of its unknown keys.
-fn deserialize_table<T: DeserializeOwned>(
-    all: &DeTable<'_>,
-    sources: &Sources,
-) -> Result<(T, Vec<Vec<String>>), Vec<FileIssues>> {
-    let mut ignored = Vec::new();
-    let table = toml::de::Deserializer::from(Spanned::new(0..sources.main().1.len(), all.clone()));
-    let value = serde_ignored::deserialize(table, |path| ignored.push(key_segments(&path))).map_err(|error| {
-        sources.by_file(vec![parser_issue(&error, |message, span| {
-            type_hint(message, &key_path(all, span).unwrap_or_default())
-        })])
-    })?;
-    Ok((value, ignored))
+/// A deserialized table, with the paths of its unknown keys.
+struct Deserialized<T> {
+    value: T,
+    ignored: Vec<Vec<String>>,
+}
+
+impl<'s> Document<'s> {
+    /// Deserialize the merged tables of all files, and report unknown keys and values of the wrong type. Use the value
+    /// of a misspelled key under the similar known name, so that the known key is not reported as missing.
+    fn deserialize<'d, T: DeserializeOwned>(
+        self,
+        mut all: DeTable<'d>,
+        issues: &mut Vec<Issue>,
+    ) -> Result<(T, UnknownKeys), Vec<FileIssues>>
+    where
+        's: 'd,
+    {
+        let mut unknown_keys = UnknownKeys::default();
+        let Deserialized { mut value, mut ignored } = self.deserialize_table(&mut all, issues, &mut unknown_keys)?;
+        // The paths of all reported keys, and the paths of misspelled keys after renaming.
+        let (mut reported, mut corrected_paths) = (Vec::<Vec<String>>::new(), Vec::<Vec<String>>::new());
+        let is_new = |path: &&Vec<String>, reported: &[Vec<String>], corrected: &[Vec<String>]| {
+            !reported.contains(path) && !corrected.iter().any(|parent| path.starts_with(parent))
+        };
+        while let Some(path) = ignored.iter().find(|path| is_new(path, &reported, &corrected_paths)) {
+            let path = &path.clone();
+            reported.push(path.clone());
+            let replaced = self.replaced_key(path, &all);
+            let meant = meant_key(path, self.kind).filter(|_| replaced.is_none());
+            let mut corrected = all.clone();
+            let renamed = meant.and_then(|meant| rename_key(&mut corrected, path, meant));
+            // If the value does not have the type of the similar key, the key is not a misspelling.
+            let renamed = renamed.and_then(|renamed| Some((renamed, self.deserialize_exact(&mut corrected).ok()?)));
+            let foreign = || self.foreign_key(path, &all).filter(|_| renamed.is_none());
+            let (message, hint) = replaced.or_else(foreign).unwrap_or_else(|| unknown_key(path, self.kind));
+            issues.push(Issue { span: key_span(&all, path), message, hint });
+            match renamed {
+                Some((renamed, deserialized)) => {
+                    value_at(&corrected, &renamed).iter().for_each(|value| unknown_keys.record_misspelled(value));
+                    corrected_paths.push(renamed);
+                    (all, value, ignored) = (corrected, deserialized.value, deserialized.ignored);
+                }
+                None if is_unsupported(path) => {}
+                None => unknown_keys.record_unknown(&all, path),
+            }
+        }
+        Ok((value, unknown_keys))
+    }
+
+    /// Deserialize a table. Report each value of the wrong type, and continue without the value, so that one run
+    /// reports all of them.
+    fn deserialize_table<'d, T: DeserializeOwned>(
+        self,
+        all: &mut DeTable<'d>,
+        issues: &mut Vec<Issue>,
+        unknown_keys: &mut UnknownKeys,
+    ) -> Result<Deserialized<T>, Vec<FileIssues>>
+    where
+        's: 'd,
+    {
+        loop {
+            let error = match self.deserialize_exact(all) {
+                Ok(deserialized) => return Ok(deserialized),
+                Err(error) => error,
+            };
+            let span = error.span().unwrap_or(0..0);
+            let message = error.message().replace('\n', ", ");
+            let Some(path) = path_at(all, &span) else {
+                return Err(self.sources.by_file(vec![Issue::new(span, message)]));
+            };
+            let Some(value) = value_at(all, &path).map(Spanned::get_ref) else { continue };
+            let written = self.sources.text_at(&span).unwrap_or_default();
+            let faulty =
+                TypeError { path: &path, value, span: span.clone(), written, message: &message, file: self.kind };
+            issues.push(faulty.issue());
+            let repaired = repaired(&faulty);
+            unknown_keys.record_removed(all, &path);
+            match repaired {
+                Some(repaired) => drop(value_mut(all, &path).map(|value| *value.get_mut() = repaired)),
+                None if faulty.lacks_table_name() => drop(all.remove(path[0].as_str())),
+                None => remove(all, &path),
+            }
+        }
+    }
+
+    /// Deserialize a table, and convert the values of environment variables to the types of their keys.
+    ///
+    /// # Errors
+    /// A value has the wrong type.
+    fn deserialize_exact<'d, T: DeserializeOwned>(
+        self,
+        all: &mut DeTable<'d>,
+    ) -> Result<Deserialized<T>, toml::de::Error>
+    where
+        's: 'd,
+    {
+        loop {
+            let mut ignored = Vec::new();
+            let length = self.sources.main().1.len();
+            let table = toml::de::Deserializer::from(Spanned::new(0..length, all.clone()));
+            let error = match serde_ignored::deserialize(table, |path| ignored.push(key_segments(&path))) {
+                Ok(value) => return Ok(Deserialized { value, ignored }),
+                Err(error) => error,
+            };
+            let converted = error.span().and_then(|span| {
+                let path = path_at(all, &span)?;
+                let value = value_at(all, &path)?.get_ref();
+                let (_, text) = self.expanded.iter().find(|(expanded, _)| *expanded == span)?;
+                // An item of a list has only a part of the text of its variable.
+                let text = text.split(',').map(str::trim).chain([&**text]).find(|text| value.as_str() == Some(text))?;
+                let written = self.sources.text_at(&span).unwrap_or_default();
+                let message = error.message();
+                let faulty = TypeError { path: &path, value, span: span.clone(), written, message, file: self.kind };
+                let converted = from_variable(text, faulty.required_type()?, &span, &path)?;
+                Some((path, converted))
+            });
+            match converted {
+                Some((path, converted)) => drop(value_mut(all, &path).map(|value| *value.get_mut() = converted)),
+                None => return Err(error),
+            }
+        }
+    }
+
+    /// Return the message and the hint for a key that must be written in another form. The hint shows the value of the
+    /// file in this form.
+    fn replaced_key(self, path: &[String], all: &DeTable<'_>) -> Option<(String, Option<String>)> {
+        match path {
+            _ if self.kind == FileKind::Consumers => None,
+            [table] => replaced_table(table, all, self.sources),
+            path => replaced_route_key(path, all, self.sources),
+        }
+    }
+
+    /// Return the message and the hint for a key of another program.
+    fn foreign_key(self, path: &[String], all: &DeTable<'_>) -> Option<(String, Option<String>)> {
+        let advice = foreign::advice(path, all, self.sources, self.kind)?;
+        Some((format!("unknown key `{}`", path.last()?), Some(advice)))
+    }
+}
+
+/// Return whether the value is a valid item of the list that its key requires.
+fn is_list_item(faulty: &TypeError<'_, '_>) -> bool {
+    match faulty.value {
+        DeValue::Table(_) => !faulty.file.keys(faulty.path).is_empty(),
+        DeValue::String(_) => faulty.file.value_schema(faulty.path).is_some_and(has_text_items),
+        _ => false,
+    }
+}
+
+/// Return the value that the operator most likely meant: a list with one item, or an entry of a list.
+fn repaired<'d>(faulty: &TypeError<'_, 'd>) -> Option<DeValue<'d>> {
+    match (faulty.required_type()?, faulty.value, faulty.path) {
+        // `[route]` instead of `[[route]]`, or `servers = "…"` instead of a list.
+        (RequiredType::List, value, _) if is_list_item(faulty) => {
+            let item = Spanned::new(faulty.span.clone(), value.clone());
+            Some(DeValue::Array(std::iter::once(item).collect()))
+        }
+        // `[[limit]]` with `name` instead of `[limit.NAME]`.
+        (RequiredType::Table, DeValue::Array(items), [_]) => {
+            let entry = |item: &Spanned<DeValue<'d>>| {
+                let mut table = item.get_ref().as_table()?.clone();
+                let (_, name) = table.remove_entry("name")?;
+                let name = Spanned::new(name.span(), name.get_ref().as_str()?.to_owned().into());
+                Some((name, Spanned::new(item.span(), DeValue::Table(table))))
+            };
+            Some(DeValue::Table(items.iter().map(entry).collect::<Option<_>>()?))
+        }
+        _ => None,
+    }
 }
 
 /// Return the value at a path. Each segment is a key, or the index of a list item.
@@ -411,145 +578,93 @@ pub fn value_span(text: &str, path: &[String]) -> Option<Range<usize>> {
     (1..=path.len()).rev().find_map(|length| value_at(table.get_ref(), &path[..length])).map(Spanned::span)
 }
 
+fn value_mut<'t, 'd>(table: &'t mut DeTable<'d>, path: &[String]) -> Option<&'t mut Spanned<DeValue<'d>>> {
+    let (first, rest) = path.split_first()?;
+    rest.iter().try_fold(table.get_mut(first.as_str())?, |value, segment| match value.get_mut() {
+        DeValue::Table(table) => table.get_mut(segment.as_str()),
+        DeValue::Array(items) => items.get_mut(segment.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+/// Return the table that contains the last key of a path.
+fn table_mut<'t, 'd>(all: &'t mut DeTable<'d>, parents: &[String]) -> Option<&'t mut DeTable<'d>> {
+    if parents.is_empty() {
+        return Some(all);
+    }
+    match value_mut(all, parents)?.get_mut() {
+        DeValue::Table(table) => Some(table),
+        _ => None,
+    }
+}
+
 /// Rename the last key of a path. Return the new path, or `None` if the table already has a key with the new name.
 fn rename_key(all: &mut DeTable<'_>, path: &[String], name: &'static str) -> Option<Vec<String>> {
     let (key, parents) = path.split_last()?;
-    let mut table = all;
-    let mut parents = parents.iter();
-    while let Some(parent) = parents.next() {
-        let mut value = table.get_mut(parent.as_str())?.get_mut();
-        while let DeValue::Array(items) = value {
-            value = items.get_mut(parents.next()?.parse::<usize>().ok()?)?.get_mut();
-        }
-        let DeValue::Table(inner) = value else { return None };
-        table = inner;
-    }
+    let table = table_mut(all, parents)?;
     if table.contains_key(name) {
         return None;
     }
     let (old, value) = table.remove_entry(key.as_str())?;
     table.insert(Spanned::new(old.span(), name.into()), value);
-    Some([&path[..path.len() - 1], &[name.to_owned()]].concat())
+    Some([parents, &[name.to_owned()]].concat())
 }
 
-/// Return the issue for a syntax or type error.
-fn parser_issue(error: &toml::de::Error, hint: impl Fn(&str, &Range<usize>) -> Option<String>) -> Issue {
-    let message = error.message().replace('\n', ", ");
-    let span = error.span().unwrap_or(0..0);
-    let hint = hint(&message, &span);
-    Issue { span: Some(span), message, hint }
+/// Remove the value at a path from its table or list.
+fn remove(all: &mut DeTable<'_>, path: &[String]) {
+    let Some((last, parents)) = path.split_last() else { return };
+    if let Some(table) = table_mut(all, parents) {
+        table.remove(last.as_str());
+    } else if let (Some(value), Ok(index)) = (value_mut(all, parents), last.parse::<usize>())
+        && let DeValue::Array(items) = value.get_mut()
+    {
+        let items = std::mem::replace(items, DeArray::new()).into_iter().enumerate().filter(|(at, _)| *at != index);
+        *value.get_mut() = DeValue::Array(items.map(|(_, item)| item).collect());
+    }
+}
+
+/// Return the path of the value with a span. The items of a list from an environment variable have the same span as the
+/// list: return the first item that is still a string.
+fn path_at(all: &DeTable<'_>, span: &Range<usize>) -> Option<Vec<String>> {
+    fn collect(
+        value: &Spanned<DeValue<'_>>,
+        span: &Range<usize>,
+        path: &mut Vec<String>,
+        found: &mut Vec<Vec<String>>,
+    ) {
+        if value.span() == *span {
+            found.push(path.clone());
+        }
+        match value.get_ref() {
+            DeValue::Table(table) => collect_table(table, span, path, found),
+            DeValue::Array(items) => {
+                for (index, item) in items.iter().enumerate() {
+                    path.push(index.to_string());
+                    collect(item, span, path, found);
+                    path.pop();
+                }
+            }
+            _ => {}
+        }
+    }
+    fn collect_table(table: &DeTable<'_>, span: &Range<usize>, path: &mut Vec<String>, found: &mut Vec<Vec<String>>) {
+        for (key, value) in table {
+            path.push(key.get_ref().to_string());
+            collect(value, span, path, found);
+            path.pop();
+        }
+    }
+    let mut found = Vec::new();
+    collect_table(all, span, &mut Vec::new(), &mut found);
+    let is_string = |path: &&Vec<String>| value_at(all, path).is_some_and(|value| value.get_ref().is_str());
+    found.iter().find(is_string).or(found.first()).cloned()
 }
 
 /// Return `text` with its environment variables substituted, or `None` if a variable is not set.
 pub(crate) fn substituted(text: &str, environment: EnvLookup<'_>) -> Option<String> {
-    let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
+    let mut environment = Environment::new(environment);
     let text = environment.expand(text, &[], &(0..0));
     environment.unresolved.is_empty().then_some(text)
-}
-
-/// Return a hint for two common TOML syntax errors: strings without quotes, and duplicate keys.
-fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String> {
-    let line_start = text.get(..span.start)?.rfind('\n').map_or(0, |at| at + 1);
-    let line = text[line_start..].lines().next()?;
-    if message.contains("duplicate key") {
-        let first = first_definition(&text[..line_start], line)?;
-        return Some(format!("the first one is in line {first}"));
-    }
-    // The value that contains the error begins after the last `=`. In a list, it begins after the last `[` or `,`.
-    let offset = (span.start - line_start).min(line.len());
-    // The parser may report the position of the `=`, the start of the value, or a position after the value.
-    let before = line.get(..offset + usize::from(line[offset..].starts_with('=')))?;
-    let equals = before.rfind('=')?;
-    let key = before[..equals].rsplit(['{', ',', ' ', '\t']).find(|word| !word.is_empty())?;
-    let is_list = line[equals + 1..].trim_start().starts_with('[');
-    let start = if is_list { equals + 1 + before[equals + 1..].rfind(['[', ','])? + 1 } else { equals + 1 };
-    let value = line[start..].split([',', '}', ']', '#']).next()?.trim();
-    if value.is_empty() || value.starts_with(['"', '\'', '[', '{']) || value.ends_with(['"', '\'']) {
-        return None;
-    }
-    let value = if has_secret(line) { "…" } else { value };
-    Some(if is_list {
-        format!("put strings in quotes: \"{value}\"")
-    } else {
-        format!("put strings in quotes: {key} = \"{value}\"")
-    })
-}
-
-/// Return the number of the first line in `before` that defines the same table as `line`, or the same key of the same
-/// table.
-fn first_definition(before: &str, line: &str) -> Option<usize> {
-    let definition = |line: &str| {
-        let line = line.trim();
-        let end = if line.starts_with('[') { line.rfind(']').map(|at| at + 1) } else { line.find('=') };
-        end.map(|end| line[..end].replace([' ', '\t'], ""))
-    };
-    let name = definition(line)?;
-    let mut first = None;
-    for (index, line) in before.lines().enumerate() {
-        let is_header = line.trim_start().starts_with('[');
-        if definition(line).as_ref() == Some(&name) {
-            first = first.or(Some(index + 1));
-        } else if is_header && !name.starts_with('[') {
-            // The following keys belong to another table, so discard the match.
-            first = None;
-        }
-    }
-    first
-}
-
-/// Keys whose values are durations. Keys that end with `timeout` are durations as well.
-const DURATION_KEYS: [&str; 6] =
-    ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
-
-/// Keys whose values are sizes.
-const SIZE_KEYS: [&str; 7] =
-    ["min_body_rate", "request_buffer", "max_buffered", "inspect_body", "max_header_size", "max_uri", "max_body"];
-
-/// Return a hint for common type errors. `path` contains the keys that lead to the value with the wrong type.
-fn type_hint(message: &str, path: &[&str]) -> Option<String> {
-    let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
-    let kind = found.split(' ').next()?;
-    let key = path.last().copied().unwrap_or_default();
-    let hint = match (kind, expected) {
-        ("map", "a sequence") => "an array of tables has two brackets: [[route]], [[listener]]",
-        (_, "a sequence") => "write a list in brackets: [\"…\"]",
-        ("integer" | "floating", "a string" | "string") => {
-            let number = found.split('`').nth(1).unwrap_or_default();
-            let value = match key {
-                _ if key.is_empty() || is_secret(path, number) => return Some("put the value in quotes".to_owned()),
-                "address" => format!("127.0.0.1:{number}"),
-                "quota" => format!("{number}/min"),
-                key if key.ends_with("timeout") || DURATION_KEYS.contains(&key) => format!("{number}s"),
-                key if SIZE_KEYS.contains(&key) => format!("{number}B"),
-                _ => number.to_owned(),
-            };
-            return Some(format!("put the value in quotes: {key} = \"{value}\""));
-        }
-        ("string", expected) if expected.starts_with("struct ") => {
-            return Some(format!("write a table: {key} = {{ … }}"));
-        }
-        ("string", "i64" | "a boolean" | "bool") => "remove the quotes",
-        _ => return None,
-    };
-    Some(hint.to_owned())
-}
-
-/// Return the keys that lead to the value with this span.
-fn key_path<'t>(table: &'t DeTable<'_>, span: &Range<usize>) -> Option<Vec<&'t str>> {
-    table.iter().find_map(|(key, value)| {
-        let mut path = vec![key.get_ref().as_ref()];
-        path.extend(inner_key_path(value, span)?);
-        Some(path)
-    })
-}
-
-fn inner_key_path<'t>(value: &'t Spanned<DeValue<'_>>, span: &Range<usize>) -> Option<Vec<&'t str>> {
-    match value.get_ref() {
-        _ if value.span() == *span => Some(Vec::new()),
-        DeValue::Table(table) => key_path(table, span),
-        DeValue::Array(items) => items.iter().find_map(|item| inner_key_path(item, span)),
-        _ => None,
-    }
 }
 
 /// Substitutes environment variables, and collects the variables that are not set.
@@ -557,9 +672,15 @@ struct Environment<'a> {
     variable: EnvLookup<'a>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
+    /// The spans of strings with variables, and their values after the substitution.
+    expanded: Vec<(Range<usize>, String)>,
 }
 
-impl Environment<'_> {
+impl<'a> Environment<'a> {
+    fn new(variable: EnvLookup<'a>) -> Self {
+        Environment { variable, unresolved: Vec::new(), warnings: Vec::new(), expanded: Vec::new() }
+    }
+
     fn substitute_table(&mut self, table: &mut DeTable<'_>, path: &mut Vec<String>) {
         for (key, value) in table.iter_mut() {
             path.push(key.get_ref().to_string());
@@ -575,14 +696,37 @@ impl Environment<'_> {
         match value.get_mut() {
             DeValue::String(text) => {
                 self.warnings.extend(variable_without_braces(text, path, &span));
+                if path.last().is_none_or(|key| key != "body") {
+                    self.warnings.extend(invisible_character(text, &span));
+                }
                 if text.contains("${") {
                     *text = self.expand(text, path, &span).into();
+                    self.expanded.push((span, text.to_string()));
                 }
             }
-            DeValue::Array(items) => items.iter_mut().for_each(|item| self.substitute(item, path)),
+            DeValue::Array(items) => {
+                let substituted = std::mem::replace(items, DeArray::new())
+                    .into_iter()
+                    .flat_map(|item| self.substitute_item(item, path));
+                *items = substituted.collect();
+            }
             DeValue::Table(table) => self.substitute_table(table, path),
             _ => {}
         }
+    }
+
+    /// Substitute variables in the item of a list. An item that consists of a variable may become several items.
+    fn substitute_item<'t>(
+        &mut self,
+        mut item: Spanned<DeValue<'t>>,
+        path: &mut Vec<String>,
+    ) -> Vec<Spanned<DeValue<'t>>> {
+        let written = item.get_ref().as_str().filter(|text| text.contains("${")).map(str::to_owned);
+        self.substitute(&mut item, path);
+        let (Some(written), Some(text)) = (written, item.get_ref().as_str()) else { return vec![item] };
+        let span = item.span();
+        let part = |part: &str| Spanned::new(span.clone(), DeValue::String(part.to_owned().into()));
+        list_items(&written, text, path).into_iter().map(part).collect()
     }
 
     fn expand(&mut self, text: &str, path: &[String], span: &Range<usize>) -> String {
@@ -605,27 +749,72 @@ impl Environment<'_> {
                 Some((name, default)) => (name, Some(default)),
                 None => (expression, None),
             };
-            match (self.variable)(name).filter(|value| !value.is_empty() || default.is_none()) {
+            let found = (self.variable)(name).filter(|value| !value.is_empty() || default.is_none());
+            match (found.map(OsString::into_string), default) {
                 // In a header rule, `{…}` is a variable of the request. Escape the braces, so that the value is used
                 // literally.
-                Some(found) if is_template(path) => out.push_str(&found.replace('{', "{{").replace('}', "}}")),
-                Some(found) => out.push_str(&found),
-                None => match default {
-                    Some(default) => out.push_str(default),
-                    None => {
-                        // Number the placeholders, so that two of them are never reported as duplicates.
-                        out.push_str(&format!("unset{}", self.unresolved.len()));
-                        let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
-                            .with_hint(format!("set the variable, or give a default: ${{{name}:-value}}"));
-                        self.unresolved.push(UnresolvedValue { key: path.join("."), is_malformed: false, issue });
-                    }
-                },
+                (Some(Ok(found)), _) if is_template(path) => {
+                    out.push_str(&found.replace('{', "{{").replace('}', "}}"));
+                }
+                (Some(Ok(found)), _) => out.push_str(&found),
+                (None, Some(default)) => out.push_str(default),
+                (found, _) => {
+                    // Number the placeholders, so that two of them are never reported as duplicates.
+                    out.push_str(&format!("unset{}", self.unresolved.len()));
+                    let is_secret = is_secret_text(path, text);
+                    let issue = match found {
+                        Some(_) => {
+                            Issue::new(span.clone(), format!("environment variable `{name}` is not valid UTF-8"))
+                                .with_hint("set the variable to text in UTF-8")
+                        }
+                        None => unset_variable(name, is_secret, span),
+                    };
+                    let is_malformed = !is_variable_name(name);
+                    self.unresolved.push(UnresolvedValue { key: path.join("."), is_malformed, issue });
+                }
             }
             rest = behind;
         }
         out.push_str(rest);
         out
     }
+}
+
+/// Return the issue for a variable that is not set, or whose expression is not valid.
+fn unset_variable(expression: &str, is_secret: bool, span: &Range<usize>) -> Issue {
+    if is_variable_name(expression) {
+        return Issue::new(span.clone(), format!("environment variable `{expression}` is not set"))
+            .with_hint(format!("set the variable, or give a default: ${{{expression}:-value}}"));
+    }
+    let end = expression.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(expression.len());
+    let (name, rest) = expression.split_at(end);
+    if !is_variable_name(name) {
+        return Issue::new(span.clone(), "`${…}` does not contain the name of an environment variable")
+            .with_hint("write ${NAME}, or ${NAME:-default}; $${ is a literal ${");
+    }
+    let default = rest.trim_start_matches([':', '-', '=', '?', '+', '|', ' ']);
+    let default = if is_secret || default.is_empty() { "value" } else { default };
+    Issue::new(span.clone(), format!("a default of the environment variable `{name}` follows `:-`"))
+        .with_hint(format!("write ${{{name}:-{default}}}"))
+}
+
+fn is_variable_name(text: &str) -> bool {
+    let is_word = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    is_word && !text.is_empty() && !text.starts_with(|c: char| c.is_ascii_digit())
+}
+
+/// Return whether a value, or a part of it, is a secret.
+fn is_secret_text(path: &[String], text: &str) -> bool {
+    let keys: Vec<_> = path.iter().map(String::as_str).collect();
+    is_secret(&keys, text) || !secret_ranges(text).is_empty()
+}
+
+/// Return a warning if the text contains an invisible character, such as a no-break space. Response bodies may contain
+/// any character.
+fn invisible_character(text: &str, span: &Range<usize>) -> Option<Issue> {
+    let (character, name) = text.chars().find_map(|character| Some((character, invisible_name(character)?)))?;
+    let message = format!("the value contains the invisible character U+{:04X} ({name})", u32::from(character));
+    Some(Issue::new(span.clone(), message).with_hint("remove the character, or replace it with a space"))
 }
 
 /// Return whether `{…}` in the value at this path is a variable of the request.
@@ -650,9 +839,8 @@ fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> 
             && !text[..at].ends_with(|c: char| c.is_alphanumeric() || c == '$');
         (is_name && is_word).then_some(name)
     })?;
-    let keys: Vec<_> = path.iter().map(String::as_str).collect();
     // Do not quote the name, because the text may be a password that contains `$`.
-    let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
+    let name = if is_secret_text(path, text) { "NAME" } else { name };
     let issue = Issue::new(
         span.clone(),
         "`$` without braces is literal text: only `${NAME}` is replaced with an environment variable",
@@ -711,7 +899,7 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     };
     let mut hint = format!("write\n[auth.{provider}]\nkind = \"{kind}\"");
     let (_, values) = file.iter().find(|(key, _)| key.get_ref() == table)?;
-    let known = field_names::<Auth>();
+    let known = FileKind::Gateway.keys(&["auth", provider]);
     for (key, value) in values.get_ref().as_table().into_iter().flatten() {
         if known.contains(&&**key.get_ref()) {
             hint += &format!("\n{} = {}", key.get_ref(), sources.text_at(&value.span()).unwrap_or("…"));
@@ -723,55 +911,9 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     Some((format!("the table `[{table}]` must be written as a provider, `[auth.NAME]`"), Some(hint)))
 }
 
-/// Names that other programs use for `health_check`. If a key has one of these names, the hint suggests `health_check`.
-const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
-
-/// Return the name of the table at this path, and its supported keys.
-fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
-    let names: Vec<_> = path.iter().map(String::as_str).filter(|name| name.parse::<usize>().is_err()).collect();
-    match names[..] {
-        [] => ("", field_names::<Config>()),
-        ["server"] => ("server", field_names::<Server>()),
-        ["listener"] => ("listener", field_names::<Listener>()),
-        ["listener", "tls"] => ("listener tls", field_names::<ListenerTls>()),
-        ["listener", "tls", "certificates"] => ("certificate", field_names::<Certificate>()),
-        ["acme"] => ("acme", field_names::<Acme>()),
-        ["acme", "external_account"] => ("external_account", field_names::<ExternalAccount>()),
-        ["admin"] => ("admin", field_names::<Admin>()),
-        ["log"] => ("log", field_names::<Log>()),
-        ["store"] => ("store", field_names::<Store>()),
-        ["store", "sentinel"] => ("store sentinel", field_names::<StoreSentinel>()),
-        ["store", "tls"] => ("store tls", field_names::<StoreTls>()),
-        ["client_ip"] => ("client_ip", field_names::<ClientIp>()),
-        ["auth", _] => ("auth", field_names::<Auth>()),
-        ["auth", _, "cache"] => ("cache", field_names::<AuthCache>()),
-        ["tiers"] => ("tiers", field_names::<Tiers>()),
-        ["limit", _] => ("limit", field_names::<Limit>()),
-        ["limit", _, "cost"] => ("cost", field_names::<CostTable>()),
-        ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", field_names::<LimitVariant>()),
-        ["upstream", _] => ("upstream", field_names::<Upstream>()),
-        ["upstream", _, "tls"] => ("upstream tls", field_names::<UpstreamTls>()),
-        ["upstream", _, "health_check"] => ("health_check", field_names::<Health>()),
-        ["upstream", _, "outlier_detection"] => ("outlier_detection", field_names::<Eject>()),
-        ["upstream", _, "servers"] => ("servers", field_names::<ServerTable>()),
-        ["route"] => ("route", field_names::<Route>()),
-        ["route", "request_headers"] => ("request_headers", field_names::<HeaderRules>()),
-        ["route", "response_headers"] => ("response_headers", field_names::<ResponseHeaderRules>()),
-        ["route", "mirror"] => ("mirror", field_names::<Mirror>()),
-        ["route", "match"] => ("match", field_names::<MatchRules>()),
-        ["route", "match", "headers" | "query", _] => ("condition", field_names::<ValueRule>()),
-        ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
-        ["route", "cors"] => ("cors", field_names::<Cors>()),
-        ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
-        ["consumer"] => ("consumer", field_names::<Consumer>()),
-        ["consumer", "keys"] => ("key", field_names::<KeyTable>()),
-        _ => ("", &[]),
-    }
-}
-
 /// Return the message and the hint for a route key that has another name and form in Sluicegate. The hint shows the
 /// file's value in the correct form.
-fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
+fn replaced_route_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let [first, index, key] = path else { return None };
     let route = table.get(first.as_str()).filter(|_| first == "route")?.get_ref().as_array()?;
     let value = route.get(index.parse::<usize>().ok()?)?.get_ref().as_table()?.get(key.as_str())?;
@@ -795,41 +937,28 @@ fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Opti
     Some((format!("unknown key `{key}`"), Some(hint)))
 }
 
-/// Return the name of the table that contains a key, and the keys that this table supports.
-fn table_of_key(parents: &[String], consumers: bool) -> (&'static str, &'static [&'static str]) {
-    match parents {
-        [] if consumers => ("", field_names::<Consumers>()),
-        _ => known_keys(parents),
-    }
-}
-
 fn is_unsupported(path: &[String]) -> bool {
-    let Some((key, parents)) = path.split_last() else { return false };
-    let (table, _) = known_keys(parents);
-    UNSUPPORTED_KEYS.iter().any(|(name, keys)| *name == table && keys.contains(&key.as_str()))
+    let [table, _, key] = path else { return false };
+    UNSUPPORTED_KEYS.iter().any(|(name, keys)| name == table && keys.contains(&key.as_str()))
 }
 
 /// Return the known key that the unknown key at this path probably misspells.
-fn meant_key(path: &[String], consumers: bool) -> Option<&'static str> {
+fn meant_key(path: &[String], kind: FileKind) -> Option<&'static str> {
     let (key, parents) = path.split_last()?;
-    let (_, known) = table_of_key(parents, consumers);
-    closest_name(key, known.iter().copied()).filter(|_| !is_unsupported(path))
+    closest_name(key, kind.keys(parents)).filter(|_| !is_unsupported(path))
 }
 
 /// Return the message and the hint for an unknown key.
-pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<String>) {
+fn unknown_key(path: &[String], kind: FileKind) -> (String, Option<String>) {
     let Some((key, parents)) = path.split_last() else { return ("unknown key".to_owned(), None) };
-    let (name, known) = table_of_key(parents, consumers);
     if is_unsupported(path) {
         return (
             format!("`{key}` is not supported yet"),
             Some("remove the key: this version of the gateway would ignore it".to_owned()),
         );
     }
+    let known = kind.keys(parents);
     let hint = match closest_name(key, known.iter().copied()) {
-        _ if name == "upstream" && HEALTH_CHECK_NAMES.contains(&key.as_str()) => {
-            Some("write health_check = \"/healthz\"".to_owned())
-        }
         Some(near) => Some(format!("did you mean `{near}`?")),
         None if known.is_empty() => None,
         None => Some(format!("known keys: {}", known.join(", "))),
@@ -847,33 +976,8 @@ pub fn closest_name<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) ->
         .map(|(_, candidate)| candidate)
 }
 
-/// Return the field names of a struct, as its `Deserialize` implementation passes them to the deserializer.
-fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
-    struct FieldNames<'a>(&'a mut &'static [&'static str]);
-    impl<'de> Deserializer<'de> for FieldNames<'_> {
-        type Error = Error;
-        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-            Err(de::Error::custom("field names only"))
-        }
-        fn deserialize_struct<V: Visitor<'de>>(
-            self,
-            _: &'static str,
-            fields: &'static [&'static str],
-            _: V,
-        ) -> Result<V::Value, Error> {
-            *self.0 = fields;
-            Err(de::Error::custom("field names only"))
-        }
-        forward_to_deserialize_any! {
-            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
-            unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
-        }
-    }
-    let mut names: &'static [&'static str] = &[];
-    // `FieldNames` always returns an error after it has recorded the names. Ignore the error.
-    let _ = T::deserialize(FieldNames(&mut names));
-    names
-}
+/// The byte order mark U+FEFF in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Path of a file, and its content at the time when it was read.
 #[derive(Clone, PartialEq, Eq)]
@@ -892,11 +996,11 @@ impl fmt::Debug for FileSnapshot {
 }
 
 impl FileSnapshot {
-    /// Read a file.
+    /// Read a file, without a byte order mark at its start.
     ///
     /// # Errors
     /// The file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
-        Ok(FileSnapshot { path: path.to_owned(), content: fs::read(path)? })
+        Ok(FileSnapshot { path: path.to_owned(), content: read_text(path)? })
     }
 }

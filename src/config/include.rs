@@ -10,7 +10,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::config::error::{FileIssues, Issue};
-use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, utf8_text};
+use crate::config::file::{EnvLookup, FileSnapshot, closest_name, read_main, substituted, utf8_text};
 
 /// The tables that an included file may contain. Their entries are added to the tables of the including file.
 const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
@@ -131,11 +131,11 @@ pub(super) fn read(
     let mut sources = Sources { directories, ..Sources::new(path, text) };
     let mut faulty = Vec::new();
     for (path, span) in files {
-        match fs::read(&path) {
+        match FileSnapshot::read(&path) {
             Err(error) => {
                 issues.push(Issue::new(span, format!("{} cannot be read: {error}", path.display())));
             }
-            Ok(content) => match utf8_text(&path, content) {
+            Ok(file) => match utf8_text(&path, file.content) {
                 Ok(text) => sources.add(path, text),
                 Err(file) => faulty.push(file),
             },
@@ -173,7 +173,7 @@ impl ConfigFiles {
     /// # Errors
     /// The including file cannot be read.
     pub fn read(path: &Path, environment: EnvLookup<'_>) -> io::Result<Self> {
-        let main = FileSnapshot::read(path)?;
+        let main = FileSnapshot { path: path.to_owned(), content: read_main(path)? };
         let Expansion { files, directories, .. } = expand(path, &String::from_utf8_lossy(&main.content), environment);
         let included = files.into_iter().filter_map(|(path, _)| FileSnapshot::read(&path).ok()).collect();
         Ok(ConfigFiles { main, included, directories })

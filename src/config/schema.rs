@@ -1,12 +1,64 @@
 //! JSON Schemas of the configuration files, generated from their types. Editors use the schemas, and the tables in the
 //! documentation are generated from them.
 
+use std::sync::LazyLock;
+
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
 use crate::config::{Config, Consumers};
+
+/// The kinds of configuration files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FileKind {
+    /// `gateway.toml` and the files that it includes.
+    Gateway,
+    /// A consumers file.
+    Consumers,
+}
+
+impl FileKind {
+    /// Return the schema of the value at a path, or `None` if there is no such key. Each segment of the path is a key,
+    /// or the index of a list item. Indices may be omitted.
+    pub(super) fn value_schema<S: AsRef<str>>(self, path: &[S]) -> Option<&'static Value> {
+        static GATEWAY: LazyLock<Value> = LazyLock::new(|| gateway().to_value());
+        static CONSUMERS: LazyLock<Value> = LazyLock::new(|| consumers().to_value());
+        let root: &'static Value = match self {
+            FileKind::Gateway => &GATEWAY,
+            FileKind::Consumers => &CONSUMERS,
+        };
+        path.iter().try_fold(root, |schema, segment| child(schema, segment.as_ref()))
+    }
+
+    /// Return the keys of the table at a path, in the order of the manual.
+    pub(super) fn keys<S: AsRef<str>>(self, path: &[S]) -> Vec<&'static str> {
+        let properties = self.value_schema(path).and_then(properties);
+        properties.into_iter().flat_map(Map::keys).map(String::as_str).collect()
+    }
+}
+
+/// Return the schema of a key or of a list item.
+fn child<'s>(schema: &'s Value, segment: &str) -> Option<&'s Value> {
+    let forms = || schema["anyOf"].as_array().into_iter().flatten();
+    match (&schema["properties"][segment], &schema["items"], &schema["additionalProperties"]) {
+        (key @ Value::Object(_), ..) => Some(key),
+        (_, items @ Value::Object(_), _) if segment.parse::<usize>().is_ok() => Some(items),
+        (_, items @ Value::Object(_), _) => child(items, segment),
+        (.., entry @ Value::Object(_)) => Some(entry),
+        _ => forms().find_map(|form| child(form, segment)),
+    }
+}
+
+/// Return the keys of a table and their schemas. If the table has a short form, or is the item of a list, return the
+/// keys of the table itself.
+fn properties(schema: &'static Value) -> Option<&'static Map<String, Value>> {
+    let forms = || schema["anyOf"].as_array().into_iter().flatten();
+    schema["properties"].as_object().or_else(|| {
+        schema["items"].as_object().map(|_| &schema["items"]).into_iter().chain(forms()).find_map(properties)
+    })
+}
 
 /// Return the schema of `gateway.toml`.
 pub fn gateway() -> Schema {
@@ -52,8 +104,22 @@ impl Transform for TomlSchema {
             if let Some(Value::String(pattern)) = object.get_mut("pattern").filter(|_| is_text) {
                 pattern.push_str(r"|\$\{");
             }
+            let is_enumerated = object.contains_key("enum");
             if is_text && let Some(variants) = object.remove("enum") {
                 object.insert("anyOf".to_owned(), json!([{ "enum": variants }, { "pattern": r"\$\{" }]));
+            }
+            // A value of another type may come from an environment variable, in quotes.
+            let is_list_of_values = || {
+                let items = object.get("items").and_then(|items| items["type"].as_str());
+                matches!(items, Some("string" | "integer"))
+            };
+            if let Some(Value::String(kind)) = object.get("type")
+                && (matches!(&**kind, "integer" | "number" | "boolean") || kind == "array" && is_list_of_values())
+                && !is_enumerated
+            {
+                let kinds = json!([kind, "string"]);
+                object.insert("type".to_owned(), kinds);
+                object.insert("pattern".to_owned(), r"\$\{".into());
             }
         }
         transform_subschemas(self, schema);

@@ -173,6 +173,10 @@ pub struct Cors {
     /// Allow browsers to send cookies, client certificates and HTTP authentication.
     #[schemars(extend("default" = false))]
     pub credentials: Option<Spanned<bool>>,
+    /// Allow websites in public networks to send requests to the gateway in a private network: preflights that ask for
+    /// it get `Access-Control-Allow-Private-Network`.
+    #[schemars(extend("default" = false))]
+    pub private_network: Option<Spanned<bool>>,
     /// Time for which browsers may cache a preflight response, in whole seconds. Browsers reduce it to their own
     /// maximum. Default: the browser's default, usually 5s.
     #[schemars(schema_with = "schema::duration")]

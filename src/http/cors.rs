@@ -24,6 +24,11 @@ const PREFLIGHT_VARY: HeaderValue =
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 
+/// Headers with which browsers ask whether a website may send requests to a private network, and the answer
+/// (<https://wicg.github.io/private-network-access/>).
+const REQUEST_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
+const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
+
 /// The CORS policy of a route.
 #[derive(Debug)]
 pub struct CorsPolicy {
@@ -40,6 +45,8 @@ pub struct CorsPolicy {
     pub max_age: Option<HeaderValue>,
     /// Value of `Access-Control-Expose-Headers`.
     pub expose: Option<HeaderValue>,
+    /// Whether websites in public networks may send requests to this gateway in a private network.
+    pub private_network: bool,
 }
 
 /// Origins whose scripts may read responses.
@@ -139,6 +146,9 @@ impl CorsDecision<'_> {
             (AllowedOrigins::Listed { .. }, true) => drop(response.insert(VARY, PREFLIGHT_VARY_ORIGIN)),
             (AllowedOrigins::Listed { .. }, false) => add_vary_origin(response),
         }
+        if self.is_preflight && self.policy.private_network {
+            response.append(VARY, HeaderValue::from_static("Access-Control-Request-Private-Network"));
+        }
     }
 
     /// Return the CORS headers that only preflight responses have. `request` contains the headers of the preflight.
@@ -155,6 +165,9 @@ impl CorsDecision<'_> {
             (ACCESS_CONTROL_MAX_AGE, max_age.as_ref()),
         ];
         headers.extend(values.into_iter().filter_map(|(name, value)| Some((name, value?.clone()))));
+        if self.policy.private_network && request.get(REQUEST_PRIVATE_NETWORK).is_some_and(|asked| asked == "true") {
+            headers.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
+        }
         headers
     }
 }
@@ -336,6 +349,7 @@ mod tests {
             credentials,
             max_age: Some(HeaderValue::from_static("600")),
             expose: Some(HeaderValue::from_static("RateLimit")),
+            private_network: false,
         }
     }
 

@@ -40,6 +40,8 @@ pub struct ForwardedInfo {
     pub scheme: HeaderValue,
     /// Whether forwarding headers from the peer are trusted.
     pub trusted: bool,
+    /// Whether trusted proxies report the client in `Forwarded` (RFC 7239), as `client_ip.header` says.
+    pub reads_forwarded: bool,
 }
 
 impl ForwardedInfo {
@@ -49,7 +51,7 @@ impl ForwardedInfo {
         // Neither step can fail: writing to memory always succeeds, and an IP address is a valid header value.
         let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
         let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
-        ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted }
+        ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted, reads_forwarded: false }
     }
 }
 
@@ -357,7 +359,8 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         }
     }
     append_element(headers, X_FORWARDED_FOR, forwarded.address.clone());
-    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| forwarded.scheme.clone());
+    let reported = forwarded.reads_forwarded.then(|| HeaderValue::from_static(client_scheme(headers, forwarded)));
+    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| reported.unwrap_or_else(|| forwarded.scheme.clone()));
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
     }
@@ -370,20 +373,38 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
 }
 
 /// Return the scheme of the client: the scheme of its connection, or the scheme that a trusted proxy reports in
-/// `X-Forwarded-Proto`.
+/// `X-Forwarded-Proto`, or in the parameter `proto` of `Forwarded` (RFC 7239 §5.4). In a list, the last element counts:
+/// the trusted proxy has appended it, while a client may have sent the others.
 pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static str {
-    let mut lines = headers.get_all(X_FORWARDED_PROTO).iter().filter(|_| forwarded.trusted);
-    let reported = match (lines.next(), lines.next()) {
-        (Some(only), None) => only,
-        _ => &forwarded.scheme,
+    let last = |name: HeaderName| {
+        let line = headers.get_all(name).iter().next_back().filter(|_| forwarded.trusted)?;
+        line.as_bytes().rsplit(|byte| *byte == b',').next().map(<[u8]>::trim_ascii)
     };
-    match reported.as_bytes() {
-        b"https" => "https",
-        b"http" => "http",
+    let reported = match forwarded.reads_forwarded {
+        true => last(FORWARDED).and_then(forwarded_proto),
+        false => None,
+    };
+    let reported = reported.or_else(|| last(X_FORWARDED_PROTO)).unwrap_or(forwarded.scheme.as_bytes());
+    if reported.eq_ignore_ascii_case(b"https") {
+        "https"
+    } else if reported.eq_ignore_ascii_case(b"http") {
+        "http"
+    } else if forwarded.scheme == "https" {
         // If the reported value is neither `http` nor `https`, use the scheme of the connection.
-        _ if forwarded.scheme == "https" => "https",
-        _ => "http",
+        "https"
+    } else {
+        "http"
     }
+}
+
+/// Return the parameter `proto` of an element of `Forwarded`.
+fn forwarded_proto(element: &[u8]) -> Option<&[u8]> {
+    element.split(|byte| *byte == b';').find_map(|pair| {
+        let (name, value) = pair.split_at_checked(pair.iter().position(|byte| *byte == b'=')?)?;
+        let value = value[1..].trim_ascii();
+        let value = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value);
+        name.trim_ascii().eq_ignore_ascii_case(b"proto").then_some(value)
+    })
 }
 
 /// Append an element to a list header. If the header occurs more than once, its values are joined into one.

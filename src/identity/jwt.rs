@@ -421,7 +421,7 @@ impl KeySet {
         struct Fetched {
             keys: Vec<Value>,
         }
-        let set: Fetched = serde_json::from_slice(json)?;
+        let set: Fetched = serde_json::from_slice(json.strip_prefix("\u{feff}".as_bytes()).unwrap_or(json))?;
         let mut keys: Vec<Key> = Vec::new();
         let mut skipped = Vec::new();
         for (index, jwk) in set.keys.into_iter().enumerate() {
@@ -451,10 +451,12 @@ impl KeySet {
         self.keys.is_empty()
     }
 
-    /// Return the key with this `kid`. Without a `kid`, return the key for the algorithm if there is exactly one.
+    /// Return the key with this `kid`, or the only key of the set if it has no `kid`. Without a `kid` in the token,
+    /// return the key for the algorithm if there is exactly one.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&Key> {
         if id.is_some() {
-            return self.keys.iter().find(|key| key.id.as_deref() == id);
+            let only = || self.keys.first().filter(|key| self.keys.len() == 1 && key.id.is_none());
+            return self.keys.iter().find(|key| key.id.as_deref() == id).or_else(only);
         }
         let mut fitting = self.keys.iter().filter(|key| key.algorithm == algorithm);
         fitting.next().filter(|_| fitting.next().is_none())
@@ -724,6 +726,34 @@ mod tests {
         }
         let keys = verifier.keys.load_full().unwrap();
         assert!(keys.verified.weight() <= MAX_VERIFIED_BYTES && keys.verified.len() > 100, "{}", keys.verified.len());
+    }
+
+    #[test]
+    fn only_key_without_kid_verifies_tokens_with_any_kid() {
+        let (pair, _) = issuer();
+        let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let message =
+            format!("{}.{}", encode(&json!({ "alg": "EdDSA", "kid": "k1" })), encode(&json!({ "exp": 1000 })));
+        let token = format!("{message}.{}", URL_SAFE_NO_PAD.encode(pair.sign(message.as_bytes())));
+        let jwk = |id: Option<&str>| {
+            let x = URL_SAFE_NO_PAD.encode(pair.public_key());
+            json!({ "kty": "OKP", "crv": "Ed25519", "x": x, "kid": id })
+        };
+        let (_, other) = issuer();
+        for (keys, expected) in [
+            (json!([jwk(None)]), Ok(())),
+            (json!([jwk(Some("k1")), jwk(None)]), Ok(())),
+            (json!([jwk(Some("k2"))]), Err(TokenError::UnknownKey)),
+            (json!([jwk(Some("k2")), jwk(None)]), Err(TokenError::UnknownKey)),
+        ] {
+            // A byte order mark precedes the key set of some servers.
+            let text = format!("\u{feff}{}", json!({ "keys": keys }));
+            let (keys, _) = KeySet::parse_fetched(text.as_bytes()).unwrap();
+            let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys)), ..JwtVerifier::default() };
+            assert_eq!(verifier.verify(token.as_bytes(), 900.0).map(drop), expected, "{text}");
+        }
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(other)), ..JwtVerifier::default() };
+        assert_eq!(verifier.verify(token.as_bytes(), 900.0).map(drop), Err(TokenError::Signature));
     }
 
     #[test]

@@ -26,7 +26,7 @@ use crate::tls::{ALPN_ACME_TLS, ManagedCertificates};
 use crate::upstream::connector::ProxiedConnection;
 
 /// Minimum interval between log messages of one kind. Without this interval, clients could fill the log.
-const LOG_INTERVAL: Duration = Duration::from_secs(60);
+pub(super) const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Maximum number of bytes of the ClientHello that are read for the log. The SNI extension can be anywhere in the
 /// ClientHello. With post-quantum key shares, the ClientHello does not fit into one packet.

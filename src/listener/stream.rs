@@ -465,7 +465,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
         StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-        "the request has too many or too large headers",
+        "the request has too many or too large headers, or a Content-Length that is too large",
     ),
 ];
 

@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::headers::{
-    ForwardedInfo, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, join_cookies,
+    ForwardedInfo, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, client_scheme, join_cookies,
 };
 use crate::http::request_body::RequestBody;
 use crate::http::target::strip_trailing_dot;
@@ -235,7 +235,7 @@ fn told_headers(
         }
     }
     join_cookies(&mut headers);
-    let ForwardedInfo { scheme, trusted, .. } = &context.peer.forwarded;
+    let ForwardedInfo { trusted, .. } = &context.peer.forwarded;
     // Use the host and the scheme that a trusted proxy reports, as in requests to upstreams.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
@@ -257,7 +257,8 @@ fn told_headers(
         let host = authority.or_else(|| received.get(HOST).cloned());
         let host = host.map(|host| strip_trailing_dot(&host).unwrap_or(host));
         headers.extend(from_proxy(&X_FORWARDED_HOST).or(host).map(|host| (X_FORWARDED_HOST, host)));
-        headers.insert(X_FORWARDED_PROTO, from_proxy(&X_FORWARDED_PROTO).unwrap_or_else(|| scheme.clone()));
+        let scheme = || HeaderValue::from_static(client_scheme(received, &context.peer.forwarded));
+        headers.insert(X_FORWARDED_PROTO, from_proxy(&X_FORWARDED_PROTO).unwrap_or_else(scheme));
     }
     if told.ip {
         let client = context.peer.client_address(received).to_string();

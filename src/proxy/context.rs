@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::header::CONTENT_LENGTH;
+use http::header::{CONTENT_LENGTH, FORWARDED};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use tracing::{debug, warn};
 use uuid::{NoContext, Timestamp, Uuid};
@@ -438,7 +438,9 @@ impl Peer {
     pub fn new(address: IpAddr, scheme: &'static str, config: &CompiledConfig) -> Self {
         let address = address.to_canonical();
         let client_ip = config.client_ip.clone();
-        let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
+        let reads_forwarded = client_ip.header == FORWARDED;
+        let forwarded =
+            ForwardedInfo { reads_forwarded, ..ForwardedInfo::new(address, scheme, client_ip.is_trusted(address)) };
         Peer {
             address,
             forwarded,
@@ -485,7 +487,9 @@ impl Peer {
             return None;
         }
         let trusted = !self.is_distrusted && client_ip.is_trusted(self.address);
-        let (forwarded, client_ip) = (ForwardedInfo { trusted, ..self.forwarded.clone() }, client_ip.clone());
+        let reads_forwarded = client_ip.header == FORWARDED;
+        let forwarded = ForwardedInfo { trusted, reads_forwarded, ..self.forwarded.clone() };
+        let client_ip = client_ip.clone();
         let (certificate_subject, certificate) = (self.certificate_subject.clone(), self.certificate.clone());
         Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, ..*self }))
     }

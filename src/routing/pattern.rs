@@ -85,6 +85,15 @@ impl FromStr for PathPattern {
 /// `:id`, `<id>`, `*` and regular expressions. Return `None` if the path has no such syntax, or if its meaning is
 /// unclear.
 pub fn suggestion(text: &str) -> Option<String> {
+    // The matchers of Traefik.
+    if let Some((matcher, rest)) = text.split_once("(`") {
+        let path = rest.split('`').next()?.trim_end_matches('/');
+        return match matcher.rsplit([' ', '!', '(']).next()? {
+            "PathPrefix" | "PathPrefixStrip" => Some(format!("{path}/{{*rest}}")),
+            "Path" | "PathStrip" => Some(path.to_owned()),
+            _ => None,
+        };
+    }
     // Remove nginx location modifiers and the anchors of regular expressions.
     let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
     // Before splitting at slashes, replace `[^/]`: it is the only common expression that contains a slash.

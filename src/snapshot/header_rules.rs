@@ -163,7 +163,9 @@ pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut 
         }
     };
     let expose = expose(cors, of_limits.as_ref(), credentials, reader);
-    Some(CorsPolicy { origins, methods, headers, credentials, max_age: max_age(cors.max_age.as_ref(), reader), expose })
+    let private_network = cors.private_network.as_ref().is_some_and(|value| *value.get_ref());
+    let max_age = max_age(cors.max_age.as_ref(), reader);
+    Some(CorsPolicy { origins, methods, headers, credentials, max_age, expose, private_network })
 }
 
 fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {

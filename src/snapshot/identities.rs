@@ -2,11 +2,13 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use ipnet::IpNet;
 use toml::value::Datetime;
 
 use crate::config;
@@ -184,7 +186,37 @@ pub(super) fn json_pointer(text: &str, span: Range<usize>, reader: &mut Validato
 /// Report text that is not an address or network.
 pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validator<'_>) {
     let issue = Issue::new(span, format!("`{text}` is not an address or a network"));
-    reader.push_issue(issue.with_hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
+    reader.push_issue(issue.with_hint(match network_suggestion(text) {
+        Some(network) => format!("did you mean {network}?"),
+        None => "such as \"10.0.0.0/8\" or \"2001:db8::/32\"".to_owned(),
+    }));
+}
+
+/// Return the network that text in the notation of another program means: a wildcard such as `10.*`, a netmask, a port
+/// after the address, or a word.
+fn network_suggestion(text: &str) -> Option<String> {
+    match text.to_ascii_lowercase().as_str() {
+        "*" | "all" | "any" | "true" => return Some("\"0.0.0.0/0\", \"::/0\"".to_owned()),
+        "localhost" | "loopback" | "local" => return Some("\"127.0.0.0/8\", \"::1\"".to_owned()),
+        "private" | "private_ranges" | "uniquelocal" | "linklocal" | "internal" => {
+            return Some("\"10.0.0.0/8\", \"172.16.0.0/12\", \"192.168.0.0/16\", \"fc00::/7\"".to_owned());
+        }
+        _ => {}
+    }
+    if let Ok(address) = text.parse::<SocketAddr>() {
+        return Some(format!("\"{}\"", address.ip()));
+    }
+    if let Some((address, mask)) = text.split_once('/')
+        && let (Ok(address), Ok(mask)) = (address.parse::<Ipv4Addr>(), mask.parse::<Ipv4Addr>())
+    {
+        return IpNet::with_netmask(address.into(), mask.into()).ok().map(|network| format!("\"{}\"", network.trunc()));
+    }
+    let numbers: Vec<_> = text.split('.').take_while(|part| part.parse::<u8>().is_ok()).collect();
+    let mut rest = text.split('.').skip(numbers.len());
+    let is_wildcard = rest.all(|part| matches!(part, "*" | "x" | "X" | "0/24" | ""));
+    let prefix = numbers.join(".");
+    let zeros = ".0".repeat(4_usize.checked_sub(numbers.len())?);
+    ((1..4).contains(&numbers.len()) && is_wildcard).then(|| format!("\"{prefix}{zeros}/{}\"", 8 * numbers.len()))
 }
 
 pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;

@@ -614,6 +614,7 @@ fn timed_quota_hint(text: &str, error: &QuotaError) -> String {
     let is_syntax = matches!(error, QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_));
     match Quota::suggestion(text).filter(|_| is_syntax) {
         Some(quota) => format!("did you mean \"{quota}\"?"),
+        None if text.parse::<u64>().is_ok() && is_syntax => format!("a unit of time is missing: \"{text}/min\""),
         None => quota_hint(error).to_owned(),
     }
 }

@@ -192,10 +192,9 @@ fn client_verifier(
     match ClientVerifier::from_pem(&file.content, auth) {
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
+            let hint = "give the path of a PEM file with the CA certificates that verify clients";
             let issue = Issue::new(text.span(), error.to_string());
-            reader.push_issue(
-                issue.with_hint("give the path of a PEM file with the CA certificates that verify clients"),
-            );
+            reader.push_issue(issue.with_hint(upstreams::certificate_hint(&file, hint)));
             None
         }
     }
@@ -552,10 +551,13 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
             (
                 TrustRoots::from_pem(&file.content),
                 ca.span(),
-                "give the path of a PEM file with the CA certificates that verify the ACME server",
+                upstreams::certificate_hint(
+                    &file,
+                    "give the path of a PEM file with the CA certificates that verify the ACME server",
+                ),
             )
         }
-        None => (TrustRoots::from_system(), span, "install the package ca-certificates, or set `ca`"),
+        None => (TrustRoots::from_system(), span, "install the package ca-certificates, or set `ca`".to_owned()),
     };
     match roots {
         Ok(roots) => Some(roots),
@@ -573,7 +575,7 @@ fn storage(text: Option<&Text>, reader: &Validator<'_>) -> PathBuf {
         return reader.resolve_path(text);
     }
     let state = (reader.environment)("STATE_DIRECTORY").unwrap_or_default();
-    match state.split(':').next().filter(|state| !state.is_empty()) {
+    match state.to_string_lossy().split(':').next().filter(|state| !state.is_empty()) {
         Some(state) => PathBuf::from(state).join("acme"),
         None => reader.resolve_relative("certs/acme", 0..0),
     }

@@ -75,7 +75,12 @@ fn weighted_upstreams(
 ) -> Option<WeightedUpstreams> {
     let find = |name: &str, span: Range<usize>, reader: &mut Validator<'_>| {
         let found = upstreams.iter().position(|upstream| *upstream.name == *name);
-        if found.is_none() {
+        if found.is_none() && name.contains([':', '/']) {
+            let issue = Issue::new(span, "`upstream` is the name of an upstream, not a URL");
+            reader.push_issue(issue.with_hint(
+                "define [upstream.NAME] with servers = [\"http://HOST:PORT\"], and write upstream = \"NAME\"",
+            ));
+        } else if found.is_none() {
             reader.unknown_name(span, "upstream", name, upstreams.iter().map(|upstream| &*upstream.name));
         }
         found

@@ -172,33 +172,53 @@ fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
                 Ok(other) => {
                     let issue =
                         Issue::new(text.span(), "requests are matched in canonical form: this path never matches");
-                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
+                    let hint = foreign_path_hint(text.get_ref());
                     reader.push_issue(issue.with_hint(hint.unwrap_or(format!("its canonical form is \"{other}\""))));
                 }
                 Err(error) => {
-                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
+                    let hint = foreign_path_hint(text.get_ref());
                     reader.push_issue(Issue { span: Some(text.span()), message: error.to_string(), hint });
                 }
             }
             Some(pattern)
         }
         Err(error) => {
-            let hint = match pattern::suggestion(text.get_ref()) {
-                Some(path) => foreign_path_hint(&path),
-                None => "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"".to_owned(),
-            };
-            reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
+            let hint = foreign_path_hint(text.get_ref());
+            let example = || "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"".to_owned();
+            reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint.unwrap_or_else(example)));
             None
         }
     }
 }
 
-/// Return the hint for a path that has the syntax of another program.
-pub(crate) fn foreign_path_hint(path: &str) -> String {
-    format!(
+/// Return the hint for a path that has the syntax of another program. `None` if the meaning of the path is unclear.
+pub(crate) fn foreign_path_hint(text: &str) -> Option<String> {
+    let path = pattern::suggestion(text);
+    if let Some(expression) = nginx_expression(text) {
+        let quote = if expression.contains('\\') { '\'' } else { '"' };
+        let regex = format!("write path_regex = {quote}{expression}{quote}, which must match the whole path");
+        return Some(path.map_or(regex.clone(), |path| format!("{regex}, or path = \"{path}\"")));
+    }
+    let path = path?;
+    Some(format!(
         "write path = \"{path}\": {{id}} is one segment, {{*rest}} the rest of the path; use `path_regex` for a \
          regular expression"
-    )
+    ))
+}
+
+/// Return the regular expression of an nginx location (`~ ^/api`, `~* \.php$`) as an expression that matches the whole
+/// path.
+fn nginx_expression(text: &str) -> Option<String> {
+    let (flags, expression) = match text.strip_prefix("~*") {
+        Some(expression) => ("(?i)", expression.trim()),
+        None => ("", text.strip_prefix('~')?.trim()),
+    };
+    let start = if expression.starts_with('^') { "" } else { ".*" };
+    let (expression, end) = match expression.strip_suffix('$') {
+        Some(expression) => (expression, ""),
+        None => (expression, ".*"),
+    };
+    Some(format!("{flags}{start}{expression}{end}"))
 }
 
 /// Compile `trailing_slash`.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use rustls::pki_types::ServerName;
+use x509_parser::parse_x509_certificate;
 
 use crate::config;
 use crate::config::Text;
@@ -299,11 +300,24 @@ pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<u
                 ),
             ),
             TlsError::UnreadableKey(_) | TlsError::UnusableKey(_) => (format!("{key_path}: {error}"), key_hint(key)),
+            TlsError::WrongOrder(_) => (
+                format!("{cert_path}: {error}"),
+                "order the file: the certificate of the server first, then its intermediate certificates".to_owned(),
+            ),
+            TlsError::OutdatedVersion { .. } => (
+                format!("{cert_path}: {error}"),
+                format!(
+                    "for development, create a certificate with a subjectAltName: openssl req -x509 -key {key_path} \
+                     -days 365 -subj /CN=localhost -addext subjectAltName=DNS:localhost -out cert.pem"
+                ),
+            ),
             error => (
                 format!("{cert_path}: {error}"),
-                "give the path of a PEM file with the certificate, followed by its intermediate certificates; `make \
-                 certs` creates one for development"
-                    .to_owned(),
+                certificate_hint(
+                    cert,
+                    "give the path of a PEM file with the certificate, followed by its intermediate certificates; \
+                     `make certs` creates one for development",
+                ),
             ),
         };
         Issue::new(span, message).with_hint(hint)
@@ -322,6 +336,25 @@ fn is_private_key(kind: &str) -> bool {
 
 fn is_certificate(kind: &str) -> bool {
     kind == "CERTIFICATE"
+}
+
+/// Return a hint on how to convert a file with certificates that is not in PEM. For a PEM file, return `otherwise`.
+pub(super) fn certificate_hint(file: &FileSnapshot, otherwise: &str) -> String {
+    let path = file.path.display();
+    if pem_kinds(&file.content).any(|kind| kind == "PKCS7") {
+        return format!("convert PKCS #7 to PEM: openssl pkcs7 -print_certs -in {path} -out cert.pem");
+    }
+    if pem_kinds(&file.content).any(|kind| kind.ends_with("CERTIFICATE REQUEST")) {
+        return "this file is a request to a CA: give the path of the certificate that the CA has issued".to_owned();
+    }
+    // A DER file starts with the byte 0x30 (SEQUENCE). A PEM file starts with a different byte.
+    match file.content.first() {
+        Some(0x30) if parse_x509_certificate(&file.content).is_ok() => {
+            format!("convert DER to PEM: openssl x509 -inform der -in {path} -out cert.pem")
+        }
+        Some(0x30) => format!("convert PKCS #12 to PEM: openssl pkcs12 -nodes -in {path} -out cert.pem"),
+        _ => otherwise.to_owned(),
+    }
 }
 
 /// Return a hint on how to convert a private key that the gateway cannot use.
@@ -379,7 +412,8 @@ pub(super) fn upstream_tls(
     };
     let trust_roots = match (&files.ca, ca) {
         (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
-            fail(ca, error, "give the path of a PEM file with the CA certificates that verify the servers");
+            let hint = "give the path of a PEM file with the CA certificates that verify the servers";
+            fail(ca, error, &certificate_hint(file, hint));
         }),
         (None, None) => TrustRoots::from_system().map_err(|error| {
             fail(

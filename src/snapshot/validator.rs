@@ -1,6 +1,6 @@
 //! Validation of configuration values. All errors are collected, so that one run reports all of them.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,6 +14,7 @@ use crate::config::file::FileSnapshot;
 use crate::config::file::{
     EnvLookup, ParsedFile, UnknownKeys, UnresolvedValue, UnsetVariables, closest_name, resolve_issues,
 };
+use crate::config::foreign::meant_word;
 use crate::config::include::Sources;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::limiter::quota::parse_duration_us;
@@ -152,10 +153,9 @@ impl<'a> Validator<'a> {
             Some(us) => Duration::from_micros(us),
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());
-                self.push_issue(
-                    Issue::new(text.span(), message)
-                        .with_hint("write a duration with ms, s, m, h or d, such as \"250ms\""),
-                );
+                let example = || "write a duration with ms, s, m, h or d, such as \"250ms\"".to_owned();
+                let hint = suggestion(text.get_ref(), &DURATION_UNITS).unwrap_or_else(example);
+                self.push_issue(Issue::new(text.span(), message).with_hint(hint));
                 default
             }
         }
@@ -192,9 +192,9 @@ impl<'a> Validator<'a> {
             Some(bytes) => bytes,
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());
-                self.push_issue(
-                    Issue::new(text.span(), message).with_hint("write a size with B, KiB or MiB, such as \"64KiB\""),
-                );
+                let example = || "write a size with B, KiB or MiB, such as \"64KiB\"".to_owned();
+                let hint = suggestion(text.get_ref(), &SIZE_UNITS).unwrap_or_else(example);
+                self.push_issue(Issue::new(text.span(), message).with_hint(hint));
                 default
             }
         }
@@ -274,7 +274,7 @@ impl<'a> Validator<'a> {
             return;
         }
         let issue = Issue::new(span, format!("unknown {what} `{name}`"));
-        let hint = match closest_name(name, known.clone()) {
+        let hint = match meant_word(name, known.clone()).or_else(|| closest_name(name, known.clone())) {
             Some(near) => format!("did you mean `{near}`?"),
             None => match known.collect::<Vec<_>>().join(", ") {
                 all if all.is_empty() => format!("no {what} is defined"),
@@ -297,7 +297,13 @@ impl<'a> Validator<'a> {
                 Ok(method) if upper == *text.get_ref() => methods.push(method),
                 _ => {
                     let issue = Issue::new(text.span(), format!("`{}` is not a method", text.get_ref()));
-                    self.push_issue(issue.with_hint(format!("write methods in upper case: \"{upper}\"")));
+                    self.push_issue(issue.with_hint(match upper.as_str() {
+                        "*" | "ANY" | "ALL" => "remove `methods` to match all methods".to_owned(),
+                        _ if upper.contains([',', '|', ' ']) => {
+                            "write each method as an item of the list: [\"GET\", \"POST\"]".to_owned()
+                        }
+                        _ => format!("write methods in upper case: \"{upper}\""),
+                    }));
                 }
             }
         }
@@ -353,6 +359,33 @@ impl<'a> Validator<'a> {
     }
 }
 
+/// Units of durations and sizes, each with the spellings of other programs in lower case. An empty spelling stands for a
+/// number without a unit.
+type Units = [(&'static str, &'static [&'static str])];
+
+const DURATION_UNITS: [(&str, &[&str]); 5] = [
+    ("ms", &["millis", "millisecond", "milliseconds", "msec"]),
+    ("s", &["", "sec", "secs", "second", "seconds"]),
+    ("m", &["min", "mins", "minute", "minutes"]),
+    ("h", &["hr", "hrs", "hour", "hours"]),
+    ("d", &["day", "days"]),
+];
+
+const SIZE_UNITS: [(&str, &[&str]); 4] = [
+    ("B", &["", "b", "byte", "bytes"]),
+    ("KiB", &["k", "kb", "kib", "ki"]),
+    ("MiB", &["m", "mb", "mib", "mi"]),
+    ("GiB", &["g", "gb", "gib", "gi"]),
+];
+
+/// Return a hint with the value that text in the notation of another program means, such as `30 seconds` or `1m`.
+fn suggestion(text: &str, units: &Units) -> Option<String> {
+    let text = text.trim().to_ascii_lowercase();
+    let (count, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let (own, _) = units.iter().find(|(_, spellings)| spellings.contains(&unit.trim()))?;
+    (!count.trim_start_matches('0').is_empty()).then(|| format!("did you mean \"{count}{own}\"?"))
+}
+
 /// Return the message and the hint for text that is not an IP address with a port. The hint understands the forms of
 /// other programs: `localhost:8080`, `:8080`, `*:8080`, `8080`, `127.0.0.1` and `http://127.0.0.1:8080`.
 fn invalid_address(text: &str) -> (String, String) {
@@ -375,7 +408,13 @@ fn invalid_address(text: &str) -> (String, String) {
             (message, format!("write \"0.0.0.0:{port}\" for all IPv4 addresses, or \"[::]:{port}\" for IPv6"))
         }
         None if is_port(address) => (message, format!("write \"127.0.0.1:{address}\" or \"0.0.0.0:{address}\"")),
-        None if address.parse::<Ipv4Addr>().is_ok() => (message, format!("add a port, such as \"{address}:8080\"")),
+        _ if address.parse::<Ipv4Addr>().is_ok() => {
+            (format!("`{text}` has no port"), format!("add a port, such as \"{address}:8080\""))
+        }
+        _ if address.trim_matches(['[', ']']).parse::<Ipv6Addr>().is_ok() => {
+            let address = address.trim_matches(['[', ']']);
+            (format!("`{text}` has no port"), format!("add a port, such as \"[{address}]:8080\""))
+        }
         _ => (message, "such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\"".to_owned()),
     }
 }

@@ -1,7 +1,9 @@
 //! Warnings about a valid configuration: settings that probably do not have the intended effect, each with its position
 //! in the file.
 
+mod intent;
 mod routes;
+pub mod servers;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io;
@@ -16,7 +18,7 @@ use ipnet::IpNet;
 use tokio::time::timeout;
 
 use crate::config;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
 use crate::http::headers::Variable;
@@ -30,7 +32,6 @@ use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
 use crate::routing::RouteRequest;
 use crate::routing::condition::{Condition, RouteBody, ValueTest};
-use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
@@ -60,7 +61,14 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues.extend(auth_warnings(&input));
     issues.extend(certificate_of_no_client(&input));
     issues.extend(port_of_other_scheme(&input));
+    issues.extend(intent::weak_token(&input));
     issues
+}
+
+/// Return the warnings about a configuration and those of its parser, by file.
+pub fn warnings_by_file(file: &ParsedFile<Config>, config: &CompiledConfig, now: Duration) -> Vec<FileIssues> {
+    let warnings = warnings(&file.value, config, now);
+    file.sources.by_file(warnings.into_iter().chain(file.warnings.iter().cloned()).collect())
 }
 
 /// Return errors that a gateway would otherwise report only when it starts: listeners whose addresses conflict.
@@ -122,6 +130,13 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
         let issue =
             Issue::new(from.span(), "clients with a tier that a limit does not have get the limit's default quota");
         notes.push(issue.with_hint("set `quota` of each limit to the quota of its lowest tier"));
+    }
+    for limit in parsed.limit.values() {
+        if let Some(text) = limit.get_ref().algorithm.as_ref().filter(|text| text.get_ref() == "leaky-bucket") {
+            let message = "`leaky-bucket` is the same as `token-bucket`: both admit the same requests";
+            let issue = Issue::new(text.span(), message);
+            notes.push(issue.with_hint("to delay requests instead of denying them, set max_wait = \"1s\""));
+        }
     }
     if let Some(acme) = config.acme.as_ref().filter(|acme| !acme.names.is_empty()) {
         let message =
@@ -333,12 +348,13 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
 // Warnings about routes, such as conditions that no request meets, or a timeout that leaves no time for retries.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
-    let mut issues: Vec<_> = unreachable_methods(input).collect();
+    let mut issues: Vec<_> = unreachable_methods(input).chain(intent::misspelled_methods(input)).collect();
     for route in &input.config.routes {
         issues.extend(unmatchable_conditions(input, route));
         issues.extend(json_without_body(input, route));
         issues.extend(literal_wildcards(input, route));
         issues.extend(foreign_path(input, route));
+        issues.extend(intent::path_without_wildcard(input, route));
         issues.extend(retries_without_time(input, route));
         issues.extend(mirror_to_same_upstream(input, route));
         issues.extend(mirror_beyond_buffers(input, route));
@@ -465,9 +481,9 @@ fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String
 /// their characters literally.
 fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let path = input.route(route.index)?.get_ref().path.as_ref()?;
-    let suggestion = pattern::suggestion(path.get_ref())?;
+    let hint = foreign_path_hint(path.get_ref())?;
     let message = format!("`{}` matches the characters of this path literally, not as a pattern", route.name);
-    Some(Issue::new(path.span(), message).with_hint(foreign_path_hint(&suggestion)))
+    Some(Issue::new(path.span(), message).with_hint(hint))
 }
 
 /// Warn if the upstream's `response_timeout` is at least the route's `timeout`, because a slow first attempt then
@@ -863,6 +879,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
+        issues.extend(intent::chosen_identity(input, compiled, &routes));
         issues.extend(wait_exceeds_timeout(input, compiled, &routes));
     }
     issues

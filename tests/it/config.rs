@@ -1,8 +1,11 @@
 //! Configuration files: each invalid file is rejected with the messages in its `#!` lines, and each valid file is
 //! accepted.
 
+use std::io::Write;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::binary;
@@ -87,7 +90,13 @@ fn suspicious_files_are_accepted_with_warnings() {
     assert!(files.len() >= 13, "{} files found", files.len());
     for path in files {
         let text = std::fs::read_to_string(&path).unwrap();
-        let (code, out, report) = check(&path);
+        // Without `--offline`, `check` also warns that no server listens at the addresses of these files.
+        let is_online = ["#! warning: store:", "cannot connect", "does not resolve"];
+        let is_online = is_online.iter().any(|part| text.contains(part));
+        let check_with = |path: &Path, arguments: &[&str]| {
+            check_with(path, &[arguments, if is_online { &[] } else { &["--offline"] }].concat())
+        };
+        let (code, out, report) = check_with(&path, &[]);
         assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
         has_in_order(&path, &text, &out);
         // The report contains no other warnings than those in the `#!` lines.
@@ -122,7 +131,7 @@ fn check_json_reports_the_same_errors() {
 #[test]
 fn check_json_reports_the_guarantees_of_limits() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let (code, out, _) = check_with(&root.join("gateway.toml"), &["--json", "--strict"]);
+    let (code, out, _) = check_with(&root.join("gateway.toml"), &["--json", "--strict", "--offline"]);
     let report: Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "the shipped configuration has a warning: {out}");
     let limit = |limit: &str, at_most: u64, window: f64, at_once: u64| {
@@ -374,6 +383,380 @@ fn one_mistake_gives_one_error() {
         let (code, _, report) = check(&path);
         assert!(code == Some(2) && report.contains(expected), "{more}:\n{report}");
         assert_eq!(report.matches("error: ").count(), 1, "{more}:\n{report}");
+    }
+}
+
+/// A listener and a route, for files in which the mistake is elsewhere.
+const REST: &str =
+    "\n[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
+
+/// Mistakes of new users, as an addition to a valid file, each with the texts that the report must contain. A file that
+/// contains `[[route]]` or `[[listener]]` is complete.
+const MISTAKES: &[(&str, &[&str])] = &[
+    // Values without quotes.
+    (
+        "[server]\nproxy_status = True",
+        &["g.toml:2:16", "write `true`, in lower case and without quotes: proxy_status = true"],
+    ),
+    ("[server]\nproxy_status = off", &["write `true` or `false`"]),
+    (
+        "[server]\nproxy_status = \"yes\"",
+        &["`proxy_status` must be `true` or `false`, not a string", "write `true` or `false`"],
+    ),
+    ("[server]\nproxy_status = 1", &["not an integer", "write `true` or `false`"]),
+    ("[server]\nworkers = ${W}", &["variables work in strings: workers = \"${W}\""]),
+    ("[client_ip]\ntrusted_proxies = ${W}", &["variables work in strings: trusted_proxies = [\"${W}\"]"]),
+    ("[server]\nworkers = four", &["write a number: workers = 1"]),
+    ("[server]\nworkers = \"4\"", &["`workers` must be an integer, not a string", "remove the quotes: workers = 4"]),
+    ("[server]\nworkers = \"four\"", &["write a number from 0 to 1024"]),
+    ("[server]\nworkers = 1.5", &["`workers` must be an integer, not a number with a fraction"]),
+    ("[server]\nidle_timeout = 5s # short", &["put strings in quotes: idle_timeout = \"5s\""]),
+    ("[server]\nidle_timeout: 5s", &["write `=` between key and value: idle_timeout = 5s"]),
+    ("[server]\nidle_timeout = \"5s", &["a string ends on its line with the quote with which it starts"]),
+    (
+        "[server]\nworkers = ${W}\nidle_timeout = 5s\n[log]\nlevel = debug",
+        &["workers = \"${W}\"", "idle_timeout = \"5s\"", "level = \"debug\""],
+    ),
+    (
+        "[server]\nidle_timeout = \"30 seconds\"\nheader_timeout = \"5\"\nmax_uri = \"8k\"\nrequest_buffer = \"1MB\"",
+        &["did you mean \"30s\"?", "did you mean \"5s\"?", "did you mean \"8KiB\"?", "did you mean \"1MiB\"?"],
+    ),
+    // Characters that look like others.
+    (
+        "[log]\nlevel = \u{201c}info\u{201d}",
+        &["`\u{201c}` is a typographic quotation mark", "g.toml:2:9", "write level = \"info\""],
+    ),
+    (
+        "[admin]\ntoken = \u{2018}hunter22hunter22\u{2019}",
+        &["`\u{2018}` is a typographic quotation mark", "replace \u{2018} with \""],
+    ),
+    ("[log]\nlevel =\u{a0}\"info\"", &["column 8 has the character U+00A0 (no-break space)", "g.toml:2:8"]),
+    ("[log]\nlevel\u{3000}= \"info\"", &["column 6 has the character U+3000 (ideographic space)"]),
+    ("[log]\nlevel = \"info\u{200b}\"", &["unknown value", "remove the character, or replace it with a space"]),
+    // Variables.
+    (
+        "[[listener]]\naddress = \"127.0.0.1:${PORT:25100}\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["a default of the environment variable `PORT` follows `:-`", "write ${PORT:-25100}"],
+    ),
+    ("[log]\nlevel = \"${LEVEL-info}\"", &["write ${LEVEL:-info}"]),
+    ("[admin]\naddress = \"127.0.0.1:1\"\ntoken = \"${T:hunter22hunter22}\"", &["write ${T:-value}"]),
+    ("[log]\nlevel = \"${}\"", &["does not contain the name of an environment variable"]),
+    ("[log]\nlevel = \"${NOT_UTF_8}\"", &["environment variable `NOT_UTF_8` is not valid UTF-8"]),
+    (
+        "[server]\nworkers = \"${WORD}\"",
+        &["`workers` must be an integer", "set the environment variable in \"${WORD}\" to an integer"],
+    ),
+    // Other formats.
+    (
+        "---\nlisteners:\n  - address: 0.0.0.0:80\n[[route]]",
+        &["this file looks like YAML, but the configuration is TOML", "`sluicegate init` creates"],
+    ),
+    ("{\n  \"listener\": []\n}\n[[route]]", &["this file looks like JSON"]),
+    (
+        "events {}\nhttp {\n  server {\n    listen 80;\n    location / { proxy_pass http://127.0.0.1:1; }\n  }\n}\n#[[route]]",
+        &["looks like a configuration of nginx"],
+    ),
+    ("example.com {\n\treverse_proxy localhost:9000\n}\n#[[route]]", &["looks like a Caddyfile"]),
+    (
+        "frontend web\n  bind *:80\n  default_backend api\nbackend api\n  server a 127.0.0.1:1\n#[[route]]",
+        &["looks like a configuration of HAProxy"],
+    ),
+    ("<VirtualHost *:80>\n</VirtualHost>\n#[[route]]", &["looks like XML"]),
+    ("-----BEGIN CERTIFICATE-----\n#[[route]]", &["looks like a PEM file"]),
+    // Tables in another form.
+    (
+        "[[limit]]\nname = \"l\"\nby = \"ip\"\nquota = \"1/x\"",
+        &["`limit` must be a table, not a list", "[limit.NAME]", "`x` is not a unit of time"],
+    ),
+    ("[[upstream]]\nname = \"u\"\nservers = []", &["[upstream.NAME]", "upstream `u` has no servers"]),
+    ("[limit]\nby = \"ip\"\nquota = \"1/s\"", &["the table `[limit]` has no name", "[limit.NAME]"]),
+    ("[upstream]\napi = \"http://127.0.0.1:1\"", &["[upstream.api]", "servers = [\"http://127.0.0.1:1\"]"]),
+    ("[limit]\nall = \"1/s\"", &["[limit.all]", "quota = \"1/s\""]),
+    ("store = \"memory:\"", &["`store` must be a table, not a string", "[store]", "url = \"memory:\""]),
+    ("upstream = \"http://127.0.0.1:1\"", &["[upstream.NAME]", "servers = [\"http://127.0.0.1:1\"]"]),
+    (
+        "[[listener]]\naddress = \"127.0.0.1:0\"\ntls = true\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["`tls` must be a table, not a boolean", "write a table: tls = { certificates = [{ cert = "],
+    ),
+    (
+        "[[listener]]\naddress = \"127.0.0.1:0\"\ntls = { cert = \"c.pem\", key = \"k.pem\" }\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["unknown key `cert`", "certificates = [{ cert = \"c.pem\", key = \"k.pem\" }]"],
+    ),
+    (
+        "[[listener]]\nport = 8080\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["unknown key `port`", "address = \"127.0.0.1:8080\""],
+    ),
+    (
+        "[[listener]]\naddress = \"0.0.0.0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["`0.0.0.0` has no port", "\"0.0.0.0:8080\""],
+    ),
+    (
+        "[[listener]]\naddress = \"::1\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }",
+        &["`::1` has no port", "\"[::1]:8080\""],
+    ),
+    (
+        "[upstream.u]\nservers = \"http://127.0.0.1:1\"",
+        &["write a list in brackets: servers = [\"http://127.0.0.1:1\"]"],
+    ),
+    // Words of other programs.
+    ("[limit.l]\nby = \"client_ip\"\nquota = \"1/s\"", &["unknown identity `client_ip`", "did you mean `ip`?"]),
+    ("[limit.l]\nby = \"$binary_remote_addr\"\nquota = \"1/s\"", &["did you mean `ip`?"]),
+    (
+        "[limit.l]\nby = \"ip\"\nmax = 100\nwindowMs = 60000",
+        &["unknown key `max`", "write quota = \"100/min\"", "unknown key `windowMs`"],
+    ),
+    ("[limit.l]\nby = \"ip\"\nlimit = 100\nwindow = \"60s\"", &["write quota = \"100/60s\""]),
+    ("[limit.l]\nby = \"ip\"\nrate = \"10r/s\"", &["write quota = \"10/s\""]),
+    ("[limit.l]\nby = \"ip\"\nminute = 5", &["write quota = \"5/min\""]),
+    ("[limit.l]\nby = \"ip\"\nquota = \"100\"", &["a unit of time is missing: \"100/min\""]),
+    ("[limit.l]\nby = \"ip\"\nquota = 100", &["put the value in quotes: quota = \"100/min\""]),
+    ("[limit.l]\nby = \"ip\"\nquota = \"1/s\"\nalgorithm = \"rolling_window\"", &["did you mean `sliding-window`?"]),
+    ("[limit.l]\nby = \"ip\"\nquota = \"1/s\"\nalgorithm = \"sliding_window_log\"", &["did you mean `sliding-log`?"]),
+    ("[upstream.u]\nurl = \"http://127.0.0.1:1\"", &["unknown key `url`", "write servers = [\"http://127.0.0.1:1\"]"]),
+    ("[upstream.u]\nservers = [\"http://127.0.0.1:1\"]\nbalance = \"leastconn\"", &["did you mean `least-requests`?"]),
+    ("[redis]\nhost = \"x\"", &["unknown key `redis`", "[store]"]),
+    ("[store]\nhost = \"x\"", &["unknown key `host`", "write url = \"redis://HOST:6379/0\""]),
+    ("[log]\nlog_format = \"json\"", &["the keys of [log] are format, level, access"]),
+    ("[server]\nclient_max_body_size = \"1m\"", &["write max_body = \"1MiB\" in each [[route]]"]),
+    (
+        "[client_ip]\ntrusted_proxies = [\"10.*\", \"10.0.0.0/255.0.0.0\", \"192.168.1.x\", \"10.0.0.1:80\"]",
+        &["\"10.0.0.0/8\"", "\"10.0.0.0/8\"", "\"192.168.1.0/24\"", "\"10.0.0.1\""],
+    ),
+    (
+        "[auth.t]\nkind = \"jwt\"\nsecret = \"hunter22\"\nalgorithm = \"HS256\"",
+        &[
+            "unknown key `secret`",
+            "shared secrets (HS256) are not supported",
+            "jwks_url or jwks_file",
+            "unknown key `algorithm`",
+        ],
+    ),
+    ("[notify.ops]\nwebhok = \"https://x.test/\"", &["unknown key `webhok`", "did you mean `webhook`?"]),
+    (
+        "[[route]]\nname = \"r\"\npath = \"~ ^/x\"\nrespond = { status = 200 }\n[[listener]]\naddress = \"127.0.0.1:0\"",
+        &["path_regex = \"^/x.*\"", "path = \"/x/{*rest}\""],
+    ),
+    (
+        "[[route]]\nname = \"r\"\npath = \"PathPrefix(`/api`)\"\nrespond = { status = 200 }\n[[listener]]\naddress = \"127.0.0.1:0\"",
+        &["write path = \"/api/{*rest}\""],
+    ),
+];
+
+/// Keys of a route that belong to other programs or have another form, each with the texts that the report must contain.
+const MISTAKES_IN_ROUTES: &[(&str, &[&str])] = &[
+    (
+        "upstream = \"http://127.0.0.1:9000\"",
+        &["`upstream` is the name of an upstream, not a URL", "define [upstream.NAME] with servers"],
+    ),
+    ("proxy_pass = \"http://127.0.0.1:9000\"", &["write upstream = \"NAME\""]),
+    (
+        "respond = { status = 200 }\ncors = true",
+        &["`cors` must be a table, not a boolean", "cors = { origins = [\"https://app.example.com\"] }"],
+    ),
+    (
+        "respond = { status = 200 }\ncors = { allow_origins = [\"https://a.test\"] }",
+        &["write origins = [\"https://a.test\"]"],
+    ),
+    ("respond = { status = 200 }\nrate_limit = 10", &["write limits = [\"NAME\"], and define [limit.NAME]"]),
+    ("respond = { status = 200 }\nrateLimit = 10", &["write limits = [\"NAME\"], and define [limit.NAME]"]),
+    ("respond = { status = 200 }\nclient_max_body_size = \"1m\"", &["write max_body = \"1MiB\""]),
+    ("respond = { status = 200 }\nproxy_set_header = \"Host x\"", &["write request_headers = { set = {"]),
+    ("respond = { status = 200 }\nheader_up = \"Host x\"", &["write request_headers = { set = {"]),
+    ("respond = { status = 200 }\nhost = \"a.example.com\"", &["write hosts = [\"a.example.com\"]"]),
+    ("respond = { status = 200 }\nmethod = \"GET\"", &["write methods = [\"GET\"]"]),
+    ("respond = { status = 200 }\nmethods = [\"GET,POST\"]", &["write each method as an item of the list"]),
+    (
+        "respond = { status = 200 }\nlimits = \"l\"",
+        &["`limits` must be a list, not a string", "limits = [\"l\"]", "unknown limit `l`"],
+    ),
+    (
+        "respond = { status = \"200\" }",
+        &["`status` must be an integer, not a string", "remove the quotes: status = 200"],
+    ),
+    ("respond = { status = 200 }\nenabled = true", &["to disable a table, remove it"]),
+];
+
+#[test]
+fn mistakes_of_new_users_are_explained() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("g.toml");
+    let route = |more: &&str| {
+        format!("[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/r\"\n{more}\n")
+    };
+    let complete = |more: &&str| {
+        let rest = if more.contains("[[listener]]") || more.contains("[[route]]") { "" } else { REST };
+        format!("{more}\n{rest}")
+    };
+    let routes = MISTAKES_IN_ROUTES.iter().map(|(more, expected)| (route(more), expected));
+    let files = MISTAKES.iter().map(|(more, expected)| (complete(more), expected));
+    for (text, expected) in files.chain(routes) {
+        std::fs::write(&path, &text).unwrap();
+        let mut command = binary();
+        command.args(["check", "--offline", "--config"]).arg(&path).env("WORD", "many");
+        let output = command.env("NOT_UTF_8", std::ffi::OsStr::from_bytes(b"\xff\xfe")).output().unwrap();
+        let report = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{text}\n{report}");
+        let mut rest = &*report;
+        for part in *expected {
+            let Some(at) = rest.find(part) else { panic!("{text}\nthe report lacks: {part}\n{report}") };
+            rest = &rest[at + part.len()..];
+        }
+        assert!(!report.contains("hunter22"), "{report}");
+    }
+}
+
+#[test]
+fn wrong_type_hides_no_other_error() {
+    let (_directory, path) = directory_with(
+        "[server]\nheader_timeout = \"soon\"\nworkers = \"many\"\n[limit.l]\nby = \"ipp\"\nquota = 100\n\
+         [limit.m]\nby = 7\nquota = \"1/s\"\n[[listener]]\naddress = 80\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"absent\", 5]\n",
+    );
+    let (code, _, report) = check(&path);
+    assert_eq!(code, Some(2));
+    let expected = [
+        "`soon` is not a duration",
+        "`workers` must be an integer, not a string",
+        "unknown identity `ipp`",
+        "`quota` must be a string, not an integer",
+        "`by` must be a string or a list of strings, not an integer",
+        "`address` must be a string, not an integer",
+        "unknown limit `absent`",
+        "`limits` must be a string, not an integer",
+    ];
+    for text in expected {
+        assert!(report.contains(text), "{text} is missing in\n{report}");
+    }
+    assert_eq!(report.matches("error: ").count(), expected.len(), "{report}");
+}
+
+/// The value of an environment variable has the type of its key: a number, a boolean, a date or a list.
+#[test]
+fn variables_have_the_type_of_their_key() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let load = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        let variable = |name: &str| {
+            Some(match name {
+                "COUNT" => " 20 ".into(),
+                "FLAG" => "false".into(),
+                "PART" => "0.5".into(),
+                "NETWORKS" => "10.0.0.0/8, 192.168.0.0/16".into(),
+                "STATUSES" => "200,204".into(),
+                "METHODS" => "GET,PUT".into(),
+                _ => return None,
+            })
+        };
+        CompiledConfig::load(&path, &variable).map(|config| format!("{config:?}")).map_err(|error| error.to_string())
+    };
+    let file = |values: [&str; 8]| {
+        let [count, flag, part, networks, statuses, list, methods, cost] = values;
+        format!(
+            "[server]\nworkers = {count}\nproxy_status = {flag}\n[log]\naccess = {{ to = \"stdout\", sample = {part} }}\n\
+             [client_ip]\ntrusted_proxies = {networks}\n[upstream.u]\nservers = [\"http://127.0.0.1:1\"]\n\
+             health_check = {{ path = \"/\", status = {statuses} }}\n[limit.l]\nby = \"ip\"\nquota = \"50/s\"\n\
+             burst = {count}\ncost = {cost}\nexempt = {list}\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+             [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\nlimits = [\"l\"]\nmethods = {methods}\n"
+        )
+    };
+    let plain = file([
+        "20",
+        "false",
+        "0.5",
+        "[\"10.0.0.0/8\", \"192.168.0.0/16\"]",
+        "[200, 204]",
+        "[\"10.0.0.0/8\"]",
+        "[\"GET\", \"PUT\"]",
+        "20",
+    ]);
+    let variables = file([
+        "\"${COUNT}\"",
+        "\"${FLAG}\"",
+        "\"${PART}\"",
+        "[\"${NETWORKS}\"]",
+        "[\"${STATUSES}\"]",
+        "\"${EXEMPT:-10.0.0.0/8}\"",
+        "\"${METHODS}\"",
+        "\"${COUNT}\"",
+    ]);
+    let lists =
+        variables.replace("[\"${NETWORKS}\"]", "\"${NETWORKS}\"").replace("[\"${STATUSES}\"]", "\"${STATUSES}\"");
+    let config = |text: &str| {
+        let text = load(text).unwrap_or_else(|error| panic!("{error}"));
+        // Omit the text of the file, and the keyed hashes of the process.
+        let start = text.find("server: ServerSettings").unwrap();
+        let end = text.find("network_files").unwrap();
+        text[start..end].to_owned() + text[text.find("upstreams: ").unwrap()..].split("hasher").next().unwrap()
+    };
+    assert_eq!(config(&variables), config(&plain));
+    assert_eq!(config(&lists), config(&plain));
+}
+
+/// Editors on Windows begin text files with a byte order mark.
+#[test]
+fn byte_order_marks_are_ignored() {
+    let directory = tempfile::tempdir().unwrap();
+    let certs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certs");
+    let put = |name: &str, content: &[u8]| {
+        std::fs::write(directory.path().join(name), [b"\xef\xbb\xbf", content].concat()).unwrap();
+    };
+    for name in ["one.pem", "one.key", "jwks.json"] {
+        put(name, &std::fs::read(certs.join(name)).unwrap());
+    }
+    put("consumers.toml", b"[[consumer]]\nname = \"a\"\nkeys = []\n");
+    put("networks.txt", b"10.0.0.0/8\n");
+    put(
+        "gateway.toml",
+        b"[[listener]]\naddress = \"127.0.0.1:0\"\nallow = [\"file:networks.txt\"]\n\
+          tls.certificates = [{ cert = \"one.pem\", key = \"one.key\" }]\ntls.client_ca = \"one.pem\"\n\
+          [auth.t]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n\
+          [auth.k]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+          [[route]]\nname = \"r\"\npath = \"/r\"\nrequire = [\"t\", \"k\"]\nrespond = { status = 200 }\n",
+    );
+    let (code, out, report) = check(&directory.path().join("gateway.toml"));
+    assert_eq!((code, report.as_str()), (Some(0), ""), "{out}");
+    assert!(!out.contains("warning: "), "{out}");
+}
+
+#[test]
+fn leaky_bucket_is_explained() {
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"1/s\"\nalgorithm = \"leaky-bucket\"\n[[route]]\nname = \"r\"\n\
+                 path = \"/r\"\nlimits = [\"l\"]\nrespond = { status = 200 }\n";
+    let (_directory, path) = directory_with(limit);
+    let (code, out, _) = check(&path);
+    assert!(code == Some(0) && out.contains("note: `leaky-bucket` is the same as `token-bucket`"), "{out}");
+    assert!(out.contains("max_wait = \"1s\""), "{out}");
+}
+
+#[test]
+fn configuration_is_read_from_standard_input() {
+    let mut command = binary();
+    command.args(["check", "--config", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(REST.replace("200", "20").as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let report = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.code() == Some(2) && report.contains("-:7:22") && report.contains("20 is out of range"),
+        "{report}"
+    );
+}
+
+#[test]
+fn words_of_other_programs_on_the_command_line_have_a_hint() {
+    for (arguments, expected) in [
+        (&["serve"][..], "write `sluicegate run`"),
+        (&["validate"], "write `sluicegate check`"),
+        (&["-t"], "write `sluicegate check`"),
+        (&["version"], "write `sluicegate --version`"),
+        (&["-f", "gateway.toml"], "write `--config FILE`"),
+        (&["--port", "80"], "set `address` of a [[listener]]"),
+        (&["stop"], "send SIGTERM"),
+    ] {
+        let output = binary().args(arguments).output().unwrap();
+        let report = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && report.contains(expected), "{arguments:?}: {report}");
     }
 }
 

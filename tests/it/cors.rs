@@ -107,6 +107,34 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
 }
 
 #[test]
+fn private_network_is_allowed_where_asked_and_configured() {
+    let route = |name: &str, more: &str| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200 }}\n\
+             cors = {{ origins = [\"{APP}\"]{more} }}\n"
+        )
+    };
+    let gateway = Gateway::start(&(route("open", ", private_network = true") + &route("closed", "")));
+    let asked = ("access-control-request-private-network", "true");
+    let method = ("access-control-request-method", "PUT");
+    for (path, origin, asks, expected) in [
+        ("/open", APP, true, Some("true")),
+        ("/open", APP, false, None),
+        ("/open", "https://other.test", true, None),
+        ("/closed", APP, true, None),
+    ] {
+        let headers = [("origin", origin), method, asked];
+        let reply = ask(&gateway, "OPTIONS", path, &headers[..if asks { 3 } else { 2 }]);
+        let allowed = reply.header("access-control-allow-private-network");
+        assert_eq!((reply.status, allowed), (204, expected), "{path} {origin} {asks}");
+        let varies = reply.headers.iter().any(|(name, value)| name == "vary" && value.contains("Private-Network"));
+        assert_eq!(varies, path == "/open", "{reply:?}");
+    }
+    let reply = gateway.client().get_with("/open", &[ORIGIN, asked]);
+    assert_eq!(reply.header("access-control-allow-private-network"), None, "no preflight: {reply:?}");
+}
+
+#[test]
 fn flood_of_preflights_costs_no_store_call_and_is_bounded_by_connections() {
     const CONNECTIONS: usize = 8;
     let (upstream, server, redis) = (Upstream::start(), Upstream::start(), Redis::start());

@@ -38,6 +38,36 @@ fn gateway(upstream: &Upstream, route: &str) -> Gateway {
 
 const ALL: &str = "x-all = \"{client_ip}|{consumer}|{route}|{host}|{method}|{path}|{scheme}\", x-id = \"{request_id}\"";
 
+/// A trusted proxy reports the scheme of the client. The last element of a list is the one that the proxy has added.
+#[test]
+fn scheme_is_the_one_that_the_trusted_proxy_reports() {
+    let upstream = Upstream::start();
+    for (header, sent, expected) in [
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "https")][..], "https"),
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "https, https")], "https"),
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "HTTPS")], "https"),
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "https,http")], "http"),
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "https"), ("X-Forwarded-Proto", "http")], "http"),
+        ("x-forwarded-for", &[("X-Forwarded-Proto", "https, wss")], "http"),
+        ("x-forwarded-for", &[("Forwarded", "for=192.0.2.7;proto=https")], "http"),
+        ("forwarded", &[("Forwarded", "for=192.0.2.7;proto=https")], "https"),
+        ("forwarded", &[("Forwarded", "for=192.0.2.7;Proto=\"https\""), ("X-Forwarded-Proto", "http")], "https"),
+        ("forwarded", &[("Forwarded", "for=x;proto=https, for=192.0.2.7;proto=http")], "http"),
+        ("forwarded", &[("Forwarded", "for=192.0.2.7"), ("X-Forwarded-Proto", "https")], "https"),
+    ] {
+        let gateway = Gateway::start(&format!(
+            "[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nheader = \"{header}\"\n\
+             [upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+             response_headers = {{ set = {{ x-scheme = \"{{scheme}}\" }} }}\n",
+            upstream.url()
+        ));
+        for (from, expected) in [(PROXY, expected), ([127, 0, 0, 1], "http")] {
+            let reply = Client::connect_from(from.into(), gateway.address).get_with("/", sent);
+            assert_eq!(reply.header("x-scheme"), Some(expected), "{header}: {sent:?} from {from:?}");
+        }
+    }
+}
+
 #[test]
 fn variables_are_replaced_in_request_and_response_headers() {
     let upstream = Upstream::start();

@@ -166,6 +166,18 @@ fn requests_that_cannot_be_parsed_get_a_problem_document() {
 }
 
 #[test]
+fn content_length_beyond_all_numbers_is_named() {
+    let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
+    for length in ["18446744073709551615", "18446744073709551616", "99999999999999999999999"] {
+        let mut client = gateway.client();
+        client.send(format!("POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\n\r\n").as_bytes());
+        let reply = client.reply().unwrap();
+        let names_length = reply.status == 400 || reply.text().contains("a Content-Length that is too large");
+        assert!(names_length, "{length}: {} {}", reply.status, reply.text());
+    }
+}
+
+#[test]
 fn content_that_looks_like_a_response_of_the_parser_stays() {
     let text = "x\nHTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\
                 date: Sun, 06 Nov 1994 08:49:37 GMT\r\n\r\n";

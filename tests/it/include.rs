@@ -176,7 +176,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "\n[[route]]\nname = 7\n".to_owned())],
-            vec!["invalid type: integer `7`, expected a string", "routes/a.toml:3:8", "put the value in quotes"],
+            vec!["`name` must be a string, not an integer", "routes/a.toml:3:8", "put the value in quotes"],
         ),
         (
             vec![
@@ -221,7 +221,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.replace(MAIN, "include = \"routes/*.toml\"\n"))],
-            vec!["expected a sequence", "gateway.toml:1:11", "write a list in brackets"],
+            vec!["`include` must be a list, not a string", "gateway.toml:1:11", "write a list in brackets"],
         ),
         (
             vec![

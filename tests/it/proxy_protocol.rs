@@ -222,6 +222,22 @@ fn connection_of_an_untrusted_peer_is_closed() {
 }
 
 #[test]
+fn trusted_proxy_without_proxy_header_is_logged_once() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "");
+    for _ in 0..3 {
+        let mut proxy = from_proxy(gateway.address);
+        proxy.send(GET);
+        proxy.assert_closed("a proxy without a PROXY header");
+    }
+    let message = "the trusted proxy sent no PROXY header, which `proxy_protocol` requires";
+    eventually("the missing header is logged", || gateway.log().contains(message));
+    let log = gateway.log();
+    assert_eq!(log.matches(message).count(), 1, "{log}");
+    assert!(log.contains(r#""proxy":"127.0.0.9""#), "{log}");
+}
+
+#[test]
 fn listener_without_proxy_protocol_rejects_proxy_headers() {
     let upstream = Upstream::start();
     let config = "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[[route]]\nname = \"r\"\npath = \"/{*rest}\"\nrespond = { status = 200 }\n";

@@ -14,6 +14,7 @@ use crate::support::client::Client;
 use crate::support::frames;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::free_port;
+use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::{self, Upstream};
 use crate::support::{eventually, signal};
 use rustls::version::TLS13;
@@ -42,6 +43,31 @@ fn shipped_configuration_runs_without_redis_and_upstream() {
     assert_eq!(report.status, 200);
     assert!(report.header("ratelimit").unwrap().contains("\"per-key\";r=99;t=60"), "{report:?}");
     assert_eq!(gateway.get("/api/x").status, 502);
+}
+
+#[test]
+fn example_of_the_start_has_a_method_of_its_route() {
+    for (methods, expected) in [("", "curl -i http"), ("methods = [\"POST\"]\n", "curl -i -X POST http")] {
+        let gateway = Gateway::start(&format!("{HELLO}{methods}"));
+        let log = gateway.log();
+        assert!(log.contains(&format!("try: {expected}://{}/hello", gateway.address)), "{log}");
+    }
+}
+
+/// The log has the warnings of `check` after the start and after each reload.
+#[test]
+fn warnings_of_check_are_logged() {
+    let config = |method: &str| format!("{HELLO}methods = [\"{method}\"]\n");
+    let gateway = Gateway::start(&with_admin(&config("GTE")));
+    let warning = |method: &str| format!("`{method}` is not a registered HTTP method");
+    let count = |method: &str| gateway.log().matches(&warning(method)).count();
+    assert_eq!((count("GTE"), count("PSOT")), (1, 0), "{}", gateway.log());
+    reloads(&gateway, &config("PSOT"));
+    eventually("the warning is logged", || count("PSOT") == 1);
+    assert_eq!(count("GTE"), 1);
+    let log = gateway.log();
+    let line = log.lines().find(|line| line.contains("`PSOT`")).unwrap();
+    assert!(line.contains("WARN") && line.contains("did you mean POST?") && line.contains("gateway.toml"), "{line}");
 }
 
 #[test]

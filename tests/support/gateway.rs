@@ -149,6 +149,12 @@ impl Gateway {
         String::from_utf8(text).unwrap()
     }
 
+    /// Return the warnings in the log, except those about the configuration, which the gateway logs at its start.
+    pub fn warnings(&self) -> String {
+        let is_warning = |line: &&str| line.contains("WARN") && !line.contains("gateway.toml");
+        self.log().lines().filter(is_warning).collect()
+    }
+
     /// Open a connection to the first listener.
     pub fn client(&self) -> Client {
         Client::connect(self.address)

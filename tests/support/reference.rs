@@ -95,7 +95,8 @@ fn kind(schema: &Value) -> String {
         return quoted(&schema["enum"]).join(", ");
     }
     let pattern = schema["pattern"].as_str().unwrap_or_default();
-    match schema["type"].as_str().unwrap_or_default() {
+    // Each value may also be a string with an environment variable.
+    match schema["type"].as_str().or(schema["type"][0].as_str()).unwrap_or_default() {
         "string" if pattern.contains("KiB") => "size",
         "string" if pattern.contains("month") => "quota",
         "string" if pattern.contains("ms|s|m") => "duration",

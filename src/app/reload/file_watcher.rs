@@ -206,7 +206,7 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     let path = last.main.path.clone();
     let directories = last.directories.clone();
     let read = move |_: &[FileSnapshot]| {
-        let files = ConfigFiles::read(&path, &|name| std::env::var(name).ok());
+        let files = ConfigFiles::read(&path, &|name| std::env::var_os(name));
         files.map(all).map_err(|error| (path.clone(), error))
     };
     let configuration = configuration.clone();
@@ -246,7 +246,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
     for (index, consumers) in config.auth.consumers_files.iter().enumerate() {
         let config = config.clone();
         let reload = move |files: &[FileSnapshot], content: Content| {
-            let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
+            let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var_os(name));
             let is_reloaded = log_result(&files[0], read, content);
             if is_reloaded && content == Content::New {
                 for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {

@@ -202,7 +202,7 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
         }
         _ => format!(
             "{address} does not answer in time; it is stopped, overloaded, behind a firewall or too far away for the timeout: \
-             `sluicegate doctor` measures the round trip"
+             `redis-cli --latency` measures the round trip"
         ),
     }
 }

@@ -129,19 +129,20 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     let path = route.path_pattern.sample("")?;
     let plain = path.trim_end_matches('/');
     let other_slash = if plain == path { format!("{path}/") } else { plain.to_owned() };
-    let mut spellings = vec![other_slash, format!("{plain};x"), path.to_ascii_uppercase()];
+    let mut spellings = vec![other_slash, format!("{plain};x")];
     spellings.retain(|spelling| *spelling != path && !plain.is_empty());
-    let evading: Vec<_> = spellings
-        .iter()
-        .filter_map(|spelling| {
-            let mut found = candidates.iter().flat_map(|candidate| found_routes(input.config, candidate, spelling));
-            found.find_map(|other| Some((spelling, other, unprotected_by(route, other)?)))
-        })
-        .collect();
-    let (_, other, missing) = *evading.first()?;
+    let evades = |spelling: String| {
+        let mut found = candidates.iter().flat_map(|candidate| found_routes(input.config, candidate, &spelling));
+        let (other, missing) = found.find_map(|other| Some((other, unprotected_by(route, other)?)))?;
+        Some((spelling, other, missing))
+    };
+    let mut evading: Vec<_> = spellings.into_iter().filter_map(evades).collect();
+    // One spelling in upper case is enough.
+    evading.extend(upper_case_spellings(&path).find_map(evades));
+    let (_, other, missing) = evading.first()?;
     let same = evading.iter().filter(|(_, found, _)| found.index == other.index);
     let spellings: Vec<_> = same.map(|(spelling, ..)| format!("`{spelling}`")).collect();
-    let (missing, elsewhere) = match missing {
+    let (missing, elsewhere) = match *missing {
         Protection::Limit(name) => {
             (format!("has no limit `{name}`"), format!("add `{name}` to the `limits` of `{}` as well", other.name))
         }
@@ -157,6 +158,18 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     let hint = format!("{elsewhere}, or match all spellings: path_regex = '(?i){}([/;].*)?'", regex::escape(plain));
     let written = input.route(route.index)?.get_ref().path.as_ref()?;
     Some(Issue::new(written.span(), message).with_hint(hint))
+}
+
+/// Return the path in upper case, and the path with one segment in upper case.
+fn upper_case_spellings(path: &str) -> impl Iterator<Item = String> {
+    let segments: Vec<_> = path.split('/').map(str::to_owned).collect();
+    let with_one = (0..segments.len()).rev().map(move |index| {
+        let mut segments = segments.clone();
+        segments[index].make_ascii_uppercase();
+        segments.join("/")
+    });
+    let own = path.to_owned();
+    std::iter::once(path.to_ascii_uppercase()).chain(with_one).filter(move |spelling| *spelling != own)
 }
 
 /// Warn of a route with `require` if `methods`, `match`, `hosts` or `listeners` of the route excludes requests for its
