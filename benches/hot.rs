@@ -1,6 +1,10 @@
 //! Benchmarks of the hot path without I/O: a decision of the memory store for each algorithm, the lookup of a route
-//! among 10 and among 10,000 routes, and the verification of a JWT with and without the cache of verified tokens.
+//! among 10 and among 10,000 routes, the verification of a JWT with and without the cache of verified tokens, and the
+//! time to parse hostile bodies, in ms per MiB.
 #![allow(missing_docs)] // criterion's macros generate public items
+
+#[path = "../tests/support/hostile_bodies.rs"]
+mod hostile_bodies;
 
 use std::sync::Arc;
 
@@ -13,6 +17,7 @@ use aws_lc_rs::signature::{
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use hostile_bodies::{NamedBody, Parsers, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams};
 use http::{HeaderMap, Method};
 use serde_json::json;
 use sluicegate::http::target::canonical_path;
@@ -21,7 +26,7 @@ use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
-use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::Quota;
@@ -147,5 +152,32 @@ fn bench_tokens(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, bench_decisions, bench_routes, bench_tokens);
+/// 1 MiB in bytes, the length of the hostile bodies.
+const MIB: usize = 1 << 20;
+
+/// Print the shortest of ten times to parse each hostile body, in ms per MiB.
+#[expect(clippy::print_stdout)]
+fn bench_hostile_bodies(_: &mut Criterion) {
+    let shortest = |run: &dyn Fn()| {
+        let time = |_| {
+            let start = monotonic();
+            run();
+            monotonic() - start
+        };
+        (0..10).map(time).min().unwrap().as_secs_f64() * 1000.0
+    };
+    let parsers = Parsers::new();
+    println!("ms per MiB by parser of request bodies: a pointer, 64 pointers, JSON-RPC, LLM, all");
+    for NamedBody { name, bytes } in [ordinary_body(MIB)].into_iter().chain(json_bodies(MIB)) {
+        print!("{name:50}");
+        parsers.each(&bytes, |_, parse| print!("{:7.2}", shortest(parse)));
+        println!();
+    }
+    println!("ms per MiB of an event stream whose usage is measured");
+    for NamedBody { name, bytes } in [ordinary_stream(MIB)].into_iter().chain(streams(MIB)) {
+        println!("{name:50}{:7.2}", shortest(&|| measure_stream(&bytes)));
+    }
+}
+
+criterion_group!(benches, bench_decisions, bench_routes, bench_tokens, bench_hostile_bodies);
 criterion_main!(benches);

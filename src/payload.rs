@@ -3,6 +3,7 @@
 /// JSON of request bodies: values at pointers and JSON-RPC messages, read in one pass.
 pub mod json {
     pub mod body;
+    pub mod names;
     pub mod rpc;
 }
 

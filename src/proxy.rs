@@ -208,7 +208,12 @@ impl Gateway {
             authenticated =
                 authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
         }
-        if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
+        let needs_body = match pending_provider(&authenticated) {
+            // If possible, read the body after the authentication, so that a request that gets 401 costs no parsing.
+            Some(_) => route.rate_limits.reads_body_unauthenticated(),
+            None => authenticated.is_ok() && route.rate_limits.reads_body(),
+        };
+        if needs_body {
             // Box the future, because only the few requests whose body is read need space for it.
             Box::pin(inspection::inspect(context, route, &target, request, body)).await?;
         }
@@ -221,7 +226,7 @@ impl Gateway {
                 route,
                 pending,
                 &target,
-                request,
+                (request, body),
             ))
             .await
         } else {

@@ -43,7 +43,7 @@ use crate::identity::{ClientIpResolver, Descriptor, IdentitySpec};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
-use crate::payload::json::body::{JsonPointer, MAX_POINTERS};
+use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::cost::{Cost, RefundOn};
@@ -118,7 +118,7 @@ pub struct CompiledConfig {
 #[derive(Debug, Default)]
 pub struct BodyInspection {
     /// Pointers to the JSON values to read.
-    pub pointers: Arc<[JsonPointer]>,
+    pub pointers: Arc<JsonPointers>,
     /// Whether a limit reads JSON-RPC messages.
     pub reads_messages: bool,
     /// Whether a limit counts the tokens of an LLM API.
@@ -391,7 +391,7 @@ fn body_inspection(
         let message = format!("routes and limits use {} different JSON pointers", pointers.len());
         reader.push_issue(Issue { span: None, message, hint: Some(format!("at most {MAX_POINTERS} are supported")) });
     }
-    BodyInspection { pointers: pointers.into(), ..inspection }
+    BodyInspection { pointers: Arc::new(JsonPointers::new(pointers)), ..inspection }
 }
 
 // === Keys that require a restart when they change ===

@@ -11,7 +11,7 @@ use regex_automata::util::syntax;
 use serde_json::json;
 use sluicegate::http::target::canonical_path;
 use sluicegate::payload::json::body;
-use sluicegate::payload::json::body::JsonPointer;
+use sluicegate::payload::json::body::{JsonPointer, JsonPointers};
 use sluicegate::routing::condition::{
     Condition, ConditionSource, Expression, MAX_LENGTH, Met, RouteBody, ValueTest, query_values,
 };
@@ -92,7 +92,8 @@ fn requests(conditions: &[Condition; 2], values: &[&[u8]]) {
             _ => return,
         },
     }
-    let read = body::read(json.to_string().as_bytes(), &Arc::from([pointer()]), false).expect("a JSON document");
+    let read = body::read(json.to_string().as_bytes(), &Arc::new(JsonPointers::new(vec![pointer()])), false)
+        .expect("a JSON document");
     let body = RouteBody::Read(&read);
     let met = conditions.each_ref().map(|condition| condition.matches(&headers, Some(&query), body) == Met::Yes);
     let [one, other] = conditions;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue};
 use serde_json::Value;
-use sluicegate::payload::json::body::{Collector, JsonPointer, JsonValue, read};
+use sluicegate::payload::json::body::{Collector, JsonPointer, JsonPointers, JsonValue, read};
 use sluicegate::payload::json::rpc::{MCP_METHOD, MCP_NAME, MCP_PROTOCOL_VERSION, check_mcp_headers};
 use sluicegate::payload::llm::request;
 
@@ -23,10 +23,11 @@ pub(crate) fn run(data: &[u8]) {
         headers.extend(HeaderValue::from_bytes(value).ok().map(|value| (name, value)));
     }
     let more = parts.next().and_then(|text| std::str::from_utf8(text).ok()).and_then(JsonPointer::parse);
-    let pointers: Arc<[_]> = POINTERS.into_iter().filter_map(JsonPointer::parse).chain(more).collect();
+    let list: Vec<_> = POINTERS.into_iter().filter_map(JsonPointer::parse).chain(more).collect();
+    let pointers = Arc::new(JsonPointers::new(list.clone()));
     let Ok(found) = read(body, &pointers, true) else { return };
     let value: Value = serde_json::from_slice(body).expect("JSON");
-    for pointer in &*pointers {
+    for pointer in &list {
         let expected = value.pointer(pointer.as_str());
         match found.value(pointer) {
             // If a member occurs more than once, serde_json keeps the last one.
@@ -43,7 +44,7 @@ pub(crate) fn run(data: &[u8]) {
     }
     // The parser of LLM requests finds the same values and messages.
     if let Ok((_, same)) = request::inspect_with(body, Collector::new(&pointers, true)) {
-        assert!(pointers.iter().all(|pointer| same.value(pointer) == found.value(pointer)));
+        assert!(list.iter().all(|pointer| same.value(pointer) == found.value(pointer)));
         assert_eq!(same.messages, found.messages);
     }
     let Some(Ok(messages)) = found.messages else { return };

@@ -1,14 +1,16 @@
 //! Reads the body of a request once. One pass collects all values on which the choice of the route, an identity or a
 //! cost depends.
 
+use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Request};
 use serde_json::Value;
+use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
 use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
-use crate::payload::json::body::{Collector, JsonBody, JsonPointer};
+use crate::payload::json::body::{Collector, JsonBody, JsonError, JsonPointer};
 use crate::payload::json::rpc::RpcError;
 use crate::payload::json::{body, rpc};
 use crate::payload::llm::request;
@@ -54,16 +56,16 @@ pub enum UnreadBody {
     /// The buffer budget is exhausted.
     #[error("the gateway has no memory for the request body at the moment")]
     NoCapacity,
-    /// The body is not JSON.
-    #[error("the request body is not JSON: {0}")]
-    Json(String),
+    /// The body cannot be read as JSON.
+    #[error(transparent)]
+    Json(#[from] JsonError),
 }
 
 impl InspectError {
     /// Return the code of the JSON-RPC error response. Return `None` if the HTTP status is to be used as the code.
     pub fn rpc_code(&self) -> Option<i32> {
         match self {
-            InspectError::Unread(UnreadBody::Json(_)) => Some(-32700),
+            InspectError::Unread(UnreadBody::Json(JsonError::Syntax(_))) => Some(-32700),
             InspectError::Rpc(error) => Some(error.code()),
             InspectError::Unread(_) | InspectError::Ambiguous(_) => None,
         }
@@ -106,7 +108,7 @@ impl BodyContent {
         };
         match read {
             Ok((llm, json)) => BodyContent::Read(Box::new(InspectedBody { length: bytes.len(), json, llm })),
-            Err(error) => BodyContent::Unread(UnreadBody::Json(error.to_string())),
+            Err(error) => BodyContent::Unread(error.into()),
         }
     }
 
@@ -274,8 +276,29 @@ async fn read(
         Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
     };
     Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
-        ReadBody::Whole(bytes) => BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens),
+        ReadBody::Whole(bytes) => parse(context, bytes, reads_tokens).await,
         ReadBody::TooLong => BodyContent::Unread(UnreadBody::TooLong(max_read)),
         ReadBody::NoCapacity => BodyContent::Unread(UnreadBody::NoCapacity),
     })
+}
+
+/// Maximum length in bytes of a body that the worker itself parses. The worker handles no other request meanwhile, for
+/// at most 0.5 ms.
+const MAX_PARSED_BY_WORKER: usize = 64 << 10;
+
+/// Parse the bytes of a complete body. A blocking thread parses a long body, so that the other requests of the worker do
+/// not wait. The number of bodies that are parsed at the same time is bounded.
+async fn parse(context: &RequestContext<'_>, bytes: Bytes, reads_tokens: bool) -> BodyContent {
+    let config = &context.snapshot.config;
+    if bytes.len() <= MAX_PARSED_BY_WORKER {
+        return BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens);
+    }
+    let permit = context.snapshot.metrics.parser_permits.clone().acquire_owned().await;
+    let config = config.clone();
+    let parsing = spawn_blocking(move || {
+        let _permit = permit;
+        BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens)
+    });
+    // The task fails only if the runtime shuts down.
+    parsing.await.unwrap_or(BodyContent::Unread(UnreadBody::NoCapacity))
 }

@@ -153,14 +153,14 @@ impl Content {
             BodyContent::Empty => Ok(Content::Empty),
             BodyContent::Read(read) if read.length > max_body => Err(LlmError::TooLong(max_body)),
             BodyContent::Read(read) => {
-                let info = read.llm.take().unwrap_or_else(|| Err(RequestError::Json("it was not read".to_owned())));
+                let info = read.llm.take().unwrap_or(Err(RequestError::NoObject));
                 info.map(Content::Read).map_err(LlmError::Body)
             }
             BodyContent::Unread(UnreadBody::ContentCoding) => Err(LlmError::ContentCoding),
             BodyContent::Unread(UnreadBody::MediaType) => Err(LlmError::MediaType),
             BodyContent::Unread(UnreadBody::TooLong(_)) => Err(LlmError::TooLong(max_body)),
             BodyContent::Unread(UnreadBody::NoCapacity) => Err(LlmError::NoCapacity),
-            BodyContent::Unread(UnreadBody::Json(error)) => Err(LlmError::Body(RequestError::Json(error.clone()))),
+            BodyContent::Unread(UnreadBody::Json(error)) => Err(LlmError::Body(error.clone().into())),
         }
     }
 }

@@ -21,7 +21,9 @@ use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
+use crate::payload::json::body::JsonError;
 use crate::payload::json::rpc;
+use crate::payload::llm::request::RequestError;
 use crate::payload::llm::usage::Provider;
 use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body::{InspectError, UnreadBody};
@@ -244,11 +246,15 @@ impl Rejection<'_> {
             }
             Rejection::Inspect(error) => {
                 let (status, outcome) = match &error {
-                    InspectError::Unread(UnreadBody::TooLong(_)) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
+                    InspectError::Unread(UnreadBody::TooLong(_) | UnreadBody::Json(JsonError::TooManyValues)) => {
+                        (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
+                    }
                     InspectError::Unread(UnreadBody::NoCapacity) => {
                         (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow")
                     }
-                    InspectError::Unread(UnreadBody::ContentCoding | UnreadBody::MediaType | UnreadBody::Json(_))
+                    InspectError::Unread(
+                        UnreadBody::ContentCoding | UnreadBody::MediaType | UnreadBody::Json(JsonError::Syntax(_)),
+                    )
                     | InspectError::Ambiguous(_)
                     | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),
                 };
@@ -260,11 +266,13 @@ impl Rejection<'_> {
             }
             Rejection::Llm { error, provider } => {
                 let (status, outcome) = match &error {
+                    LlmError::Body(RequestError::Body(JsonError::TooManyValues)) | LlmError::TooLong(_) => {
+                        (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
+                    }
                     LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType => {
                         (StatusCode::BAD_REQUEST, "bad-body")
                     }
                     LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
-                    LlmError::TooLong(_) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
                     LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),
                 };
                 let mut response = provider_response(status, provider, None, &error.to_string());

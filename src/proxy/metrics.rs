@@ -3,10 +3,12 @@
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use datasketches::frequencies::{ErrorType, FrequentItemsSketch};
 use http::{Response, StatusCode};
+use tokio::sync::Semaphore;
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, InspectedByNetwork};
@@ -182,6 +184,20 @@ pub struct RequestMetrics {
     pub mirror_budget: MirrorBudget,
     /// Bytes of inspected request bodies by client network.
     pub inspected_by_network: Arc<InspectedByNetwork>,
+    /// Permits to parse long request bodies outside of the workers.
+    pub parser_permits: ParserPermits,
+}
+
+/// Permits to parse long request bodies on blocking threads: one for every two processors, so that the workers do not
+/// wait for a processor.
+#[derive(Debug)]
+pub struct ParserPermits(Arc<Semaphore>);
+
+impl Default for ParserPermits {
+    fn default() -> Self {
+        let processors = available_parallelism().map_or(1, usize::from);
+        ParserPermits(Arc::new(Semaphore::new((processors / 2).max(1))))
+    }
 }
 
 /// Index of reserved costs in the counters of [`RequestMetrics::tokens`].
@@ -246,6 +262,7 @@ pub(super) struct WorkerMetrics {
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
     pub(super) inspected_by_network: Arc<InspectedByNetwork>,
+    pub(super) parser_permits: Arc<Semaphore>,
 }
 
 #[derive(Debug)]
@@ -351,6 +368,7 @@ impl WorkerMetrics {
             check_durations: request_metrics.check_durations.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
             inspected_by_network: request_metrics.inspected_by_network.clone(),
+            parser_permits: request_metrics.parser_permits.0.clone(),
         }
     }
 

@@ -18,6 +18,7 @@ use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::payload::json::body::JsonBody;
 use crate::proxy::authentication;
+use crate::proxy::body as inspection;
 use crate::proxy::context::{Peer, RequestContext};
 use crate::proxy::local_reply::{Rejection, upstream_status};
 use crate::proxy::{ConfigSnapshot, RequestTarget};
@@ -93,8 +94,9 @@ pub(super) async fn check_limits<'a>(
 
 /// Check the limits of a route in two calls, and wait for the provider `pending` between them. The first call checks
 /// the limits that need no credential, so that attempts to guess a credential are limited. The second call checks all
-/// other limits. If the second call denies the request, the charges of the first call are refunded. If the request is
-/// not authenticated, these charges are kept. All verified credentials are in `context.credentials`, even if the
+/// other limits. If only limits of the second call depend on the body, the body is read after the authentication. If the
+/// second call denies the request, the charges of the first call are refunded. If the request is not authenticated,
+/// these charges are kept. All verified credentials are in `context.credentials`, even if the
 /// request is rejected.
 ///
 /// # Errors
@@ -105,7 +107,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
     route: &'a Route,
     (credentials, pending): (Credentials<'a>, usize),
     target: &RequestTarget<'_>,
-    request: &Request<RequestBody>,
+    (request, unread): (&Request<RequestBody>, &mut RequestBody),
 ) -> Result<Decision<'a>, Rejection<'a>> {
     let ConfigSnapshot { config, metrics, .. } = context.snapshot;
     context.credentials = credentials.clone();
@@ -162,8 +164,15 @@ pub(super) async fn check_limits_around_authentication<'a>(
         return Err(rejection);
     }
     let mut first = first.map_err(Rejection::StoreUnavailable)?;
+    let inspected = match route.rate_limits.reads_body() && !route.rate_limits.reads_body_unauthenticated() {
+        true => Box::pin(inspection::inspect(context, route, target, request, unread)).await,
+        false => Ok(()),
+    };
+    let late_body = context.body.take();
+    let json = late_body.as_ref().and_then(|body| body.json()).or(json);
     let attributes = limit_context.request_attributes(config, route, client, &verified, json);
-    let mut others = match build_checks_of(config, identities, limits, &attributes, needs_credential) {
+    let others = inspected.and_then(|()| build_checks_of(config, identities, limits, &attributes, needs_credential));
+    let mut others = match others {
         Ok(others) => others,
         Err(rejection) => {
             if !rejection.is_charged() {

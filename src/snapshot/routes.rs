@@ -173,6 +173,15 @@ impl RouteLimits {
         self.reads_values || self.llm.is_some()
     }
 
+    /// Return whether a limit that is checked before the authentication depends on the body of a request.
+    pub fn reads_body_unauthenticated(&self) -> bool {
+        self.limits.iter().any(|limit| {
+            let spec = &self.identities[limit.identity_index];
+            let reads_body = spec.reads_body() || limit.counted.is_some() || limit.cost.llm().is_some();
+            spec.limits_unauthenticated() && reads_body
+        })
+    }
+
     /// Return what the limits read from the body of a request with this method, apart from the data for counting LLM
     /// tokens.
     pub fn body_use(&self, method: &Method) -> BodyUse {

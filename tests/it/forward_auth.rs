@@ -616,6 +616,45 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
 }
 
 #[test]
+fn body_is_read_before_the_server_only_for_limits_without_a_credential() {
+    let server = Upstream::responding(|seen| match seen.headers("cookie")[..] {
+        [_] => response("200 OK", "X-User: alice\r\n"),
+        [] | [_, ..] => response("401 Unauthorized", ""),
+    });
+    let upstream = Upstream::start();
+    let limits = "[limit.ip]\nby = \"ip\"\nquota = \"5/hour\"\n\
+                  [limit.body]\nby = [\"auth:x-user\", \"json:/model\"]\nquota = \"9/hour\"\n\
+                  [limit.early]\nby = [\"ip\", \"json:/model\"]\nquota = \"9/hour\"\n";
+    let routes = ["late", "early"].map(|name| {
+        let limits = if name == "late" { "\"ip\", \"body\"" } else { "\"early\", \"body\"" };
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrequire = [\"sso\"]\nlimits = [{limits}]\n\
+             respond = {{ status = 200 }}\n"
+        )
+    });
+    let gateway =
+        Gateway::start(&format!("{}{limits}{}", config(&verify_url(&server), "", &upstream), routes.concat()));
+    let post = |path: &str, cookie: &[(&str, &str)], body: &str| {
+        gateway.client().request("POST", path, cookie, body.as_bytes())
+    };
+    let (session, good) = ([("Cookie", "s=1")], "{\"model\":\"m\"}");
+    assert_eq!(post("/late", &[], "{").status, 401, "the body of a request that gets 401 is not parsed");
+    let admitted = post("/late", &session, good);
+    assert_eq!((admitted.status, admitted.remaining("ip"), admitted.remaining("body")), (200, 3, 8));
+    let invalid = post("/late", &session, "{");
+    invalid.assert_problem(400, "is not JSON");
+    let admitted = post("/late", &session, good);
+    assert_eq!((admitted.status, admitted.remaining("ip")), (200, 2), "an invalid body is refunded");
+    for _ in 0..2 {
+        assert_eq!(post("/late", &session, good).status, 200);
+    }
+    assert_eq!(post("/late", &session, "{").status, 429, "the limit of the address denies without parsing the body");
+    assert_eq!(post("/early", &[], "{").status, 400, "a limit that needs no credential needs the body");
+    assert_eq!(post("/early", &[], good).status, 401);
+    assert_eq!(post("/early", &session, good).status, 200);
+}
+
+#[test]
 fn cached_admission_is_checked_in_one_call() {
     let server = Upstream::responding(|seen| match seen.headers("cookie")[..] {
         [cookie] => response("200 OK", &format!("X-User: {}\r\nX-Plan: gold\r\n", &cookie[2..])),

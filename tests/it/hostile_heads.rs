@@ -5,6 +5,7 @@ use std::net::TcpStream;
 
 use crate::support::MAX_WAIT;
 use crate::support::gateway::Gateway;
+use crate::support::tokens::{Key, key_set};
 use crate::support::upstream::Upstream;
 
 fn gateway(upstream: &Upstream) -> Gateway {
@@ -299,4 +300,73 @@ fn upstream_receives_the_host_and_path_that_were_routed_on() {
         }
     }
     println!("fault 4: {forwarded} forwarded with the host that was routed on, {refused} rejected");
+}
+
+/// Headers that a client can make long: a name, a method and target, headers, and the part that is repeated.
+const LONG: &[(&str, &str, &str, &str)] = &[
+    ("parameters of a query", "GET /?", " HTTP/1.1\r\n", "%61=%62&"),
+    ("segments of a path", "GET /x", " HTTP/1.1\r\n", "/%61/.%62"),
+    ("cookies", "GET / HTTP/1.1\r\nCookie: x=y", "\r\n", "; sid2=1"),
+    ("hops", "GET / HTTP/1.1\r\nX-Forwarded-For: 192.0.2.1", "\r\n", ", 127.0.0.1"),
+    ("elements of Forwarded", "GET / HTTP/1.1\r\nForwarded: for=192.0.2.1", "\r\n", ", for=\"127.0.0.1\""),
+    ("names in Connection", "GET / HTTP/1.1\r\nConnection: keep-alive", "\r\n", ",x-a"),
+    (
+        "names in a preflight",
+        "OPTIONS / HTTP/1.1\r\nOrigin: https://a.test\r\nAccess-Control-Request-Method: GET\r\nAccess-Control-Request-Headers: x-a",
+        "\r\n",
+        ",x-b",
+    ),
+    ("headers", "GET / HTTP/1.1\r\n", "", "x-a: b\r\n"),
+    ("media types", "GET / HTTP/1.1\r\nAccept: a/b", "\r\n", ",a/b;q=1"),
+    ("a Basic credential", "GET /user HTTP/1.1\r\nAuthorization: Basic YTpi", "\r\n", "YTpi"),
+    ("an API key", "GET /key HTTP/1.1\r\nX-Api-Key: k", "\r\n", "k"),
+    ("a token", "GET /token HTTP/1.1\r\nAuthorization: Bearer eyJhbGciOiJFUzI1NiJ9.eyJhIjoi", "Q.AAAA\r\n", "YWFh"),
+];
+
+#[test]
+fn time_of_long_headers_grows_with_their_length_only() {
+    let consumers = "[[consumer]]\nname = \"c\"\nkeys = [\"sha256:ffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff\"]\n";
+    let users = "alice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\n";
+    let providers = [("key", "api-key"), ("user", "basic"), ("token", "jwt")];
+    let auth = "[auth.key]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+                [auth.user]\nkind = \"basic\"\nusers = \"htpasswd\"\n\
+                [auth.token]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n";
+    let routes = providers.map(|(name, _)| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrequire = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
+        )
+    });
+    let config = |header: &str| {
+        format!(
+            "[server]\nworkers = 1\nmax_header_size = \"64KiB\"\nmax_uri = \"64KiB\"\nmax_headers = 10000\n\
+             [client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\nheader = \"{header}\"\n{auth}\
+             [limit.l]\nby = [\"ip\", \"cookie:sid\", \"query:plan\"]\non_missing = \"skip\"\nquota = \"100000/s\"\n{}\
+             [[route]]\nname = \"plan\"\npath = \"/\"\nmatch = {{ query = {{ plan = {{ exact = \"b\" }} }} }}\nrespond = {{ status = 204 }}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"l\"]\ncors = {{ origins = [\"https://a.test\"], headers = [\"x-a\"] }}\nrespond = {{ status = 200 }}\n",
+            routes.concat()
+        )
+    };
+    let key = Key::ec("k");
+    let jwks = key_set(&[&key]);
+    let files = [("consumers.toml", consumers), ("htpasswd", users), ("jwks.json", &jwks)];
+    for header in ["X-Forwarded-For", "Forwarded"] {
+        let gateway = Gateway::start_with(&config(header), &files);
+        let mut client = gateway.client();
+        for (name, start, end, repeated) in LONG {
+            let mut cpu_ms = |length: usize| {
+                let part = repeated.repeat(length / repeated.len());
+                let request = format!("{start}{part}{end}Host: a\r\n\r\n");
+                let before = gateway.cpu_ms();
+                for _ in 0..40 {
+                    client.send(request.as_bytes());
+                    let reply = client.reply().unwrap_or_else(|| panic!("{name}: no response"));
+                    assert!(reply.status < 431, "{name}: {}", reply.text());
+                }
+                gateway.cpu_ms() - before
+            };
+            // 15 times the length takes about 15 times the time, but 225 times the time if it grows with the square.
+            let (short, long) = (cpu_ms(2_000).max(20), cpu_ms(30_000));
+            assert!(long < short * 60, "{name}, {header}: {short} ms for 2 KB, {long} ms for 30 KB");
+        }
+    }
 }

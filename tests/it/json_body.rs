@@ -5,10 +5,15 @@ use std::io::BufRead;
 use std::time::Duration;
 
 use http::Request;
+use sluicegate::limiter::clock::monotonic;
+use sluicegate::payload::json::body::{MAX_ELEMENTS, MAX_MEMBERS};
 
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
+use crate::support::hostile_bodies::{
+    NamedBody, Parsers, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams,
+};
 use crate::support::http2;
 use crate::support::upstream::Upstream;
 
@@ -471,4 +476,78 @@ fn replay_says_that_logs_have_no_bodies() {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(text.contains("this log lacks the JSON value `/user` of the body"), "{text}");
     assert!(text.contains("1 has a route that depends on its body"), "{text}");
+}
+
+// === The time to parse hostile bodies ===
+
+/// Length of the bodies in bytes.
+const LENGTH: usize = 128 << 10;
+
+/// Return the shortest of three times that a function takes.
+fn shortest(run: &dyn Fn()) -> Duration {
+    let time = |_| {
+        let start = monotonic();
+        run();
+        monotonic() - start
+    };
+    (0..3).map(time).min().unwrap()
+}
+
+/// A hostile body takes less than this many times the time of an ordinary body of the same length: up to 5 times in a
+/// release build, up to 15 times in a debug build.
+const MAX_RATIO: f64 = 40.0;
+
+#[test]
+fn hostile_bodies_take_about_the_time_of_ordinary_ones() {
+    let parsers = Parsers::new();
+    let mut usual = Vec::new();
+    parsers.each(&ordinary_body(LENGTH).bytes, |_, parse| usual.push(shortest(parse)));
+    let mut worst = (0.0, String::new());
+    let mut compare = |name: String, time: Duration, usual: Duration| {
+        let ratio = time.as_secs_f64() / usual.as_secs_f64();
+        assert!(ratio < MAX_RATIO, "{name}: {time:?}, an ordinary body: {usual:?}");
+        if ratio > worst.0 {
+            worst = (ratio, name);
+        }
+    };
+    for NamedBody { name, bytes } in json_bodies(LENGTH) {
+        assert!(bytes.len() > LENGTH - 1000, "{name}");
+        let mut usual = usual.iter();
+        parsers.each(&bytes, |parser, parse| {
+            compare(format!("{name}, {parser}"), shortest(parse), *usual.next().unwrap());
+        });
+    }
+    let usual = shortest(&|| measure_stream(&ordinary_stream(LENGTH).bytes));
+    for NamedBody { name, bytes } in streams(LENGTH) {
+        compare(format!("stream of {name}"), shortest(&|| measure_stream(&bytes)), usual);
+    }
+    println!("fault 74: at most {:.1} times the time of an ordinary body ({})", worst.0, worst.1);
+}
+
+#[test]
+fn body_with_too_many_values_is_413() {
+    let limits = "[limit.j]\nby = \"json:/model\"\nquota = \"9/hour\"\n[limit.t]\nby = \"ip\"\nquota = \"1000000000/day\"\n\
+                  unit = \"tokens\"\ncost = { llm = \"auto\" }\n[server]\ninspect_body = \"4MiB\"\n";
+    let route = |name: &str| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
+        )
+    };
+    let gateway = Gateway::start(&format!("{limits}{}{}", route("j"), route("t")));
+    let members = |count: usize| format!("{{\"model\":\"m\"{}}}", ",\"a\":0".repeat(count - 1));
+    let elements = |count: usize| format!("{{\"model\":\"m\",\"prompt\":[0{}]}}", ",0".repeat(count - 1));
+    for path in ["/j", "/t"] {
+        for (body, status) in [
+            (members(MAX_MEMBERS), 200),
+            (members(MAX_MEMBERS + 1), 413),
+            (elements(MAX_ELEMENTS), 200),
+            (elements(MAX_ELEMENTS + 1), 413),
+        ] {
+            let reply = post(&gateway, path, body.as_bytes());
+            assert_eq!(reply.status, status, "{path} {} {}", body.len(), reply.text());
+            if status == 413 {
+                assert!(reply.text().contains("more than 100000 object members"), "{}", reply.text());
+            }
+        }
+    }
 }

@@ -7,8 +7,9 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
+use crate::payload::json::names::{NameIndex, bits};
 use crate::payload::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
 
 /// Maximum length of a collected string in bytes.
@@ -16,6 +17,28 @@ pub const MAX_VALUE: usize = 1024;
 
 /// Maximum number of JSON pointers in a configuration.
 pub const MAX_POINTERS: usize = 64;
+
+/// Maximum number of object members in a body. Together with [`MAX_ELEMENTS`], it bounds the time to read a body that
+/// consists of many short members: about 5 ms.
+pub const MAX_MEMBERS: usize = 100_000;
+
+/// Maximum number of array elements in a body. An element takes less time than a member, and an LLM API may receive a
+/// prompt as an array of numbers.
+pub const MAX_ELEMENTS: usize = 1_000_000;
+
+/// The reason why a body cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum JsonError {
+    /// The body is not JSON, or is nested too deeply. The field is the reason.
+    #[error("the request body is not JSON: {0}")]
+    Syntax(String),
+    /// The body has more than [`MAX_MEMBERS`] members or more than [`MAX_ELEMENTS`] elements.
+    #[error(
+        "the request body has more than {MAX_MEMBERS} object members or {MAX_ELEMENTS} array elements, which is the \
+         maximum that the gateway reads"
+    )]
+    TooManyValues,
+}
 
 /// The value at a JSON pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +81,7 @@ impl JsonValue {
 /// The values that were read from a body.
 #[derive(Debug, Clone, Default)]
 pub struct JsonBody {
-    pointers: Arc<[JsonPointer]>,
+    pointers: Arc<JsonPointers>,
     values: Vec<Option<JsonValue>>,
     /// The JSON-RPC messages, if the reader was created to read them.
     pub messages: Option<Result<Messages, RpcError>>,
@@ -68,12 +91,12 @@ impl JsonBody {
     /// Create a body with these values, for sample requests.
     pub fn from_values(values: Vec<(JsonPointer, JsonValue)>) -> Self {
         let (pointers, values): (Vec<_>, Vec<_>) = values.into_iter().map(|(at, value)| (at, Some(value))).unzip();
-        JsonBody { pointers: pointers.into(), values, messages: None }
+        JsonBody { pointers: Arc::new(JsonPointers::new(pointers)), values, messages: None }
     }
 
     /// Return the value at a pointer. `pointer` must be one of the pointers with which the body was read.
     pub fn value(&self, pointer: &JsonPointer) -> Option<&JsonValue> {
-        let index = self.pointers.iter().position(|other| other == pointer)?;
+        let index = self.pointers.list.iter().position(|other| other == pointer)?;
         self.values.get(index)?.as_ref()
     }
 }
@@ -81,22 +104,37 @@ impl JsonBody {
 /// Read a body that is a JSON document.
 ///
 /// # Errors
-/// The body is not JSON, or is nested too deeply.
-pub fn read(body: &[u8], pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Result<JsonBody, serde_json::Error> {
+/// The body is not JSON, is nested too deeply, or has too many values.
+pub fn read(body: &[u8], pointers: &Arc<JsonPointers>, reads_messages: bool) -> Result<JsonBody, JsonError> {
     let mut collector = Collector::new(pointers, reads_messages);
-    let mut deserializer = serde_json::Deserializer::from_slice(body);
     let position = collector.root();
-    ValueSeed { collector: &mut collector, position }.deserialize(&mut deserializer)?;
-    deserializer.end()?;
+    let result = deserialize(body, ValueSeed { collector: &mut collector, position });
+    collector.check(result)?;
     Ok(collector.finish())
+}
+
+/// Deserialize a whole body. The body is checked for valid UTF-8 once, because checking each string takes more time.
+pub fn deserialize<'de, S: DeserializeSeed<'de>>(body: &'de [u8], seed: S) -> Result<S::Value, JsonError> {
+    let syntax = |error: &dyn fmt::Display| JsonError::Syntax(error.to_string());
+    let text = str::from_utf8(body).map_err(|error| syntax(&error))?;
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    let value = seed.deserialize(&mut deserializer).map_err(|error| syntax(&error))?;
+    deserializer.end().map_err(|error| syntax(&error))?;
+    Ok(value)
 }
 
 /// Collects values while a body is read.
 #[derive(Debug, Default)]
 pub struct Collector {
-    pointers: Arc<[JsonPointer]>,
+    pointers: Arc<JsonPointers>,
     values: Vec<Option<JsonValue>>,
+    /// Bit set of the pointers whose value is ambiguous. Their members need no further comparison.
+    ambiguous: u64,
     messages: Option<MessageReader>,
+    members: usize,
+    elements: usize,
+    /// Buffer for the comparison of names.
+    folded: Vec<u8>,
 }
 
 /// The position of a value in the document.
@@ -112,6 +150,13 @@ pub struct Position {
     rpc_base: usize,
 }
 
+impl Position {
+    /// Return whether no pointer leads to this position or to a position within the value.
+    pub fn is_irrelevant(self) -> bool {
+        self.matching | self.rpc == 0
+    }
+}
+
 /// Bit sets of the pointers that the members of an object have matched so far. If a later member matches the same
 /// pointer, the value at the pointer is ambiguous.
 #[derive(Debug, Default)]
@@ -120,13 +165,13 @@ pub struct SeenMembers {
     rpc: u64,
 }
 
-/// Return the indices of the bits that are set.
-fn bits(mut set: u64) -> impl Iterator<Item = usize> {
-    std::iter::from_fn(move || {
-        let index = (set != 0).then(|| set.trailing_zeros() as usize)?;
-        set &= set - 1;
-        Some(index)
-    })
+/// The position of the next element of an array.
+#[derive(Debug)]
+pub struct Elements {
+    array: Position,
+    next: usize,
+    /// The last element to which a pointer leads.
+    last: Option<usize>,
 }
 
 /// Return the bits of the first `count` pointers.
@@ -136,46 +181,79 @@ fn all_bits(count: usize) -> u64 {
 
 impl Collector {
     /// Create a collector for the values at these pointers, at most [`MAX_POINTERS`].
-    pub fn new(pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Self {
+    pub fn new(pointers: &Arc<JsonPointers>, reads_messages: bool) -> Self {
         Collector {
-            values: vec![None; pointers.len()],
+            values: vec![None; pointers.list.len()],
             pointers: pointers.clone(),
             messages: reads_messages.then(MessageReader::default),
+            ..Collector::default()
         }
     }
 
     /// Return the position of the whole document.
     pub fn root(&self) -> Position {
-        Position { matching: all_bits(self.pointers.len()), rpc: self.rpc_bits(), ..Position::default() }
+        Position { matching: all_bits(self.pointers.list.len()), rpc: self.rpc_bits(), ..Position::default() }
     }
 
     fn rpc_bits(&self) -> u64 {
-        if self.messages.is_some() { all_bits(RPC_POINTERS.len()) } else { 0 }
+        // After an error, the other messages do not matter.
+        let is_read = self.messages.as_ref().is_some_and(|messages| !messages.has_failed());
+        if is_read { all_bits(RPC_POINTERS.list.len()) } else { 0 }
+    }
+
+    /// Count a member of an object.
+    ///
+    /// # Errors
+    /// The body has more than [`MAX_MEMBERS`] members.
+    pub fn count_member<E: Error>(&mut self) -> Result<(), E> {
+        self.members += 1;
+        if self.members > MAX_MEMBERS { Err(E::custom(JsonError::TooManyValues)) } else { Ok(()) }
+    }
+
+    /// Count an element of an array.
+    ///
+    /// # Errors
+    /// The body has more than [`MAX_ELEMENTS`] elements.
+    pub fn count_element<E: Error>(&mut self) -> Result<(), E> {
+        self.elements += 1;
+        if self.elements > MAX_ELEMENTS { Err(E::custom(JsonError::TooManyValues)) } else { Ok(()) }
+    }
+
+    /// Return the result of reading a body, with [`JsonError::TooManyValues`] if a count has exceeded its maximum.
+    ///
+    /// # Errors
+    /// The error of `result`.
+    pub fn check<T>(&self, result: Result<T, JsonError>) -> Result<T, JsonError> {
+        match self.members > MAX_MEMBERS || self.elements > MAX_ELEMENTS {
+            true => Err(JsonError::TooManyValues),
+            false => result,
+        }
     }
 
     /// Return the position of the member `key` of an object. `seen` contains the members of this object that have been
     /// read.
     pub fn member(&mut self, object: Position, seen: &mut SeenMembers, key: &str) -> Position {
         let mut member = Position { depth: object.depth + 1, rpc_base: object.rpc_base, ..Position::default() };
-        for index in bits(object.matching) {
-            match self.pointers[index].segment(object.depth).map(|segment| compare(segment, key)) {
-                Some(Spelling::Equal) if seen.matching >> index & 1 == 0 => member.matching |= 1 << index,
-                Some(Spelling::Equal | Spelling::OtherCase) => {
-                    self.values[index] = Some(JsonValue::Ambiguous(shortened(key)));
-                }
-                Some(Spelling::Different) | None => {}
+        let Collector { pointers, values, ambiguous, messages, folded, .. } = self;
+        for index in bits(pointers.similar(object.depth, object.matching & !*ambiguous, key, folded)) {
+            if pointers.list[index].segment(object.depth) == Some(key) && seen.matching >> index & 1 == 0 {
+                member.matching |= 1 << index;
+            } else {
+                // The name differs from the segment only in case, or is repeated.
+                *ambiguous |= 1 << index;
+                values[index] = Some(JsonValue::Ambiguous(shortened(key)));
             }
         }
         seen.matching |= member.matching;
-        if let Some(messages) = &mut self.messages {
-            for index in bits(object.rpc) {
-                let segment = RPC_POINTERS[index].segment(object.depth - object.rpc_base);
-                match segment.map(|segment| compare(segment, key)) {
-                    Some(Spelling::Equal) if seen.rpc >> index & 1 == 0 => member.rpc |= 1 << index,
-                    Some(Spelling::Equal | Spelling::OtherCase) => {
-                        messages.found(index, JsonValue::Ambiguous(shortened(key)));
-                    }
-                    Some(Spelling::Different) | None => {}
+        if let Some(messages) = messages
+            && object.rpc > 0
+        {
+            let depth = object.depth - object.rpc_base;
+            for index in bits(RPC_POINTERS.similar(depth, object.rpc & !messages.ambiguous(), key, folded)) {
+                if RPC_POINTERS.list[index].segment(depth) == Some(key) && seen.rpc >> index & 1 == 0 {
+                    member.rpc |= 1 << index;
+                } else {
+                    messages.found(index, JsonValue::Ambiguous(shortened(key)));
                 }
             }
             seen.rpc |= member.rpc;
@@ -183,39 +261,39 @@ impl Collector {
         member
     }
 
-    /// Return the position of an element of an array.
-    pub fn element(&self, array: Position, index: usize) -> Position {
-        let mut element = Position { depth: array.depth + 1, rpc_base: array.rpc_base, ..Position::default() };
-        if array.depth == 0 {
-            (element.rpc, element.rpc_base) = (self.rpc_bits(), 1);
+    /// Return the positions of the elements of an array.
+    pub fn elements(&self, array: Position) -> Elements {
+        let indices = bits(array.matching).filter_map(|bit| self.pointers.list[bit].index(array.depth));
+        Elements { array, next: 0, last: indices.max() }
+    }
+
+    /// Return the position of the next element of an array. Return `None` if all further elements are irrelevant.
+    pub fn element(&self, elements: &mut Elements) -> Option<Position> {
+        let Elements { array, next: index, last } = *elements;
+        elements.next += 1;
+        let rpc = if array.depth == 0 { self.rpc_bits() } else { 0 };
+        if rpc == 0 && last.is_none_or(|last| index > last) {
+            return None;
         }
-        for bit in bits(array.matching) {
-            // An array index has no leading zeros (RFC 6901 §4) and no sign.
-            let is_index = |segment: &str| {
-                segment.parse() == Ok(index)
-                    && !(segment.len() > 1 && segment.starts_with('0'))
-                    && !segment.starts_with('+')
-            };
-            if self.pointers[bit].segment(array.depth).is_some_and(is_index) {
-                element.matching |= 1 << bit;
-            }
-        }
-        element
+        let is_here = |bit: &usize| self.pointers.list[*bit].index(array.depth) == Some(index);
+        let matching = bits(array.matching).filter(is_here).fold(0, |found, bit| found | 1 << bit);
+        let rpc_base = if array.depth == 0 { 1 } else { array.rpc_base };
+        Some(Position { depth: array.depth + 1, matching, rpc, rpc_base })
     }
 
     /// Record the value at a position. The closure `value` is called only if a pointer may lead to this position.
     pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
-        if position.matching | position.rpc == 0 {
+        if position.is_irrelevant() {
             return;
         }
         let value = value();
-        for index in bits(position.matching).filter(|index| self.pointers[*index].depth() == position.depth) {
+        for index in bits(position.matching).filter(|index| self.pointers.list[*index].depth() == position.depth) {
             // Keep the existing value if it is ambiguous.
             self.values[index].get_or_insert_with(|| value.clone());
         }
         if let Some(messages) = &mut self.messages {
             let depth = position.depth - position.rpc_base;
-            for index in bits(position.rpc).filter(|index| RPC_POINTERS[*index].depth() == depth) {
+            for index in bits(position.rpc).filter(|index| RPC_POINTERS.list[*index].depth() == depth) {
                 messages.found(index, value.clone());
             }
             if depth == 0 && value != JsonValue::Compound {
@@ -253,28 +331,6 @@ impl Collector {
 /// Return the value of a string.
 pub fn text_value(text: &str) -> JsonValue {
     if text.len() > MAX_VALUE { JsonValue::TooLong } else { JsonValue::Text(text.into()) }
-}
-
-/// The result of comparing the name of a member with a segment of a pointer.
-enum Spelling {
-    Equal,
-    /// The name differs from the segment only in case, so servers that ignore case treat both as equal.
-    OtherCase,
-    Different,
-}
-
-/// Return the text with its case folded, for comparisons that ignore case. As in Unicode, `ſ` becomes `s`, and the
-/// Kelvin sign becomes `k`, because some servers fold case in this way.
-pub fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
-    text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
-}
-
-fn compare(segment: &str, key: &str) -> Spelling {
-    match segment == key {
-        true => Spelling::Equal,
-        false if folded(segment).eq(folded(key)) => Spelling::OtherCase,
-        false => Spelling::Different,
-    }
 }
 
 /// Return the beginning of a member's name, for an error message.
@@ -337,50 +393,129 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         let ValueSeed { collector, position } = self;
+        if position.is_irrelevant() {
+            return Skip(collector).visit_seq(seq).map(drop);
+        }
         collector.value(position, || JsonValue::Compound);
-        for index in 0.. {
-            let position = collector.element(position, index);
+        let mut elements = collector.elements(position);
+        while let Some(position) = collector.element(&mut elements) {
             if seq.next_element_seed(ValueSeed { collector, position })?.is_none() {
                 break;
             }
+            collector.count_element()?;
+        }
+        while seq.next_element_seed(Skip(collector))?.is_some() {
+            collector.count_element()?;
         }
         collector.array_end(position);
         Ok(())
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let ValueSeed { collector, position } = self;
-        collector.value(position, || JsonValue::Compound);
+        let ValueSeed { collector, position: object } = self;
+        if object.is_irrelevant() {
+            return Skip(collector).visit_map(map).map(drop);
+        }
+        collector.value(object, || JsonValue::Compound);
         let mut seen = SeenMembers::default();
-        while let Some(key) = map.next_key_seed(KeySeed)? {
-            let position = collector.member(position, &mut seen, &key);
+        while let Some(position) = map.next_key_seed(KeySeed { collector, object, seen: &mut seen })? {
             map.next_value_seed(ValueSeed { collector, position })?;
         }
-        collector.object_end(position);
+        collector.object_end(object);
         Ok(())
     }
 }
 
-/// Reads a key with its escape sequences decoded.
-pub struct KeySeed;
+/// Reads the name of a member, and returns the position of its value.
+struct KeySeed<'c> {
+    collector: &'c mut Collector,
+    object: Position,
+    seen: &'c mut SeenMembers,
+}
 
-impl<'de> DeserializeSeed<'de> for KeySeed {
-    type Value = Cow<'de, str>;
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Cow<'de, str>, D::Error> {
+impl<'de> DeserializeSeed<'de> for KeySeed<'_> {
+    type Value = Position;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Position, D::Error> {
         deserializer.deserialize_str(self)
     }
 }
 
-impl<'de> Visitor<'de> for KeySeed {
-    type Value = Cow<'de, str>;
+impl Visitor<'_> for KeySeed<'_> {
+    type Value = Position;
+
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a key")
     }
-    fn visit_borrowed_str<E>(self, key: &'de str) -> Result<Cow<'de, str>, E> {
-        Ok(Cow::Borrowed(key))
+
+    fn visit_str<E: Error>(self, key: &str) -> Result<Position, E> {
+        self.collector.count_member()?;
+        Ok(self.collector.member(self.object, self.seen, key))
     }
-    fn visit_str<E>(self, key: &str) -> Result<Cow<'de, str>, E> {
-        Ok(Cow::Owned(key.to_owned()))
+}
+
+/// Reads and discards a value to which no pointer leads.
+pub struct Skip<'c>(pub &'c mut Collector);
+
+/// The type of a value that was skipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Skipped {
+    /// A string or an array.
+    TextOrArray,
+    /// Any other value.
+    Other,
+}
+
+impl<'de> DeserializeSeed<'de> for Skip<'_> {
+    type Value = Skipped;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Skipped, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Skip<'_> {
+    type Value = Skipped;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Skipped, E> {
+        Ok(Skipped::Other)
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Skipped, E> {
+        Ok(Skipped::Other)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Skipped, E> {
+        Ok(Skipped::Other)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Skipped, E> {
+        Ok(Skipped::Other)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Skipped, E> {
+        Ok(Skipped::Other)
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<Skipped, E> {
+        Ok(Skipped::TextOrArray)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Skipped, A::Error> {
+        while seq.next_element_seed(Skip(self.0))?.is_some() {
+            self.0.count_element()?;
+        }
+        Ok(Skipped::TextOrArray)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Skipped, A::Error> {
+        while map.next_key_seed(Skip(self.0))?.is_some() {
+            self.0.count_member()?;
+            map.next_value_seed(Skip(self.0))?;
+        }
+        Ok(Skipped::Other)
     }
 }
 
@@ -393,8 +528,16 @@ pub const MAX_SEGMENTS: usize = 16;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonPointer {
     text: Box<str>,
-    /// The segments of the pointer, with escape sequences decoded.
-    segments: Box<[Box<str>]>,
+    segments: Box<[Segment]>,
+}
+
+/// A segment of a pointer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Segment {
+    /// The name of a member, with escape sequences decoded.
+    name: Box<str>,
+    /// The index of an array element. `None` if the name is not an index.
+    index: Option<usize>,
 }
 
 impl JsonPointer {
@@ -408,7 +551,10 @@ impl JsonPointer {
             if !parts.all(|part| part.starts_with(['0', '1'])) {
                 return None;
             }
-            segments.push(segment.replace("~1", "/").replace("~0", "~").into());
+            // An array index has no leading zeros (RFC 6901 §4) and no sign.
+            let is_index = segment == "0" || segment.starts_with(|first: char| matches!(first, '1'..='9'));
+            let index = segment.parse().ok().filter(|_| is_index);
+            segments.push(Segment { name: segment.replace("~1", "/").replace("~0", "~").into(), index });
         }
         (segments.len() <= MAX_SEGMENTS).then(|| JsonPointer { text: text.into(), segments: segments.into() })
     }
@@ -419,13 +565,49 @@ impl JsonPointer {
     }
 
     /// Return the number of segments.
-    pub(super) fn depth(&self) -> usize {
+    fn depth(&self) -> usize {
         self.segments.len()
     }
 
-    /// Return the segment at this depth. The first segment has depth 0.
-    pub(super) fn segment(&self, depth: usize) -> Option<&str> {
-        self.segments.get(depth).map(|segment| &**segment)
+    /// Return the segment at this depth as the name of a member. The first segment has depth 0.
+    fn segment(&self, depth: usize) -> Option<&str> {
+        self.segments.get(depth).map(|segment| &*segment.name)
+    }
+
+    /// Return the segment at this depth as the index of an array element.
+    fn index(&self, depth: usize) -> Option<usize> {
+        self.segments.get(depth)?.index
+    }
+}
+
+/// A list of JSON pointers, with an index of the names in their segments.
+#[derive(Debug, Default)]
+pub struct JsonPointers {
+    pub(super) list: Box<[JsonPointer]>,
+    /// For each depth, the names of the segments at this depth. The number of a name is the index of its pointer.
+    names: Vec<NameIndex>,
+}
+
+impl JsonPointers {
+    /// Create the list of these pointers, at most [`MAX_POINTERS`].
+    pub fn new(list: Vec<JsonPointer>) -> Self {
+        let depth = list.iter().map(JsonPointer::depth).max().unwrap_or(0);
+        let names = |depth| list.iter().map(move |pointer| pointer.segment(depth));
+        let names = (0..depth).map(|depth| NameIndex::new(names(depth), None)).collect();
+        JsonPointers { list: list.into(), names }
+    }
+
+    /// Return whether the list has no pointers.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Return the pointers in the bit set `among` whose segment at this depth differs from `key` at most in case.
+    fn similar(&self, depth: usize, among: u64, key: &str, folded: &mut Vec<u8>) -> u64 {
+        if among == 0 {
+            return 0;
+        }
+        self.names.get(depth).map_or(0, |names| names.similar(among, key, folded))
     }
 }
 
@@ -441,13 +623,13 @@ mod tests {
 
     use super::*;
 
-    fn pointers(written: &[&str]) -> Arc<[JsonPointer]> {
-        written.iter().map(|text| JsonPointer::parse(text).unwrap()).collect()
+    fn pointers(written: &[&str]) -> Arc<JsonPointers> {
+        Arc::new(JsonPointers::new(written.iter().map(|text| JsonPointer::parse(text).unwrap()).collect()))
     }
 
     fn value(pointer: &str, body: &str) -> Option<JsonValue> {
         let all = pointers(&["/other/deep", pointer]);
-        read(body.as_bytes(), &all, false).unwrap().value(&all[1]).cloned()
+        read(body.as_bytes(), &all, false).unwrap().value(&all.list[1]).cloned()
     }
 
     #[test]
@@ -507,7 +689,7 @@ mod tests {
         let all = pointers(&written.iter().map(String::as_str).collect::<Vec<_>>());
         let members: Vec<_> = (0..MAX_POINTERS).map(|index| format!("\"p{index}\":{index}")).collect();
         let body = read(format!("{{{}}}", members.join(",")).as_bytes(), &all, false).unwrap();
-        for (index, pointer) in all.iter().enumerate() {
+        for (index, pointer) in all.list.iter().enumerate() {
             assert_eq!(body.value(pointer), Some(&JsonValue::Integer(index as i128)));
         }
     }
@@ -545,7 +727,8 @@ mod tests {
             ("/a~", None),
         ] {
             let pointer = JsonPointer::parse(text);
-            let found = pointer.as_ref().map(|pointer| pointer.segments.iter().map(|one| &**one).collect::<Vec<_>>());
+            let found =
+                pointer.as_ref().map(|pointer| pointer.segments.iter().map(|one| &*one.name).collect::<Vec<_>>());
             assert_eq!(found, expected.map(<[_]>::to_vec), "{text}");
         }
         assert!(JsonPointer::parse(&"/a".repeat(MAX_SEGMENTS)).is_some());

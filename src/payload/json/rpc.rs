@@ -9,7 +9,7 @@ use base64::prelude::BASE64_STANDARD;
 use http::{HeaderMap, HeaderName};
 use serde_json::Value;
 
-use crate::payload::json::body::{JsonPointer, JsonValue};
+use crate::payload::json::body::{JsonPointer, JsonPointers, JsonValue};
 
 /// Maximum number of messages of a batch.
 pub const MAX_BATCH: usize = 1000;
@@ -25,7 +25,7 @@ const TASK_ID: usize = 4;
 const VERSION: usize = 5;
 
 /// The members of a message that are read. The index of each member is one of the constants `METHOD` to `VERSION`.
-pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
+pub(super) static RPC_POINTERS: LazyLock<JsonPointers> = LazyLock::new(|| {
     let written = [
         "/method",
         "/id",
@@ -34,7 +34,7 @@ pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
         "/params/taskId",
         "/params/_meta/io.modelcontextprotocol~1protocolVersion",
     ];
-    written.into_iter().filter_map(JsonPointer::parse).collect()
+    JsonPointers::new(written.into_iter().filter_map(JsonPointer::parse).collect())
 });
 
 /// The reason why a request with a JSON-RPC body is rejected.
@@ -136,6 +136,19 @@ pub(super) struct MessageReader {
 }
 
 impl MessageReader {
+    /// Return whether the body has an error, so that the other messages do not matter.
+    pub(super) fn has_failed(&self) -> bool {
+        self.error.is_some()
+    }
+
+    /// Return the bit set of the members that are ambiguous in the message that is being read.
+    pub(super) fn ambiguous(&self) -> u64 {
+        let bit = |(index, value): (usize, &Option<JsonValue>)| {
+            u64::from(matches!(value, Some(JsonValue::Ambiguous(_)))) << index
+        };
+        self.members.iter().enumerate().map(bit).sum()
+    }
+
     pub(super) fn found(&mut self, index: usize, value: JsonValue) {
         // Do not replace the value if it is already ambiguous.
         if !matches!(self.members[index], Some(JsonValue::Ambiguous(_))) {
@@ -403,7 +416,7 @@ mod tests {
 
     #[test]
     fn all_members_have_pointers() {
-        assert_eq!(RPC_POINTERS.len(), 6);
+        assert_eq!(RPC_POINTERS.list.len(), 6);
     }
 
     #[test]

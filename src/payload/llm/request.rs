@@ -3,13 +3,16 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
+use std::sync::LazyLock;
 
+use memchr::{memchr, memchr2};
 use percent_encoding::percent_decode_str;
-use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::payload::json::body::{
-    Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, folded, shortened, text_value,
+    Collector, JsonBody, JsonError, JsonValue, Position, SeenMembers, Skip, Skipped, deserialize, shortened, text_value,
 };
+use crate::payload::json::names::{NameIndex, bits};
 use crate::payload::llm::usage::Provider;
 
 /// Maximum length of a model name in bytes. Requests with longer names are rejected, because the access log contains
@@ -71,9 +74,12 @@ impl OutputBounds {
 /// The reason why a body cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
+    /// The body cannot be read as JSON.
+    #[error(transparent)]
+    Body(#[from] JsonError),
     /// The body is not a JSON object.
-    #[error("the request body is not a JSON object: {0}")]
-    Json(String),
+    #[error("the request body is not a JSON object: it is another JSON value")]
+    NoObject,
     /// A key that determines the cost is invalid.
     #[error("{0}")]
     Key(String),
@@ -114,30 +120,29 @@ impl InputEstimate {
 pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
     match inspect_with(body, Collector::default()) {
         Ok((info, _)) => info,
-        Err(error) => Err(RequestError::Json(error.to_string())),
+        Err(error) => Err(RequestError::Body(error)),
     }
 }
 
 /// Read a request body as [`inspect`] does, and collect other values in the same pass.
 ///
 /// # Errors
-/// The body is not JSON.
+/// The body is not JSON, is nested too deeply, or has too many values.
 pub fn inspect_with(
     body: &[u8],
     collector: Collector,
-) -> Result<(Result<RequestInfo, RequestError>, JsonBody), serde_json::Error> {
+) -> Result<(Result<RequestInfo, RequestError>, JsonBody), JsonError> {
     let position = collector.root();
     let mut reader = Reader { collector, ..Reader::default() };
-    let mut deserializer = serde_json::Deserializer::from_slice(body);
-    let found = ValueSeed { reader: &mut reader, place: Place::Root, position }.deserialize(&mut deserializer)?;
-    let is_object = matches!(found, Found::Object);
-    deserializer.end()?;
+    let root = ValueSeed { reader: &mut reader, place: Place::Root, position, text: TextUse::Discarded };
+    let result = deserialize(body, root);
+    let is_object = matches!(reader.collector.check(result)?, Found::Object);
     let Reader { mut info, media_bytes, prompts, error, collector, .. } = reader;
     info.text_bytes = (body.len() as u64).saturating_sub(media_bytes);
     info.choices = info.choices.max(1).saturating_mul(prompts.max(1));
     let info = match error {
         Some(error) => Err(RequestError::Key(error)),
-        None if !is_object => Err(RequestError::Json("it is another JSON value".to_owned())),
+        None if !is_object => Err(RequestError::NoObject),
         None => Ok(info),
     };
     Ok((info, collector.finish()))
@@ -146,17 +151,21 @@ pub fn inspect_with(
 /// Return the body with `stream_options.include_usage` set to true, which makes OpenAI report the usage of a stream.
 /// The body must be a JSON object.
 pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
-    let options = match member_value(body, "stream_options").map(|range| &body[range]) {
-        Some(options) if options.starts_with(b"{") => with_member(options, "include_usage", b"true"),
+    let member = member_value(body, "stream_options");
+    let options = match member.clone().map(|range| &body[range]) {
+        Some(options) if options.starts_with(b"{") => {
+            with_member(options, member_value(options, "include_usage").as_ref(), "include_usage", b"true")
+        }
         Some(_) | None => br#"{"include_usage":true}"#.to_vec(),
     };
-    with_member(body, "stream_options", &options)
+    with_member(body, member.as_ref(), "stream_options", &options)
 }
 
-/// Return a JSON object in which the member `name` has this value. Replace the member, or add it if it is missing.
-fn with_member(object: &[u8], name: &str, value: &[u8]) -> Vec<u8> {
-    if let Some(Range { start, end }) = member_value(object, name) {
-        return [&object[..start], value, &object[end..]].concat();
+/// Return a JSON object in which the member `name` has this value. `existing` is the range of the value of this member.
+/// If it is `None`, add the member.
+fn with_member(object: &[u8], existing: Option<&Range<usize>>, name: &str, value: &[u8]) -> Vec<u8> {
+    if let Some(Range { start, end }) = existing {
+        return [&object[..*start], value, &object[*end..]].concat();
     }
     let start = object.iter().position(|byte| *byte == b'{').map_or(0, |brace| brace + 1);
     let rest = &object[start..];
@@ -170,7 +179,11 @@ fn member_value(object: &[u8], name: &str) -> Option<Range<usize>> {
     loop {
         at = skip_space(object, at);
         let key_end = string_end(object, at)?;
-        let is_found = serde_json::from_slice::<Cow<'_, str>>(&object[at..key_end]).is_ok_and(|key| key == name);
+        let key = &object[at..key_end];
+        let is_found = match memchr(b'\\', key) {
+            None => key[1..key.len() - 1] == *name.as_bytes(),
+            Some(_) => serde_json::from_slice::<Cow<'_, str>>(key).is_ok_and(|key| key == name),
+        };
         let start = skip_space(object, skip_space(object, key_end) + 1);
         let end = value_end(object, start);
         if is_found {
@@ -186,13 +199,12 @@ fn skip_space(json: &[u8], at: usize) -> usize {
 
 /// Return the end of the string that begins at `start`. Return `None` if no string begins there.
 fn string_end(json: &[u8], start: usize) -> Option<usize> {
-    let mut bytes = json.iter().enumerate().skip(start);
-    bytes.next().filter(|(_, byte)| **byte == b'"')?;
-    while let Some((at, byte)) = bytes.next() {
-        match byte {
-            b'"' => return Some(at + 1),
-            b'\\' => drop(bytes.next()),
-            _ => {}
+    let mut at = start + 1;
+    json.get(start).filter(|byte| **byte == b'"')?;
+    while let Some(offset) = memchr2(b'"', b'\\', json.get(at..)?) {
+        match json[at + offset] {
+            b'"' => return Some(at + offset + 1),
+            _ => at += offset + 2,
         }
     }
     None
@@ -246,6 +258,8 @@ struct Reader {
     seen: u32,
     /// The first error in a key that determines the cost.
     error: Option<String>,
+    /// Buffer for the comparison of keys.
+    folded: Vec<u8>,
     /// Collects the values that routes and identities of limits need.
     collector: Collector,
 }
@@ -329,41 +343,31 @@ const KNOWN_KEYS: [(Place, &str, Known); 22] = [
     (Place::StreamOptions, "include_usage", Known::IncludeUsage),
 ];
 
+/// For each place that has [`KNOWN_KEYS`], an index of their names. The number of a name is its index in the list.
+static KNOWN_NAMES: LazyLock<[(Place, NameIndex); 4]> = LazyLock::new(|| {
+    let index = |place| {
+        let names = KNOWN_KEYS.iter().map(|(at, name, _)| (*at == place).then_some(*name));
+        (place, NameIndex::new(names, Some('_')))
+    };
+    [Place::Root, Place::GenerationConfig, Place::Options, Place::StreamOptions].map(index)
+});
+
 /// The result of comparing a key with [`KNOWN_KEYS`].
 enum KeyMatch {
-    Known(Known),
+    Known(Known, &'static str),
     /// A key that differs from a documented spelling only in case or `_`. Some servers ignore these differences.
     OtherSpelling(&'static str),
     Other,
 }
 
-fn match_key(place: Place, key: &str) -> KeyMatch {
-    if !matches!(place, Place::Root | Place::GenerationConfig | Place::Options | Place::StreamOptions) {
-        return KeyMatch::Other;
+fn match_key(place: Place, key: &str, buffer: &mut Vec<u8>) -> KeyMatch {
+    let Some((_, names)) = KNOWN_NAMES.iter().find(|(at, _)| *at == place) else { return KeyMatch::Other };
+    let mut similar = bits(names.similar(u64::MAX, key, buffer)).map(|number| KNOWN_KEYS[number]).peekable();
+    let Some((_, first, _)) = similar.peek().copied() else { return KeyMatch::Other };
+    match similar.find(|(_, name, _)| *name == key) {
+        Some((_, name, known)) => KeyMatch::Known(known, name),
+        None => KeyMatch::OtherSpelling(first),
     }
-    let here = || KNOWN_KEYS.iter().filter(|(at, ..)| *at == place);
-    if let Some((.., known)) = here().find(|(_, name, _)| *name == key) {
-        return KeyMatch::Known(*known);
-    }
-    let is_ascii = key.is_ascii();
-    let is_similar = |name: &str| match is_ascii {
-        true => plain_ascii(name).eq(plain_ascii(key)),
-        false => plain(name).eq(plain(key)),
-    };
-    match here().find(|(_, name, _)| is_similar(name)) {
-        Some((_, name, _)) => KeyMatch::OtherSpelling(name),
-        None => KeyMatch::Other,
-    }
-}
-
-/// Return the characters of a key, in lower case and without `_`.
-fn plain(key: &str) -> impl Iterator<Item = char> + '_ {
-    folded(key).filter(|character| *character != '_')
-}
-
-/// Return what [`plain`] returns for an ASCII key, but faster.
-fn plain_ascii(key: &str) -> impl Iterator<Item = u8> + '_ {
-    key.bytes().filter(|byte| *byte != b'_').map(|byte| byte.to_ascii_lowercase())
 }
 
 /// Return the position of the value of `key`, which does not determine the cost.
@@ -395,6 +399,7 @@ enum Found<'de> {
     Count(Option<u64>),
     /// A number with a fraction.
     Fraction,
+    /// A string. It is empty if the text is not used.
     Text(Cow<'de, str>),
     /// A base64 string that may be an image or audio. The field is its length in bytes.
     Base64(u64),
@@ -408,11 +413,21 @@ fn is_base64(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'-' | b'_' | b'='))
 }
 
+/// Whether the text of a string is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TextUse {
+    /// The caller uses the text.
+    Kept,
+    /// The text is discarded, so it is not copied.
+    Discarded,
+}
+
 /// Reads a value of any type.
 struct ValueSeed<'r> {
     reader: &'r mut Reader,
     place: Place,
     position: Position,
+    text: TextUse,
 }
 
 impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
@@ -423,9 +438,10 @@ impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
 }
 
 impl ValueSeed<'_> {
-    fn text<'de>(self, text: Cow<'de, str>) -> Found<'de> {
-        let ValueSeed { reader, place, position } = self;
-        reader.collector.value(position, || text_value(&text));
+    /// Read a string. Return what it is, or `None` if it is text.
+    fn text<'de>(self, text: &str) -> Option<Found<'de>> {
+        let ValueSeed { reader, place, position, .. } = self;
+        reader.collector.value(position, || text_value(text));
         let bytes = text.len() as u64;
         match place {
             Place::ImageUrl => match text.strip_prefix("data:").and_then(|rest| rest.split_once(";base64,")) {
@@ -438,17 +454,17 @@ impl ValueSeed<'_> {
                 }
                 Some(_) => {}
             },
-            Place::Images | Place::Data if text.len() >= MIN_BASE64 && is_base64(&text) => {
+            Place::Images | Place::Data if text.len() >= MIN_BASE64 && is_base64(text) => {
                 if place == Place::Images {
                     reader.info.images += 1;
                     reader.media_bytes += bytes;
                 } else {
-                    return Found::Base64(bytes);
+                    return Some(Found::Base64(bytes));
                 }
             }
             _ => {}
         }
-        Found::Text(text)
+        None
     }
 }
 
@@ -490,21 +506,33 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 
     fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Found<'de>, E> {
-        Ok(self.text(Cow::Borrowed(text)))
+        Ok(self.text(text).unwrap_or(Found::Text(Cow::Borrowed(text))))
     }
 
     fn visit_str<E>(self, text: &str) -> Result<Found<'de>, E> {
-        Ok(self.text(Cow::Owned(text.to_owned())))
+        let is_kept = self.text == TextUse::Kept;
+        let kept = || if is_kept { text.to_owned() } else { String::new() };
+        Ok(self.text(text).unwrap_or_else(|| Found::Text(Cow::Owned(kept()))))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
-        let ValueSeed { reader, place, position: array } = self;
-        reader.collector.value(array, || JsonValue::Compound);
+        let ValueSeed { reader, place, position: array, .. } = self;
         let place = if matches!(place, Place::Images | Place::Content) { place } else { Place::Elsewhere };
         let mut prompts = 0;
-        for index in 0.. {
-            let position = reader.collector.element(array, index);
-            let Some(found) = seq.next_element_seed(ValueSeed { reader, place, position })? else { break };
+        if place == Place::Elsewhere && array.is_irrelevant() {
+            while let Some(skipped) = seq.next_element_seed(Skip(&mut reader.collector))? {
+                reader.collector.count_element()?;
+                prompts += u64::from(skipped == Skipped::TextOrArray);
+            }
+            return Ok(Found::Array(prompts));
+        }
+        reader.collector.value(array, || JsonValue::Compound);
+        let mut elements = reader.collector.elements(array);
+        loop {
+            let position = reader.collector.element(&mut elements).unwrap_or_default();
+            let element = ValueSeed { reader, place, position, text: TextUse::Discarded };
+            let Some(found) = seq.next_element_seed(element)? else { break };
+            reader.collector.count_element()?;
             prompts += u64::from(matches!(found, Found::Text(_) | Found::Array(_)));
         }
         reader.collector.array_end(array);
@@ -512,29 +540,29 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
-        let ValueSeed { reader, place, position: object } = self;
+        let ValueSeed { reader, place, position: object, .. } = self;
+        if place == Place::Elsewhere && object.is_irrelevant() {
+            Skip(&mut reader.collector).visit_map(map)?;
+            return Ok(Found::Object);
+        }
         reader.collector.value(object, || JsonValue::Compound);
         let mut seen = SeenMembers::default();
         let mut base64 = 0;
         let mut media_type = None;
         let mut is_url = false;
-        while let Some(key) = map.next_key_seed(KeySeed)? {
-            let position = reader.collector.member(object, &mut seen, &key);
-            match match_key(place, &key) {
-                KeyMatch::Known(known) => {
-                    reader.read_known(known, &key, position, &mut map)?;
+        while let Some(member) = map.next_key_seed(KeySeed { reader, place, object, seen: &mut seen })? {
+            let (position, place, role) = match member {
+                Member::Known { known, name, position } => {
+                    reader.read_known(known, name, position, &mut map)?;
                     continue;
                 }
-                KeyMatch::OtherSpelling(name) => {
-                    reader.fail(format!("some servers may read `{}` as `{name}`: write `{name}`", shortened(&key)));
-                }
-                KeyMatch::Other => {}
-            }
-            let found = map.next_value_seed(ValueSeed { reader, place: place_of(place, &key), position })?;
-            match (&*key, found) {
+                Member::Other { position, place, role } => (position, place, role),
+            };
+            let text = if role == Role::Other { TextUse::Discarded } else { TextUse::Kept };
+            match (role, map.next_value_seed(ValueSeed { reader, place, position, text })?) {
                 (_, Found::Base64(length)) => base64 = length,
-                ("media_type" | "mimeType" | "mime_type", Found::Text(text)) => media_type = Some(text),
-                ("type", Found::Text(text)) => is_url = text == "url",
+                (Role::MediaType, Found::Text(text)) => media_type = Some(text),
+                (Role::SourceType, Found::Text(text)) => is_url = text == "url",
                 _ => {}
             }
         }
@@ -554,6 +582,66 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 }
 
+/// Reads the key of a member.
+struct KeySeed<'r> {
+    reader: &'r mut Reader,
+    place: Place,
+    object: Position,
+    seen: &'r mut SeenMembers,
+}
+
+/// The key of a member.
+enum Member {
+    /// A key that determines the cost.
+    Known { known: Known, name: &'static str, position: Position },
+    /// Another key.
+    Other { position: Position, place: Place, role: Role },
+}
+
+/// The use of a member that does not determine the cost by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// The media type of the data in the same object.
+    MediaType,
+    /// The type of a source, which is `url` if the source is a URL.
+    SourceType,
+    Other,
+}
+
+impl<'de> DeserializeSeed<'de> for KeySeed<'_> {
+    type Value = Member;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Member, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for KeySeed<'_> {
+    type Value = Member;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a key")
+    }
+
+    fn visit_str<E: Error>(self, key: &str) -> Result<Member, E> {
+        let KeySeed { reader, place, object, seen } = self;
+        reader.collector.count_member()?;
+        let position = reader.collector.member(object, seen, key);
+        match match_key(place, key, &mut reader.folded) {
+            KeyMatch::Known(known, name) => return Ok(Member::Known { known, name, position }),
+            KeyMatch::OtherSpelling(name) => {
+                reader.fail(|| format!("some servers may read `{}` as `{name}`: write `{name}`", shortened(key)));
+            }
+            KeyMatch::Other => {}
+        }
+        let role = match key {
+            "media_type" | "mimeType" | "mime_type" => Role::MediaType,
+            "type" => Role::SourceType,
+            _ => Role::Other,
+        };
+        Ok(Member::Other { position, place: place_of(place, key), role })
+    }
+}
+
 impl Reader {
     /// Return the counter for parts of this media type. Return `None` if such parts count as text.
     fn media_count(&mut self, media_type: &str) -> Option<&mut u64> {
@@ -568,7 +656,7 @@ impl Reader {
     fn read_known<'de, A: MapAccess<'de>>(
         &mut self,
         known: Known,
-        key: &str,
+        key: &'static str,
         position: Position,
         map: &mut A,
     ) -> Result<(), A::Error> {
@@ -581,9 +669,10 @@ impl Reader {
             Known::StreamOptions => Place::StreamOptions,
             _ => Place::Elsewhere,
         };
-        let found = map.next_value_seed(ValueSeed { reader: self, place, position })?;
+        let text = if known == Known::Model { TextUse::Kept } else { TextUse::Discarded };
+        let found = map.next_value_seed(ValueSeed { reader: self, place, position, text })?;
         if is_repeated {
-            self.fail(format!("`{key}` is in the request body more than once"));
+            self.fail(|| format!("`{key}` is in the request body more than once"));
             return Ok(());
         }
         match (known, found) {
@@ -594,7 +683,7 @@ impl Reader {
             }
             (Known::GenerationConfig | Known::Options | Known::StreamOptions, Found::Object) | (_, Found::Null) => {}
             (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => self.info.model = Some(model.into()),
-            (Known::Model, Found::Text(_)) => self.fail(format!("`{key}` is longer than {MAX_MODEL} bytes")),
+            (Known::Model, Found::Text(_)) => self.fail(|| format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::Background, Found::Bool(is_background)) => self.info.is_background = is_background,
             (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = includes,
@@ -629,22 +718,22 @@ impl Reader {
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
                 self.info.choices = self.info.choices.max(choices);
             }
-            (Known::Model, _) => self.fail(format!("`{key}` is not a string")),
+            (Known::Model, _) => self.fail(|| format!("`{key}` is not a string")),
             (Known::Stream | Known::Background | Known::IncludeUsage, _) => {
-                self.fail(format!("`{key}` is not true or false"));
+                self.fail(|| format!("`{key}` is not true or false"));
             }
             (Known::GenerationConfig | Known::Options | Known::StreamOptions, _) => {
-                self.fail(format!("`{key}` is not an object"));
+                self.fail(|| format!("`{key}` is not an object"));
             }
-            (_, _) => self.fail(format!("`{key}` must be an integer of 0 or more")),
+            (_, _) => self.fail(|| format!("`{key}` must be an integer of 0 or more")),
         }
         Ok(())
     }
 
     /// Record the first error. The reader then continues to read the body, because routes and identities need its
     /// values.
-    fn fail(&mut self, message: String) {
-        self.error.get_or_insert(message);
+    fn fail(&mut self, message: impl FnOnce() -> String) {
+        self.error.get_or_insert_with(message);
     }
 }
 
@@ -721,10 +810,10 @@ mod tests {
             (r#"{"stream":"yes"}"#, "`stream` is not true or false"),
             (r#"{"model":7}"#, "`model` is not a string"),
             (r#"{"options":[]}"#, "`options` is not an object"),
-            ("", "the request body is not a JSON object: EOF while parsing a value at line 1 column 0"),
+            ("", "the request body is not JSON: EOF while parsing a value at line 1 column 0"),
             ("[]", "the request body is not a JSON object: it is another JSON value"),
             ("7", "the request body is not a JSON object: it is another JSON value"),
-            (r#"{"a":1} {}"#, "the request body is not a JSON object: trailing characters at line 1 column 9"),
+            (r#"{"a":1} {}"#, "the request body is not JSON: trailing characters at line 1 column 9"),
         ] {
             assert_eq!(bound(body), Err(expected.to_owned()), "{body}");
         }
