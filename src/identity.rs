@@ -7,6 +7,7 @@ pub mod basic;
 pub mod client_cert;
 pub mod display;
 pub mod forward;
+pub mod hash_queue;
 pub mod jwt;
 
 use std::borrow::Cow;

@@ -3,12 +3,12 @@
 //!
 //! By design, computing a bcrypt hash takes milliseconds of CPU time. For credentials that were verified within the
 //! last minute, the gateway computes only one HMAC. For all other credentials, a blocking thread computes the hash. The
-//! number of running and queued computations is bounded.
+//! number of running and queued computations is bounded, and client networks take turns.
 
 use std::collections::HashMap;
 use std::hint::black_box;
+use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -24,11 +24,10 @@ use http::HeaderMap;
 use http::header::AUTHORIZATION;
 use md5::{Digest, Md5};
 use quick_cache::sync::Cache;
-use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
-use tokio::time::timeout;
 
 use crate::identity::auth::{AuthError, Proof, Verification};
+use crate::identity::hash_queue::{HashQueue, VerificationBusy};
 use crate::limiter::clock::monotonic;
 
 /// Time for which verified credentials are cached, so that they are not hashed again.
@@ -41,13 +40,6 @@ const REJECTED_TTL: Duration = Duration::from_secs(10);
 /// Maximum number of cached credentials. It applies to verified and to rejected credentials separately. An entry uses
 /// about 100 bytes.
 const MAX_REMEMBERED: usize = 10_000;
-
-/// Maximum number of queued requests, which wait until their hash can be computed. Excess requests are rejected with
-/// 503.
-const MAX_QUEUED: usize = 100;
-
-/// Queue timeout: maximum time that a request waits until its hash is computed.
-const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum total length of user name, colon and password in bytes. Longer credentials are rejected, because the cost of
 /// an apr1 hash grows with the length of the password.
@@ -86,12 +78,12 @@ impl BasicProvider {
         }
     }
 
-    /// Verify the Basic credentials of a request. Compute the hash if the result is not cached. If the future is
-    /// dropped, the request leaves the queue.
-    pub async fn verify_with_hash(&self, headers: &HeaderMap) -> Verification {
+    /// Verify the Basic credentials of a request of a client network. Compute the hash if the result is not cached. If
+    /// the future is dropped, the request leaves the queue.
+    pub async fn verify_with_hash(&self, headers: &HeaderMap, network: IpAddr) -> Verification {
         let user = match self.lookup_request(headers) {
             Ok(BasicLookup::Verified(user)) => Ok(Ok(user)),
-            Ok(BasicLookup::Unverified(unverified)) => self.verifier.verify(unverified).await,
+            Ok(BasicLookup::Unverified(unverified)) => self.verifier.verify(unverified, network).await,
             Err(verification) => return verification,
         };
         match user {
@@ -114,18 +106,11 @@ impl BasicProvider {
     }
 }
 
-/// The queue of password verifications is full, or the request has waited in the queue for 5 s. The client should retry
-/// later.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("too many passwords are being verified at the moment")]
-pub struct VerificationBusy;
-
 /// The users of one file. They can be replaced while requests are being verified.
 #[derive(Debug)]
 pub struct BasicVerifier {
     users: ArcSwap<UserTable>,
-    permits: Arc<Semaphore>,
-    queued: AtomicUsize,
+    queue: Arc<HashQueue>,
 }
 
 /// The users of a file, and cached results of verifications against this file.
@@ -165,8 +150,7 @@ impl BasicVerifier {
         let processors = available_parallelism().map_or(1, usize::from);
         BasicVerifier {
             users: ArcSwap::from_pointee(UserTable::new(htpasswd)),
-            permits: Arc::new(Semaphore::new((processors / 2).max(1))),
-            queued: AtomicUsize::new(0),
+            queue: HashQueue::new((processors / 2).max(1)),
         }
     }
 
@@ -213,19 +197,19 @@ impl BasicVerifier {
         }))
     }
 
-    /// Compute the hash of a password. Return the user name if the password is correct. If the future is dropped, the
-    /// request leaves the queue.
+    /// Compute the hash of a password for a client network. Return the user name if the password is correct. If the
+    /// future is dropped, the request leaves the queue.
     ///
     /// # Errors
     /// The outer error means that the queue is full, or that the request has waited in it for 5 s. The inner error
     /// means that the user is unknown or the password is wrong.
-    pub async fn verify(&self, unverified: UnverifiedUser) -> Result<Result<Box<str>, BasicError>, VerificationBusy> {
+    pub async fn verify(
+        &self,
+        unverified: UnverifiedUser,
+        network: IpAddr,
+    ) -> Result<Result<Box<str>, BasicError>, VerificationBusy> {
         let UnverifiedUser { table, user, password, fingerprint } = unverified;
-        let permit = {
-            let _queued = QueueTicket::enter(&self.queued).ok_or(VerificationBusy)?;
-            let permit = timeout(QUEUE_TIMEOUT, self.permits.clone().acquire_owned()).await;
-            permit.map_err(|_| VerificationBusy)?.map_err(|_| VerificationBusy)?
-        };
+        let permit = self.queue.permit(network).await?;
         // Check the caches again: an earlier request in the queue may have had the same credentials.
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(Ok(user));
@@ -271,23 +255,6 @@ impl UserTable {
 
 fn is_remembered(cache: &Cache<Fingerprint, Instant>, fingerprint: &Fingerprint) -> bool {
     cache.get(fingerprint).is_some_and(|expires_at| monotonic() < expires_at)
-}
-
-/// A request in the queue. Dropping the ticket removes the request from the queue.
-struct QueueTicket<'a>(&'a AtomicUsize);
-
-impl<'a> QueueTicket<'a> {
-    fn enter(queued: &'a AtomicUsize) -> Option<Self> {
-        let add = |waiting: usize| (waiting < MAX_QUEUED).then_some(waiting + 1);
-        queued.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
-        Some(QueueTicket(queued))
-    }
-}
-
-impl Drop for QueueTicket<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 // === The header ===
@@ -530,6 +497,8 @@ fn apr1_digest(password: &[u8], salt: &[u8]) -> [u8; APR1_LENGTH] {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     /// A file with a comment, an empty line, and a line that ends with CR LF.
@@ -607,6 +576,8 @@ mod tests {
         }
     }
 
+    const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
     #[tokio::test]
     async fn password_is_hashed_once_and_again_after_the_file_changes() {
         let verifier = BasicVerifier::new(Htpasswd::parse(FILE.as_bytes()).unwrap());
@@ -616,12 +587,12 @@ mod tests {
             BasicLookup::Verified(user) => panic!("{user} is verified"),
         };
         let first = unverified(&verifier, b"alice:myPassword");
-        assert_eq!(verifier.verify(first).await, Ok(Ok("alice".into())));
+        assert_eq!(verifier.verify(first, CLIENT).await, Ok(Ok("alice".into())));
         assert!(matches!(verifier.lookup(&right), Ok(BasicLookup::Verified(user)) if &*user == "alice"));
         for wrong in [&b"alice:mypassword"[..], b"alice:", b"Alice:myPassword", b"mallory:myPassword", b":myPassword"] {
             let user = unverified(&verifier, wrong);
             assert_eq!(
-                verifier.verify(user).await,
+                verifier.verify(user, CLIENT).await,
                 Ok(Err(BasicError::Rejected)),
                 "{}",
                 String::from_utf8_lossy(wrong)
@@ -630,28 +601,8 @@ mod tests {
         }
         verifier.replace_users(Htpasswd::parse(b"bob:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/").unwrap());
         let removed = unverified(&verifier, b"alice:myPassword");
-        assert_eq!(verifier.verify(removed).await, Ok(Err(BasicError::Rejected)), "the new file has no alice");
+        assert_eq!(verifier.verify(removed, CLIENT).await, Ok(Err(BasicError::Rejected)), "the new file has no alice");
         verifier.replace_users(Htpasswd::parse(b"").unwrap());
         assert_eq!(verifier.lookup(&right).unwrap_err(), BasicError::Rejected, "an empty file has no users");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn queue_for_hashes_is_bounded_in_number_and_time() {
-        let verifier = BasicVerifier::new(Htpasswd::parse(FILE.as_bytes()).unwrap());
-        let busy = verifier.permits.clone().acquire_many_owned(verifier.permits.available_permits() as u32).await;
-        let user = |index: usize| match verifier.lookup(&encode(format!("user{index}:x").as_bytes())).unwrap() {
-            BasicLookup::Unverified(user) => user,
-            BasicLookup::Verified(user) => panic!("{user} is verified"),
-        };
-        let waiting = futures_util::future::join_all((0..MAX_QUEUED + 1).map(|index| verifier.verify(user(index))));
-        let results = waiting.await;
-        assert_eq!(results.len(), MAX_QUEUED + 1);
-        assert!(
-            results.iter().all(|result| *result == Err(VerificationBusy)),
-            "the last request is rejected at once, the others after 5 s"
-        );
-        assert_eq!(verifier.queued.load(Ordering::Relaxed), 0);
-        drop(busy);
-        assert_eq!(verifier.verify(user(0)).await, Ok(Err(BasicError::Rejected)));
     }
 }

@@ -127,7 +127,10 @@ async fn verify_pending(
     let verify = async {
         match &config.auth.providers[index].kind {
             ProviderKind::Forward(forward) => verify_with_server(context, index, forward, target, request).await,
-            ProviderKind::Basic(basic) => basic.verify_with_hash(request.headers()).await,
+            ProviderKind::Basic(basic) => {
+                let network = config.client_ip.network(peer.client_address(request.headers()));
+                basic.verify_with_hash(request.headers(), network).await
+            }
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
             }

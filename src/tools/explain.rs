@@ -344,7 +344,7 @@ fn verify_credentials<'a>(
     while let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), challenges })) = &result {
         let (index, challenges) = (*index, *challenges);
         let verification = match &config.auth.providers[index].kind {
-            ProviderKind::Basic(basic) => hash_password(basic, headers),
+            ProviderKind::Basic(basic) => hash_password(basic, headers, peer.address),
             ProviderKind::Jwt(verifier) => verifier.verify_with_current_keys(&request),
             _ => break,
         };
@@ -354,9 +354,9 @@ fn verify_credentials<'a>(
     (credentials, result)
 }
 
-fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
+fn hash_password(basic: &BasicProvider, headers: &HeaderMap, client: IpAddr) -> Verification {
     match Builder::new_current_thread().enable_time().build() {
-        Ok(runtime) => runtime.block_on(basic.verify_with_hash(headers)),
+        Ok(runtime) => runtime.block_on(basic.verify_with_hash(headers, client)),
         Err(_) => Verification::Unavailable(AuthError::Unavailable("the password cannot be hashed")),
     }
 }

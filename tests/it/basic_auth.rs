@@ -269,6 +269,29 @@ fn flood_of_passwords_is_rejected_with_503_and_other_routes_are_served() {
 }
 
 #[test]
+fn flood_of_passwords_from_one_address_locks_out_no_user_of_another() {
+    let upstream = Upstream::start();
+    let users: String = (0..20).map(|user| htpasswd(&["-B", "-C", "8"], &format!("user{user}"), "right")).collect();
+    let gateway = Gateway::start_with(&config("", "", &upstream), &[("htpasswd", &users)]);
+    let mut flood: Vec<_> = (0..300).map(|_| gateway.client()).collect();
+    for (number, client) in flood.iter_mut().enumerate() {
+        let credentials = credentials("user0", &format!("wrong{number}"));
+        client.send(format!("GET / HTTP/1.1\r\nHost: a\r\nAuthorization: {credentials}\r\n\r\n").as_bytes());
+    }
+    let statuses: Vec<_> = thread::scope(|scope| {
+        let login = |user: usize| {
+            let mut client = Client::connect_from([127, 0, 1, user as u8 + 1].into(), gateway.address);
+            login(&mut client, &format!("user{user}"), "right").status
+        };
+        let threads: Vec<_> = (0..20).map(|user| scope.spawn(move || login(user))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(statuses, [200; 20], "fault 76: the users of other addresses are verified");
+    let busy = flood.iter_mut().filter_map(Client::reply).filter(|reply| reply.status == 503).count();
+    assert!(busy >= 100, "the flood has filled the queue: {busy}");
+}
+
+#[test]
 fn rejection_after_the_password_check_names_the_consumer() {
     let key = digest(&SHA256, b"key-of-acme").as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let consumers = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:{key}\"]\n");
