@@ -208,6 +208,17 @@ impl Gateway {
             authenticated =
                 authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
         }
+        if let Some(pending) = pending_provider(&authenticated)
+            && !route.rate_limits.reads_body()
+            && let Some(denied) =
+                authentication::denied_request(context, route, (&credentials, pending), &target, request)
+        {
+            // Box the future, because only requests of clients over their limits need space for it.
+            let decision = Box::pin(rate_limit::deny_again(&self.limiter, context, route, denied, &target, request));
+            if let Some(decision) = decision.await {
+                return Err(rate_limited(context, route, request, decision));
+            }
+        }
         let needs_body = match pending_provider(&authenticated) {
             // If possible, read the body after the authentication, so that a request that gets 401 costs no parsing.
             Some(_) => route.rate_limits.reads_body_unauthenticated(),
@@ -243,12 +254,7 @@ impl Gateway {
             decision
         }?;
         if !decision.admitted {
-            return Err(Rejection::RateLimited {
-                decision,
-                rate_limits: &route.rate_limits,
-                is_grpc: is_grpc_call(request),
-                provider: context.llm.as_ref().map(|llm| llm.provider),
-            });
+            return Err(rate_limited(context, route, request, decision));
         }
         let forwarded_path =
             (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
@@ -308,6 +314,21 @@ impl Gateway {
         // The concurrency permits of the request are released when the response body ends.
         context.permits = decision.permits;
         Ok(response)
+    }
+}
+
+/// Return the rejection of a request that a limit has denied.
+fn rate_limited<'a>(
+    context: &RequestContext<'a>,
+    route: &'a Route,
+    request: &Request<RequestBody>,
+    decision: Decision<'a>,
+) -> Rejection<'a> {
+    Rejection::RateLimited {
+        decision,
+        rate_limits: &route.rate_limits,
+        is_grpc: is_grpc_call(request),
+        provider: context.llm.as_ref().map(|llm| llm.provider),
     }
 }
 

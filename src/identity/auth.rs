@@ -398,6 +398,14 @@ impl<'a> Credentials<'a> {
         self.admissions().find_map(|admission| admission.identity(name))
     }
 
+    /// Return the admission of the authentication server with this index.
+    pub fn admission(&self, index: usize) -> Option<&Arc<Admission>> {
+        self.checked.iter().find_map(|(checked, verification)| match verification {
+            Verification::Valid(Proof::Forward(admission)) if *checked == index => Some(admission),
+            _ => None,
+        })
+    }
+
     fn admissions(&self) -> impl Iterator<Item = &Admission> {
         self.checked.iter().filter_map(|(_, verification)| match verification {
             Verification::Valid(Proof::Forward(admission)) => Some(&**admission),

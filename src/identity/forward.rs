@@ -28,7 +28,17 @@ pub struct ForwardProvider {
     pub settings: ForwardSettings,
     /// Cache of admissions. `None` if the server is called for each request.
     pub cache: Option<Arc<ForwardCache>>,
+    /// Admissions of requests that a limit has denied, for [`DENIED_TTL`]. They admit no request, but the limit can deny
+    /// the next equal request without a call to the server.
+    pub denied: Box<ForwardCache>,
 }
+
+/// Time for which the admission of a request that a limit has denied is kept. A client that keeps sending this request
+/// therefore costs the server one call per second.
+const DENIED_TTL: Duration = Duration::from_secs(1);
+
+/// Maximum number of admissions of denied requests.
+const MAX_DENIED: usize = 1000;
 
 /// Settings of a provider of kind `forward`.
 #[derive(Debug, PartialEq)]
@@ -124,7 +134,7 @@ impl ForwardProvider {
     /// Create a provider with an empty cache.
     pub fn new(settings: ForwardSettings) -> Self {
         let cache = settings.cache.map(|(_, max_entries)| Arc::new(ForwardCache::new(max_entries)));
-        ForwardProvider { settings, cache }
+        ForwardProvider { settings, cache, denied: Box::new(ForwardCache::new(MAX_DENIED)) }
     }
 }
 
@@ -234,6 +244,29 @@ impl ForwardCache {
         None
     }
 
+    /// Store an admission for this time, unless its headers are too large.
+    fn insert(&self, key: CacheKey, admission: &Arc<Admission>, ttl: Duration) {
+        if header_size(&admission.headers) <= MAX_CACHED_HEADERS {
+            let expires_at = monotonic() + ttl;
+            self.admissions.insert(key, CachedAdmission { admission: admission.clone(), expires_at });
+        }
+    }
+
+    /// Store the admission of a request that a limit has denied.
+    pub fn insert_denied(&self, key: CacheKey, admission: &Arc<Admission>) {
+        self.insert(key, admission, DENIED_TTL);
+    }
+
+    /// Remove the admission for this key.
+    pub fn remove(&self, key: CacheKey) {
+        self.admissions.remove(&key);
+    }
+
+    /// Return whether the cache has no admissions.
+    pub fn is_empty(&self) -> bool {
+        self.admissions.is_empty()
+    }
+
     /// Return what a request with this key must do: use the cached admission, call the server, or wait for a call in
     /// progress.
     pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
@@ -259,11 +292,7 @@ impl PendingExchange<'_> {
         let shared = match result {
             Ok(admission) => match storable_time(response, ttl) {
                 Some(ttl) => {
-                    if header_size(&admission.headers) <= MAX_CACHED_HEADERS {
-                        let expires_at = monotonic() + ttl;
-                        let cached = CachedAdmission { admission: admission.clone(), expires_at };
-                        self.cache.admissions.insert(self.key, cached);
-                    }
+                    self.cache.insert(self.key, admission, ttl);
                     SharedResult::Admitted(admission.clone())
                 }
                 None => SharedResult::Private,

@@ -22,7 +22,7 @@ use crate::http::request_body::RequestBody;
 use crate::http::target::strip_trailing_dot;
 use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials, Proof, ProviderKind, Verification};
 use crate::identity::forward::{
-    Admission, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
+    Admission, CacheKey, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
 };
 use crate::limiter::clock;
 use crate::limiter::clock::monotonic;
@@ -184,9 +184,13 @@ pub(super) async fn verify_with_server(
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
 ) -> Verification {
-    let headers = told_headers(context, provider, target, request);
+    let mut headers = told_headers(context, provider, target, request);
     let (result, is_cached) = match &provider.cache {
-        None => (exchange(context, index, provider, headers).await.result, false),
+        None => {
+            // With a cache, the server is not told the id, because the headers are the cache key.
+            headers.insert(X_REQUEST_ID, context.request_id(request.headers()).to_header_value());
+            (exchange(context, index, provider, headers).await.result, false)
+        }
         Some(cache) => ask_once(context, index, (provider, cache), headers).await,
     };
     let counted = match &result {
@@ -221,15 +225,15 @@ pub(super) fn verify_with_cached_admission(
     Some(Verification::Valid(Proof::Forward(admission)))
 }
 
-/// Return the headers of the request to the authentication server, except `Host`. If the provider has a cache, these
-/// headers are the cache key.
+/// Return the headers of the request to the authentication server, except `Host` and `X-Request-Id`. These headers are
+/// the cache key.
 fn told_headers(
-    context: &mut RequestContext<'_>,
+    context: &RequestContext<'_>,
     provider: &ForwardProvider,
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
 ) -> HeaderMap {
-    let ForwardSettings { request_headers, told, cache, .. } = &provider.settings;
+    let ForwardSettings { request_headers, told, .. } = &provider.settings;
     let received = request.headers();
     let mut headers = HeaderMap::new();
     for name in request_headers {
@@ -267,10 +271,63 @@ fn told_headers(
         let client = context.peer.client_address(received).to_string();
         headers.extend(HeaderValue::try_from(client).ok().map(|client| (X_FORWARDED_FOR, client)));
     }
-    if cache.is_none() {
-        headers.insert(X_REQUEST_ID, context.request_id(received).to_header_value());
-    }
     headers
+}
+
+// === Requests that a limit has denied after the server admitted them ===
+
+/// A request for which the authentication server would be called, with the admission that the server sent for the last
+/// equal request, which a limit has denied.
+pub(super) struct DeniedRequest<'a> {
+    /// The credentials of the request if the server sends the same admission again.
+    pub credentials: Credentials<'a>,
+    cache: &'a ForwardCache,
+    key: CacheKey,
+}
+
+impl DeniedRequest<'_> {
+    /// Forget the admission, because the limits admit the request now.
+    pub(super) fn forget(self) {
+        self.cache.remove(self.key);
+    }
+}
+
+/// Return the request as a [`DeniedRequest`], if a limit has denied the last equal request within the last second.
+/// `pending` is the provider for which the request has to wait.
+pub(super) fn denied_request<'a>(
+    context: &RequestContext<'a>,
+    route: &'a Route,
+    (credentials, pending): (&Credentials<'a>, usize),
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Option<DeniedRequest<'a>> {
+    let ProviderKind::Forward(provider) = &context.snapshot.config.auth.providers[pending].kind else { return None };
+    if provider.denied.is_empty() {
+        return None;
+    }
+    let key = provider.denied.key(&told_headers(context, provider, target, request));
+    let verification = Verification::Valid(Proof::Forward(provider.denied.get(key)?));
+    let mut credentials = credentials.clone();
+    credentials.resume(pending, verification, &auth_request(route, request.headers(), context.peer)).ok()?;
+    Some(DeniedRequest { credentials, cache: &provider.denied, key })
+}
+
+/// Store the admissions of a request that a limit has denied.
+pub(super) fn remember_denied(
+    context: &RequestContext<'_>,
+    route: &Route,
+    credentials: &Credentials<'_>,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) {
+    for index in route.auth.iter().flat_map(|auth| &auth.providers) {
+        if let ProviderKind::Forward(provider) = &context.snapshot.config.auth.providers[*index].kind
+            && let Some(admission) = credentials.admission(*index)
+        {
+            let key = provider.denied.key(&told_headers(context, provider, target, request));
+            provider.denied.insert_denied(key, admission);
+        }
+    }
 }
 
 /// Return the result of the authentication server. Use the cached admission if there is one. If another request with

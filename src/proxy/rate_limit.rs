@@ -18,6 +18,7 @@ use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::payload::json::body::JsonBody;
 use crate::proxy::authentication;
+use crate::proxy::authentication::DeniedRequest;
 use crate::proxy::body as inspection;
 use crate::proxy::context::{Peer, RequestContext};
 use crate::proxy::local_reply::{Rejection, upstream_status};
@@ -123,10 +124,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
     let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
     let mut checks = build_checks_of(config, identities, limits, &attributes, |spec| !needs_credential(spec))?;
     if identities.iter().any(needs_credential) {
-        // Keep the charges of the first call refundable, because the second call may deny the request.
-        for check in checks.iter_mut().filter(|check| check.deferred == Deferred::Nothing && !check.is_concurrency()) {
-            check.deferred = Deferred::Refund;
-        }
+        make_refundable(&mut checks);
     }
     if let Some(table) = &overrides {
         table.apply(&mut checks);
@@ -198,11 +196,63 @@ pub(super) async fn check_limits_around_authentication<'a>(
     if second.as_ref().map_or(true, |second| !second.admitted) {
         refund(&mut first).await;
     }
+    if second.as_ref().is_ok_and(|second| !second.admitted) {
+        authentication::remember_denied(context, route, &verified, target, request);
+    }
     checks.append(&mut others);
     checks.sort_by_key(|check| check.limit_index);
     let decision = second.map(|second| first.merge(second));
     record(context, &checks, &decision, &attributes, elapsed);
     decision.map_err(Rejection::StoreUnavailable)
+}
+
+/// Check the limits of a request that has to wait for an authentication server, but whose last equal request a limit has
+/// denied. Return the decision if the limits deny the request again, so that the server need not be called. If they admit
+/// the request, refund the charges and return `None`, because the server must verify the credential.
+pub(super) async fn deny_again<'a>(
+    limiter: &Limiter,
+    context: &mut RequestContext<'a>,
+    route: &'a Route,
+    denied: DeniedRequest<'a>,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Option<Decision<'a>> {
+    let ConfigSnapshot { config, metrics, .. } = context.snapshot;
+    let client = context.peer.client_address(request.headers());
+    let RouteLimits { identities, limits, .. } = &route.rate_limits;
+    let limit_context = LimitContext::new(request, target, context.peer);
+    let attributes = limit_context.request_attributes(config, route, client, &denied.credentials, None);
+    let overrides = limiter.overrides.current();
+    let mut checks = build_checks(config, identities, limits, &attributes).ok()?;
+    make_refundable(&mut checks);
+    if let Some(table) = &overrides {
+        table.apply(&mut checks);
+    }
+    let started_at = monotonic();
+    let mut decision = limiter.check(&checks).await.ok()?;
+    let elapsed = started_at.elapsed();
+    if decision.admitted {
+        refund(&mut decision).await;
+        denied.forget();
+        return None;
+    }
+    context.record_client(client, Some(route));
+    let name = |check: &LimitCheck<'_, '_>| {
+        let spec = &identities[limits[check.limit_index].identity_index];
+        spec.display(&attributes, &config.client_ip)
+    };
+    let decision = Ok(decision);
+    metrics.record_decision(route.index, &checks, &decision, elapsed, name);
+    context.record_decision(&checks, &decision, (started_at, elapsed));
+    context.credentials = denied.credentials;
+    decision.ok()
+}
+
+/// Make the charges refundable, because a later check or the authentication may reject the request.
+fn make_refundable(checks: &mut [LimitCheck<'_, '_>]) {
+    for check in checks.iter_mut().filter(|check| check.deferred == Deferred::Nothing && !check.is_concurrency()) {
+        check.deferred = Deferred::Refund;
+    }
 }
 
 async fn refund(decision: &mut Decision<'_>) {

@@ -16,6 +16,7 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 use serde_json::{Value, json};
+use sluicegate::limiter::clock::monotonic;
 
 /// Return a response without a body.
 fn response(status: &str, headers: &str) -> Vec<u8> {
@@ -613,6 +614,58 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
     limited.assert_problem(429, "the limit of the address");
     assert_eq!(limited.json()["violated-policies"], json!(["ip"]));
     assert_eq!((counts(&redis), server.count()), (vec![1, 1, 2, 4, 6], calls + 2), "the server gets no request");
+}
+
+#[test]
+fn client_over_its_limit_costs_the_server_one_call_per_second() {
+    let server = Upstream::responding(|seen| match seen.headers("cookie")[..] {
+        ["s=ended"] | [] => response("401 Unauthorized", ""),
+        [cookie, ..] => response("200 OK", &format!("X-User: {}\r\n", &cookie[2..])),
+    });
+    let (upstream, redis) = (Upstream::start(), Redis::start());
+    let limits =
+        "[limit.ip]\nby = \"ip\"\nquota = \"1000/hour\"\n[limit.user]\nby = \"auth:x-user\"\nquota = \"2/hour\"\n";
+    let config = config(&verify_url(&server), "", &upstream)
+        .replace("require = [\"sso\"]\n", "require = [\"sso\"]\nlimits = [\"ip\", \"user\"]\n");
+    for store in [String::new(), redis.store()] {
+        let gateway = Gateway::start(&format!("{store}{config}{limits}"));
+        let mut client = gateway.client();
+        let mut get = |cookie: &str| client.get_with("/", &[("Cookie", cookie)]);
+        assert_eq!([get("s=alice").status, get("s=alice").status], [200, 200]);
+        let (calls, start) = (server.count(), monotonic());
+        for _ in 0..50 {
+            let denied = get("s=alice");
+            denied.assert_problem(429, "the limit of the user");
+            assert_eq!(denied.json()["violated-policies"], json!(["user"]));
+            assert_eq!(denied.remaining("user"), 0);
+        }
+        let most = (monotonic() - start).as_secs() as usize + 2;
+        assert!(server.count() - calls <= most, "fault 77: {} calls, at most {most}", server.count() - calls);
+        let bob = get("s=bob");
+        assert_eq!((bob.status, bob.remaining("ip")), (200, 997), "denied requests are not charged to the address");
+        assert_eq!(get("s=ended").status, 401);
+    }
+}
+
+#[test]
+fn client_over_its_limit_is_verified_again_when_the_limit_admits_it() {
+    let is_ended = Arc::new(AtomicUsize::new(0));
+    let ended = is_ended.clone();
+    let server = Upstream::responding(move |_| match ended.load(Ordering::Relaxed) {
+        0 => response("200 OK", "X-User: alice\r\n"),
+        _ => response("401 Unauthorized", ""),
+    });
+    let upstream = Upstream::start();
+    let limits = "[limit.user]\nby = \"auth:x-user\"\nquota = \"10/s\"\nburst = 1\n";
+    let config = config(&verify_url(&server), "", &upstream)
+        .replace("require = [\"sso\"]\n", "require = [\"sso\"]\nlimits = [\"user\"]\n");
+    let gateway = Gateway::start(&format!("{config}{limits}"));
+    let mut client = gateway.client();
+    let mut status = || client.get_with("/", &[("Cookie", "s=alice")]).status;
+    eventually("the limit denies", || status() == 429);
+    is_ended.store(1, Ordering::Relaxed);
+    eventually("the limit admits the request, but the server does not", || status() == 401);
+    assert_eq!(status(), 401, "no request is admitted without the server");
 }
 
 #[test]
