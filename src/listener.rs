@@ -213,6 +213,8 @@ impl Server {
         } else {
             None
         };
+        // Load the verifier first: if it is replaced now, the certificate of the client is verified twice.
+        let client_verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
         let challenges = listener.tls.as_ref().and_then(|tls| tls.tls.pending_challenges());
         let client_hello = match acceptor {
@@ -277,8 +279,10 @@ impl Server {
                 drop(client_hello);
                 let session = stream.get_ref().1;
                 self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());
-                if let Some(chain @ [certificate, ..]) = session.peer_certificates() {
-                    peer.certificate = Some(Arc::new(ClientCertificate::new(chain)));
+                if let (Some(chain @ [certificate, ..]), Some(verifier)) =
+                    (session.peer_certificates(), client_verifier)
+                {
+                    peer.certificate = Some(Arc::new(ClientCertificate::new(chain, verifier)));
                     peer.certificate_subject =
                         client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
                 }

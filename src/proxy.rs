@@ -201,6 +201,7 @@ impl Gateway {
         if route.max_body.is_some_and(|max| body.size_hint().lower() > max) {
             return Err(Rejection::BodyTooLarge);
         }
+        authentication::check_certificate(config, route, context.peer)?;
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (mut credentials, mut authenticated) =
             authentication::authenticate(config, route, request.headers(), context.peer);

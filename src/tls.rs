@@ -6,15 +6,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use aws_lc_rs::digest::{SHA256, digest};
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair};
 use rustls::RootCertStore;
 use rustls::client::verify_server_name;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
     ClientHello, NoClientAuth, ParsedCertificate, ResolvesServerCert, ServerConfig, VerifierBuilderError,
@@ -111,6 +112,8 @@ pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
     config: ArcSwap<ServerConfig>,
+    /// The verifier in `config`. `None` if the listener requests no client certificates.
+    client_verifier: ArcSwapOption<ClientVerifier>,
     /// Whether `set_client_verifier` has been called.
     client_trust_changed: AtomicBool,
 }
@@ -165,6 +168,14 @@ impl ClientVerifier {
         };
         Ok(ClientVerifier(verifier.build()?))
     }
+
+    /// Return whether the certificate chain of a client is trusted and valid at this time (seconds since the Unix
+    /// epoch). The first certificate is the client's own certificate.
+    pub fn trusts(&self, chain: &[CertificateDer<'_>], now_s: u64) -> bool {
+        let now = UnixTime::since_unix_epoch(Duration::from_secs(now_s));
+        let verify = |(own, others)| self.0.verify_client_cert(own, others, now);
+        chain.split_first().is_some_and(|chain| verify(chain).is_ok())
+    }
 }
 
 impl DownstreamTls {
@@ -179,9 +190,14 @@ impl DownstreamTls {
             }
             CertificateSource::Managed(names, managed) => SniResolver::Managed(names, ArcSwap::new(managed)),
         });
-        let client_verifier = client_verifier.unwrap_or_else(|| ClientVerifier(Arc::new(NoClientAuth)));
-        let config = ArcSwap::from_pointee(server_config(certificates.clone(), client_verifier)?);
-        Ok(DownstreamTls { certificates, config, client_trust_changed: AtomicBool::new(false) })
+        let config = ArcSwap::from_pointee(server_config(certificates.clone(), client_verifier.as_ref())?);
+        let client_verifier = ArcSwapOption::new(client_verifier.map(Arc::new));
+        Ok(DownstreamTls { certificates, config, client_verifier, client_trust_changed: AtomicBool::new(false) })
+    }
+
+    /// Return the current verifier of client certificates.
+    pub fn client_verifier(&self) -> Option<Arc<ClientVerifier>> {
+        self.client_verifier.load_full()
     }
 
     /// Return a TLS acceptor with the current settings, for the next connection.
@@ -231,12 +247,13 @@ impl DownstreamTls {
     }
 
     /// Replace the verifier of client certificates. Afterwards, clients cannot resume older TLS sessions, because
-    /// resumption would skip the verification.
+    /// resumption would skip the verification. The certificates of open connections are verified again.
     ///
     /// # Errors
     /// Rustls rejects the TLS configuration.
     pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
-        self.config.store(Arc::new(server_config(self.certificates.clone(), client_verifier)?));
+        self.config.store(Arc::new(server_config(self.certificates.clone(), Some(&client_verifier))?));
+        self.client_verifier.store(Some(Arc::new(client_verifier)));
         self.client_trust_changed.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -255,10 +272,17 @@ impl DownstreamTls {
     }
 }
 
-fn server_config(certificates: Arc<SniResolver>, client_verifier: ClientVerifier) -> Result<ServerConfig, TlsError> {
+fn server_config(
+    certificates: Arc<SniResolver>,
+    client_verifier: Option<&ClientVerifier>,
+) -> Result<ServerConfig, TlsError> {
+    let verifier: Arc<dyn ClientCertVerifier> = match client_verifier {
+        Some(verifier) => verifier.0.clone(),
+        None => Arc::new(NoClientAuth),
+    };
     let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()));
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
-    let mut config = builder.with_client_cert_verifier(client_verifier.0).with_cert_resolver(certificates);
+    let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(certificates);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     // TLS sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has its own ticket keys.
     // Otherwise, a client could resume a session of a listener without client certificates on a listener that requires

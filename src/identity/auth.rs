@@ -147,6 +147,12 @@ pub enum AuthError {
     /// The API key is restricted to other routes.
     #[error("the API key is not valid for this route")]
     ApiKeyRoute,
+    /// The client certificate of the connection has expired since the TLS handshake, or a reload has replaced the CA
+    /// certificates.
+    #[error(
+        "the client certificate has expired or is no longer trusted: open a new connection with a valid certificate"
+    )]
+    UntrustedCertificate,
     /// Two headers contain different API keys.
     #[error("the headers `{0}` and `{1}` have different API keys")]
     DifferentApiKeys(HeaderName, HeaderName),
@@ -272,7 +278,7 @@ impl AuthError {
             AuthError::Missing(_) | AuthError::UnknownApiKey(_) | AuthError::ExpiredApiKey(_) | AuthError::Token(_) => {
                 StatusCode::UNAUTHORIZED
             }
-            AuthError::Basic(_) => StatusCode::UNAUTHORIZED,
+            AuthError::Basic(_) | AuthError::UntrustedCertificate => StatusCode::UNAUTHORIZED,
             AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
             AuthError::Denied(denial) => denial.status,
             AuthError::Unavailable(_) | AuthError::InvalidResponse | AuthError::Pending(_) => {

@@ -2,8 +2,10 @@
 //! forward it to upstreams (RFC 9440).
 
 use std::fmt::Write;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
+use arc_swap::ArcSwap;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderValue;
@@ -12,6 +14,8 @@ use rustls::pki_types::CertificateDer;
 use x509_parser::asn1_rs::ToDer;
 use x509_parser::parse_x509_certificate;
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
+
+use crate::tls::ClientVerifier;
 
 /// Reason why a verified client certificate is rejected.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +37,16 @@ const MAX_CHAIN_HEADER: usize = 16 << 10;
 pub struct ClientCertificate {
     chain: Vec<CertificateDer<'static>>,
     headers: OnceLock<Option<CertificateHeaders>>,
+    verification: ArcSwap<Verification>,
+    is_rejected: AtomicBool,
+}
+
+/// The last successful verification of a certificate chain.
+#[derive(Debug)]
+struct Verification {
+    verifier: Arc<ClientVerifier>,
+    /// Time in seconds since the Unix epoch until which no certificate of the chain expires.
+    valid_until_s: i64,
 }
 
 /// Values of the headers of RFC 9440.
@@ -46,10 +60,39 @@ pub struct CertificateHeaders {
 }
 
 impl ClientCertificate {
-    /// Store the certificates of a TLS session. The first one is the client's own certificate.
-    pub fn new(chain: &[CertificateDer<'_>]) -> Self {
-        let chain = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
-        ClientCertificate { chain, headers: OnceLock::new() }
+    /// Store the certificates of a TLS session, which `verifier` has verified. The first one is the client's own
+    /// certificate.
+    pub fn new(chain: &[CertificateDer<'_>], verifier: Arc<ClientVerifier>) -> Self {
+        let chain: Vec<_> = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
+        let valid_until_s = next_expiry_s(&chain, i64::MIN);
+        let verification = ArcSwap::from_pointee(Verification { verifier, valid_until_s });
+        ClientCertificate { chain, headers: OnceLock::new(), verification, is_rejected: AtomicBool::new(false) }
+    }
+
+    /// Return whether `verifier` trusts the chain at this time, in seconds since the Unix epoch. The signatures of the
+    /// chain are verified again only if the verifier was replaced, or if a certificate of the chain has expired. After a
+    /// rejection, always return `false`.
+    pub fn is_trusted(&self, verifier: Option<&Arc<ClientVerifier>>, now_s: u64) -> bool {
+        if self.is_rejected() {
+            return false;
+        }
+        let last = self.verification.load();
+        let is_same = verifier.is_some_and(|verifier| Arc::ptr_eq(verifier, &last.verifier));
+        if is_same && now_s as i64 <= last.valid_until_s {
+            return true;
+        }
+        let Some(verifier) = verifier.filter(|verifier| verifier.trusts(&self.chain, now_s)) else {
+            self.is_rejected.store(true, Ordering::Relaxed);
+            return false;
+        };
+        let valid_until_s = next_expiry_s(&self.chain, now_s as i64);
+        self.verification.store(Arc::new(Verification { verifier: verifier.clone(), valid_until_s }));
+        true
+    }
+
+    /// Return whether a request was rejected because the chain is not trusted any more. The connection is then closed.
+    pub fn is_rejected(&self) -> bool {
+        self.is_rejected.load(Ordering::Relaxed)
     }
 
     /// Return the header values. They are encoded at the first call.
@@ -66,6 +109,14 @@ impl ClientCertificate {
         };
         self.headers.get_or_init(encode).as_ref()
     }
+}
+
+/// Return the time of the first expiry of a certificate at `from_s` or later, in seconds since the Unix epoch.
+fn next_expiry_s(chain: &[CertificateDer<'_>], from_s: i64) -> i64 {
+    let expiry = |certificate: &CertificateDer<'_>| {
+        parse_x509_certificate(certificate).map_or(i64::MIN, |(_, parsed)| parsed.validity().not_after.timestamp())
+    };
+    chain.iter().map(expiry).filter(|expiry| *expiry >= from_s).min().unwrap_or(i64::MAX)
 }
 
 /// Encode bytes as a Byte Sequence of a structured field (RFC 9651 §4.1.8).

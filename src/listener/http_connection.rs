@@ -79,8 +79,9 @@ enum ConnectionEvent {
     /// The connection ended with this result. `None` if the watchdog stopped the connection because the client does not
     /// read the response.
     Closed(Option<hyper::Result<()>>),
-    /// The gateway will not read a request to its end, so no other request can follow on the connection.
-    RequestUnread,
+    /// No other request may follow on the connection: the gateway will not read a request to its end, or it has rejected
+    /// the client certificate of the connection.
+    NoFurtherRequest,
     /// A part of the headers of a request has arrived, but not all of them. The event does not occur for the first
     /// request of the connection. The variant contains the headers counter.
     HeadersStarted(u64),
@@ -199,8 +200,10 @@ impl HttpConnection {
                 if let Poll::Ready(result) = watchdog.poll(connection.as_mut(), cx) {
                     return Poll::Ready(ConnectionEvent::Closed(result));
                 }
-                if graceful_shutdown.is_some() && watchdog.flow().is_request_abandoned() {
-                    return Poll::Ready(ConnectionEvent::RequestUnread);
+                if graceful_shutdown.is_some()
+                    && (watchdog.flow().is_request_abandoned() || self.peer.has_rejected_certificate())
+                {
+                    return Poll::Ready(ConnectionEvent::NoFurtherRequest);
                 }
                 if was_suspended && !self.activity.is_suspended() {
                     return Poll::Ready(ConnectionEvent::Resumed);
@@ -239,7 +242,7 @@ impl HttpConnection {
                     return Ok(CloseReason::RequestUnread);
                 }
                 ConnectionEvent::Closed(Some(Err(error))) => return Err(error.into()),
-                ConnectionEvent::RequestUnread => {
+                ConnectionEvent::NoFurtherRequest => {
                     if let Some(graceful_shutdown) = graceful_shutdown.take() {
                         graceful_shutdown(connection.as_mut());
                     }

@@ -22,7 +22,8 @@ use crate::http::request_body::RequestBody;
 use crate::http::target::strip_trailing_dot;
 use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials, Proof, ProviderKind, Verification};
 use crate::identity::forward::{
-    Admission, CacheKey, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
+    Admission, CacheKey, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange,
+    SharedResult,
 };
 use crate::limiter::clock;
 use crate::limiter::clock::monotonic;
@@ -42,6 +43,29 @@ pub struct AuthRejection<'a> {
     pub error: AuthError,
     /// Values of `WWW-Authenticate` if the status of the response is 401.
     pub challenges: &'a [Challenge],
+}
+
+/// Check that the client certificate of the connection is still valid and trusted. TLS verifies it only in the handshake,
+/// and a connection may last longer than the certificate or the CA certificates. The listener closes a connection whose
+/// certificate was rejected.
+///
+/// # Errors
+/// The certificate has expired, or the current CA certificates do not verify it.
+pub(super) fn check_certificate<'a>(
+    config: &CompiledConfig,
+    route: &'a Route,
+    peer: &Peer,
+) -> Result<(), Rejection<'a>> {
+    let Some(certificate) = &peer.certificate else { return Ok(()) };
+    let tls = config.listeners.get(peer.listener).and_then(|listener| listener.tls.as_ref());
+    let verifier = tls.and_then(|tls| tls.tls.client_verifier());
+    match certificate.is_trusted(verifier.as_ref(), clock::unix_us() / 1_000_000) {
+        true => Ok(()),
+        false => {
+            let challenges = route.auth.as_ref().map_or(&[][..], |auth| &auth.challenges[..]);
+            Err(reject(route, challenges, AuthError::UntrustedCertificate))
+        }
+    }
 }
 
 /// Verify the credentials of a request. If the route has no providers, this function does nothing. If a provider has to

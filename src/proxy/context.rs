@@ -474,6 +474,11 @@ impl Peer {
         if self.forwarded.trusted { self.client_ip.client_address(self.address, headers) } else { self.address }
     }
 
+    /// Return whether a request was rejected because the client certificate is not trusted any more.
+    pub fn has_rejected_certificate(&self) -> bool {
+        self.certificate.as_ref().is_some_and(|certificate| certificate.is_rejected())
+    }
+
     /// Stop trusting the forwarding headers of this peer, even after a configuration reload.
     pub fn distrust(&mut self) {
         (self.is_distrusted, self.forwarded.trusted) = (true, false);

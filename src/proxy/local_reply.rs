@@ -324,6 +324,10 @@ fn auth_response(
         _ => {}
     }
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
+    if *error == AuthError::UntrustedCertificate {
+        // The certificate belongs to the connection, so the gateway closes the connection.
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
     let outcome = match status {
         // List all kinds of credentials that the route accepts.
         StatusCode::UNAUTHORIZED => {

@@ -7,6 +7,7 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::Upstream;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use rcgen::{DnType, ExtendedKeyUsagePurpose};
 use rustls::version::{TLS12, TLS13};
 use sluicegate::limiter::clock;
@@ -229,7 +230,93 @@ fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
         assert!(line.contains(reason) && line.contains("ca.pem") && line.contains("WARN"), "{reason}: {line}");
         assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the previous CA certificates stay in use");
     }
-    assert_eq!(running.get("/who").status, 200, "an open connection continues");
+    let rejected = running.get("/who");
+    rejected.assert_problem(401, "the client certificate has expired or is no longer trusted");
+    assert_eq!(rejected.header("connection"), Some("close"));
+    assert!(running.reply().is_none(), "the gateway closes the connection");
+}
+
+#[test]
+fn open_connection_is_verified_again_after_a_reload_of_the_client_ca() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let server = Pair::server(NAME, NOW);
+    let config = |auth| format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), auth));
+    // Without `client_ca`, no limit may count by client certificate.
+    let without_limit =
+        format!("[[route]]{}", ROUTES.split_once("[[route]]").unwrap().1.replace("limits = [\"who\"]\n", ""));
+    let alice = [(DnType::CommonName, "alice")];
+    let client = tls(&[&server.der], Some(&old.client(&alice, NOW)), &[&TLS13]);
+    for (content, auth, status) in [
+        (old.pem() + &new.pem(), Some("required"), 200),
+        (old.pem(), Some("optional"), 200),
+        (new.pem(), Some("required"), 401),
+        (new.pem(), Some("optional"), 401),
+        (new.pem(), None, 401),
+    ] {
+        let gateway = Gateway::start(&with_admin(&config(Some("required"))));
+        let connect = || TlsClient::handshake(&client, gateway.address, NAME).unwrap();
+        let (mut first, mut second) = (connect(), connect());
+        assert_eq!([first.get("/open").status, second.get("/who").status], [200, 200]);
+        let after = if auth.is_some() { config(auth) } else { config(auth).replace(ROUTES, &without_limit) };
+        std::fs::write(folder.path().join("ca.pem"), content).unwrap();
+        reloads(&gateway, &after);
+        for (connection, path) in [(&mut first, "/open"), (&mut second, "/who")] {
+            let reply = connection.get(path);
+            assert_eq!(reply.status, status, "{path} {auth:?} {}", reply.text());
+            assert_eq!(reply.header("connection"), (status == 401).then_some("close"), "{path} {auth:?}");
+        }
+    }
+}
+
+#[test]
+fn open_connection_does_not_outlive_its_certificate() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let gateway =
+        Gateway::start(&format!("{ROUTES}{}", listener(folder.path(), &server, &ours.pem(), Some("required"))));
+    let now_s = || clock::unix_us() / 1_000_000;
+    let until = now_s() + 5;
+    let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
+    let client = tls(&[&server.der], Some(&alice), &[&TLS13]);
+    let mut connections = [(); 2].map(|()| TlsClient::handshake(&client, gateway.address, NAME).unwrap());
+    for connection in &mut connections {
+        assert_eq!(connection.get("/who").status, 200);
+    }
+    eventually("the certificate has expired", || now_s() > until);
+    for (connection, path) in connections.iter_mut().zip(["/who", "/open"]) {
+        connection.get(path).assert_problem(401, "the client certificate has expired or is no longer trusted");
+        assert!(connection.reply().is_none(), "the gateway closes the connection");
+    }
+}
+
+#[tokio::test]
+async fn http2_connection_is_closed_when_its_certificate_is_no_longer_trusted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let server = Pair::server(NAME, NOW);
+    let config = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some("required")));
+    let gateway = Gateway::start(&with_admin(&config));
+    let mut client =
+        (*tls(&[&server.der], Some(&old.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13])).clone();
+    client.alpn_protocols = vec![b"h2".to_vec()];
+    let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(client));
+    let stream = connector.connect(NAME.try_into().unwrap(), stream).await.unwrap();
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let request = || {
+        http::Request::builder().uri(format!("https://{NAME}/who")).body(http_body_util::Empty::<&[u8]>::new()).unwrap()
+    };
+    assert_eq!(sender.send_request(request()).await.unwrap().status(), 200);
+    std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
+    reloads(&gateway, &config);
+    assert_eq!(sender.send_request(request()).await.unwrap().status(), 401);
+    // GOAWAY ends the connection, although the client keeps its sender.
+    tokio::time::timeout(crate::support::MAX_WAIT, connection).await.expect("the connection ends").unwrap().unwrap();
+    assert!(sender.send_request(request()).await.is_err());
 }
 
 #[test]
