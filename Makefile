@@ -13,10 +13,13 @@ test: tools
 simulation:
 	cargo test --locked --test simulation -- --nocapture
 
-# Property tests with 1,000,000 operations instead of 50,000, 100,000 schedules of the simulation, the long tests in full size,
-# every combination of the overload test, the soak (SOAK_SECONDS, 900) and all fuzz targets at once for 10 minutes: about 90 minutes.
+# Property tests with 1,000,000 operations instead of 50,000, 100,000 explanations instead of 1,000, 100,000 schedules of the
+# simulation, the files of the walk in ARCHITECTURE.md, the long tests in full size, every combination of the overload test, the
+# soak (SOAK_SECONDS, 900) and all fuzz targets at once for 10 minutes: about 2 hours.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: permits:: lua54:: bounds::
+	REQUESTS=100000 cargo test --locked --test it -- explain::explanation_matches_the_gateway
+	$(MAKE) walk
 	SCHEDULES=100000 cargo test --locked --profile checked --test simulation -- --nocapture
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	LONG=1 cargo test --locked --test it -- overload:: --nocapture --test-threads 1

@@ -1,9 +1,10 @@
-"""List the source files whose code a rate-limited HTTP/1.1 request executes: `make walk`.
+"""Compare the source files whose code a rate-limited HTTP/1.1 request executes with ARCHITECTURE.md: `make walk`.
 
 A gateway with one worker runs under callgrind, with a Redis server and an upstream. The requests use one connection, and
 all connections are open before counting starts. The list contains a file if its code executes at least 50 instructions
 per request in the debug build. It omits lib.rs and main.rs, which contain monomorphized code of dependencies, and
-limiter/metrics.rs and limiter/clock.rs, which contain only small inlined functions.
+limiter/metrics.rs and limiter/clock.rs, which contain only small inlined functions. The script fails if these are not
+the files in the table of the section "The walk of a request".
 """
 
 import collections
@@ -136,11 +137,26 @@ def main():
     crossed = {name: cost for name, cost in crossed.items() if name not in LEFT_OUT}
     for name, cost in sorted(crossed.items(), key=lambda entry: -entry[1]):
         print(f"{cost:8.0f}  {name}")
-    print(f"{len(crossed)} files")
-    walk = pathlib.Path("ARCHITECTURE.md").read_text().partition("## The walk of a request")[2].partition("\nA new")[0]
-    listed = set(re.findall(r"`([a-z0-9_/]+\.rs)`", walk))
-    print("not in ARCHITECTURE.md:", ", ".join(sorted(set(crossed) - listed)) or "none")
-    print("in ARCHITECTURE.md only:", ", ".join(sorted(listed - set(crossed))) or "none")
+    rows = table_rows(pathlib.Path("ARCHITECTURE.md").read_text())
+    listed = {name for row in rows for name in row}
+    print(f"{len(crossed)} files, {len(rows)} rows")
+    missing, superfluous = sorted(set(crossed) - listed), sorted(listed - set(crossed))
+    if missing or superfluous:
+        sys.exit(f"not in ARCHITECTURE.md: {', '.join(missing) or 'none'}\n"
+                 f"in ARCHITECTURE.md only: {', '.join(superfluous) or 'none'}")
+
+
+def table_rows(text):
+    """Return the files of each row of the table. The table is the first one of the section, and its rows are numbered."""
+    section = text.partition("\n## The walk of a request\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", section, re.MULTILINE)
+    if [int(number) for number, _ in rows] != list(range(1, len(rows) + 1)) or len(rows) < 10:
+        sys.exit(f"ARCHITECTURE.md: the rows of the walk are not numbered from 1: {[number for number, _ in rows]}")
+    names = [re.findall(r"`([a-z0-9_/]+\.rs)`", files) for _, files in rows]
+    listed = [name for row in names for name in row]
+    if len(listed) != len(set(listed)):
+        sys.exit("ARCHITECTURE.md: a file is in two rows of the walk")
+    return names
 
 
 main()

@@ -39,7 +39,7 @@ use crate::listener::http_connection::{
 use crate::listener::metrics::{HandshakeFailure, ListenerMetrics};
 use crate::listener::stream::ReclaimableStream;
 use crate::proxy::Gateway;
-use crate::proxy::context::Peer;
+use crate::proxy::request::Peer;
 use crate::snapshot::settings::ServerSettings;
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::upstream::connector::ProxiedConnection;

@@ -47,6 +47,21 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["address", "clock", "key", "metrics", "pacing", "quota"],
         ],
     ),
+    (
+        "proxy",
+        &[
+            &["record"],
+            &["holdings"],
+            &["local_reply"],
+            &["admission", "forward", "forward_auth"],
+            &["llm", "mirror", "rate_limit"],
+            &["body"],
+            &["request"],
+            &["config_snapshot", "rejection"],
+            &["metrics"],
+            &["mirror_state"],
+        ],
+    ),
 ];
 
 /// Modules of the limiter that all modules may import: the clock and the cells of metrics.

@@ -2,7 +2,7 @@
 //! credentials are removed before forwarding.
 
 use http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
-use sluicegate::identity::auth::{AuthError, AuthRequest};
+use sluicegate::identity::auth::{AuthError, AuthRequest, Verified};
 use sluicegate::snapshot::CompiledConfig;
 
 /// The API key of the consumer. `CONSUMERS` contains its hash.
@@ -92,7 +92,7 @@ pub(crate) fn run(data: &[u8]) {
             |part: &[u8]| headers.values().any(|value| value.as_bytes().windows(part.len()).any(|all| all == part));
         let (key, token) = (has(KEY), has(MESSAGE));
         match result {
-            Ok(()) => {
+            Verified::Yes => {
                 let is_entitled = match &*route.name {
                     "keys" => key,
                     "tokens" => token,
@@ -113,7 +113,8 @@ pub(crate) fn run(data: &[u8]) {
                 };
                 assert!(!forwarded.get_all(AUTHORIZATION).iter().any(is_bearer), "{headers:?} became {forwarded:?}");
             }
-            Err(error) => {
+            Verified::Waits(provider) => panic!("the provider {provider} never has to wait"),
+            Verified::No(error) => {
                 assert!(matches!(error.status().as_u16(), 400 | 401 | 403), "{error:?}");
                 let said = format!(
                     "{error} {error:?} {:?}",

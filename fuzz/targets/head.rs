@@ -15,7 +15,7 @@ use sluicegate::http::flow::StreamFlow;
 use sluicegate::http::request_body::RequestBody;
 use sluicegate::limiter::Limiter;
 use sluicegate::proxy::Gateway;
-use sluicegate::proxy::context::Peer;
+use sluicegate::proxy::request::Peer;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::telemetry::access_log::TelemetrySinks;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -15,7 +15,7 @@ use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERS
 use crate::proxy::metrics::{
     AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
 };
-use crate::proxy::mirror::{CopyResult, DropReason};
+use crate::proxy::mirror_state::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;

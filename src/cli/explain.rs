@@ -30,7 +30,7 @@ use crate::limiter::decision::LimitCheck;
 use crate::limiter::key::Identity;
 use crate::limiter::overrides::{OverrideQuota, OverrideTable, Overrides};
 use crate::limiter::verdict::Verdict;
-use crate::proxy::context::Peer;
+use crate::proxy::request::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters, empty_overrides};

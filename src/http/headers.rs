@@ -8,7 +8,7 @@ use http::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName, HeaderValue, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE, VIA,
 };
-use http::{HeaderMap, Method, Request, Version};
+use http::{HeaderMap, Method, Version};
 
 /// Headers that concern only one connection (RFC 9110 §7.6.1), including `Keep-Alive` and `Proxy-Connection`, which old
 /// clients send.
@@ -457,8 +457,8 @@ pub fn has_padding(headers: &HeaderMap) -> bool {
 /// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. Only gRPC calls get gRPC errors,
 /// which have the HTTP status 200. All other requests get HTTP errors, because caches decide by the status whether they
 /// may store a response.
-pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
-    *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
+pub fn is_grpc_call(method: &Method, version: Version, headers: &HeaderMap) -> bool {
+    *method == Method::POST && version == Version::HTTP_2 && is_grpc(headers)
 }
 
 /// Return whether the content type of a message is gRPC.

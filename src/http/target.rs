@@ -1,11 +1,12 @@
 //! The host and path of a request target in canonical form.
 
 use std::borrow::Cow;
+use std::mem;
 use std::net::Ipv6Addr;
 
-use http::header::{HOST, HeaderValue};
+use http::header::{HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::Scheme;
-use http::{HeaderMap, Uri, Version};
+use http::{HeaderMap, Request, Uri, Version, uri};
 
 /// Return the host of a request in lower case, without port and without trailing dot. IPv6 addresses are in their
 /// shortest form. The host is taken from the target if the target has one (RFC 9112 §3.2.2), otherwise from the single
@@ -208,6 +209,20 @@ fn encode(path: &[u8], should_decode: fn(u8) -> bool) -> Result<String, PathErro
         }
     }
     Ok(out)
+}
+
+/// Move the host from `Host` to `:authority`, as HTTP/2 requires (RFC 9113 §8.3.1).
+pub fn set_http2_target<B>(request: &mut Request<B>) {
+    // Remove the framing headers, because HTTP/2 frames delimit the body (RFC 9113 §8.1).
+    request.headers_mut().remove(TRANSFER_ENCODING);
+    let host = request.headers_mut().remove(HOST);
+    let mut uri = mem::take(request.uri_mut()).into_parts();
+    uri.scheme = Some(uri::Scheme::HTTP);
+    // The conversion cannot fail, because both the routed host and the configured authority of the upstream are valid
+    // authorities.
+    uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
+    *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+    *request.version_mut() = Version::HTTP_2;
 }
 
 #[cfg(test)]

@@ -112,7 +112,7 @@ pub enum Verification {
     Forbidden(AuthError),
     /// The credential cannot be verified at this time.
     Unavailable(AuthError),
-    /// The result depends on another server or on a password hash. See [`AuthError::Pending`].
+    /// The result depends on another server or on a password hash. See [`Verified::Waits`].
     Pending,
 }
 
@@ -182,10 +182,31 @@ pub enum AuthError {
     /// because the client may have provoked the invalid response.
     #[error("the request cannot be authenticated at the moment")]
     InvalidResponse,
-    /// The provider with this index must wait for its result. The caller waits for it and then calls
-    /// [`Credentials::resume`], so clients never get this error.
-    #[error("the verification of the credential is not finished")]
-    Pending(usize),
+}
+
+/// The state of the authentication of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verified {
+    /// The request is authenticated.
+    Yes,
+    /// The provider with this index must wait for its result, for example for an authentication server. The caller
+    /// waits for it and then calls [`Credentials::resume`].
+    Waits(usize),
+    /// The request is rejected.
+    No(AuthError),
+}
+
+/// The reason why the evaluation of a route's providers stopped.
+enum Stop {
+    /// See [`Verified::Waits`].
+    Waits(usize),
+    Failed(AuthError),
+}
+
+impl From<AuthError> for Stop {
+    fn from(error: AuthError) -> Self {
+        Stop::Failed(error)
+    }
 }
 
 /// How a client sent an API key.
@@ -281,9 +302,7 @@ impl AuthError {
             AuthError::Basic(_) | AuthError::UntrustedCertificate => StatusCode::UNAUTHORIZED,
             AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
             AuthError::Denied(denial) => denial.status,
-            AuthError::Unavailable(_) | AuthError::InvalidResponse | AuthError::Pending(_) => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            AuthError::Unavailable(_) | AuthError::InvalidResponse => StatusCode::SERVICE_UNAVAILABLE,
             AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) | AuthError::Malformed(_) => {
                 StatusCode::BAD_REQUEST
             }
@@ -308,39 +327,37 @@ impl AuthError {
 
 impl RouteAuth {
     /// Verify the credentials of a request. The returned credentials contain the results of all verifications so far,
-    /// even after an error.
-    ///
-    /// # Errors
-    /// The request is rejected, or a provider must wait for its result ([`AuthError::Pending`]).
+    /// even if the request is rejected.
     pub fn authenticate<'a>(
         &'a self,
         providers: &'a [AuthProvider],
         request: &AuthRequest<'_>,
-    ) -> (Credentials<'a>, Result<(), AuthError>) {
+    ) -> (Credentials<'a>, Verified) {
         let mut credentials =
             Credentials { providers, route: Some(self), checked: Vec::with_capacity(self.providers.len()) };
-        let result = credentials.evaluate(self, request);
-        (credentials, result)
+        let verified = credentials.evaluate(self, request);
+        (credentials, verified)
     }
 }
 
 impl<'a> Credentials<'a> {
-    /// Continue after [`AuthError::Pending`] with the result of that provider. The results of other providers are kept.
-    ///
-    /// # Errors
-    /// See [`RouteAuth::authenticate`].
-    pub fn resume(&mut self, index: usize, result: Verification, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+    /// Continue after [`Verified::Waits`] with the result of that provider. The results of other providers are kept.
+    pub fn resume(&mut self, index: usize, result: Verification, request: &AuthRequest<'_>) -> Verified {
         self.checked.retain(|(checked, _)| *checked != index);
         self.checked.push((index, result));
         match self.route {
             Some(route) => self.evaluate(route, request),
-            None => Ok(()),
+            None => Verified::Yes,
         }
     }
 
-    fn evaluate(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
-        self.check_syntax(route, request)?;
-        self.require(route, request).and_then(|()| self.identify(route, request))
+    fn evaluate(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Verified {
+        let syntax = self.check_syntax(route, request).map_err(Stop::Failed);
+        match syntax.and_then(|()| self.require(route, request)).and_then(|()| self.identify(route, request)) {
+            Ok(()) => Verified::Yes,
+            Err(Stop::Waits(index)) => Verified::Waits(index),
+            Err(Stop::Failed(error)) => Verified::No(error),
+        }
     }
 
     /// Reject an `Authorization` header that servers may interpret differently, if a provider of the route reads it.
@@ -518,7 +535,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    fn require(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+    fn require(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), Stop> {
         if route.required.is_empty() {
             return Ok(());
         }
@@ -545,15 +562,16 @@ impl<'a> Credentials<'a> {
                         unavailable.get_or_insert_with(|| error.clone());
                         continue 'alternatives;
                     }
-                    Verification::Invalid(error) => return Err(error.clone()),
-                    Verification::Pending => return Err(AuthError::Pending(*index)),
+                    Verification::Invalid(error) => return Err(error.clone().into()),
+                    Verification::Pending => return Err(Stop::Waits(*index)),
                 }
             }
             return Ok(());
         }
         let invalid = foreign.filter(|(index, error)| is_denied(error) || !self.may_be_for_another(*index, route));
         let invalid = invalid.map(|(_, error)| error);
-        Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+        let error = unavailable.or(forbidden).or(invalid);
+        Err(error.unwrap_or_else(|| AuthError::Missing(route.missing.clone())).into())
     }
 
     /// Return whether the credential may be valid for another provider of the route that reads the same header. This is
@@ -570,7 +588,7 @@ impl<'a> Credentials<'a> {
         route.providers.iter().any(|other| *other != index && shares_header(*other) && may_be_valid(*other))
     }
 
-    fn identify(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+    fn identify(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), Stop> {
         for index in &route.identify {
             match self.verify(*index, request) {
                 Verification::Valid(_) | Verification::Foreign(_) => {}
@@ -582,12 +600,12 @@ impl<'a> Credentials<'a> {
                 }
                 Verification::Invalid(AuthError::UnknownApiKey(_)) => self.unknown_key(*index, request)?,
                 Verification::Invalid(error) | Verification::Forbidden(error) | Verification::Unavailable(error) => {
-                    return Err(error.clone());
+                    return Err(error.clone().into());
                 }
-                Verification::Pending => return Err(AuthError::Pending(*index)),
+                Verification::Pending => return Err(Stop::Waits(*index)),
             }
         }
-        self.check_foreign(route, request)
+        Ok(self.check_foreign(route, request)?)
     }
 
     /// Reject credentials that have another format than a provider in `identify` expects, unless another provider has

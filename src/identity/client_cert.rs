@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use arc_swap::ArcSwap;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use http::HeaderValue;
+use http::{HeaderMap, HeaderName, HeaderValue};
 use rustls::pki_types::CertificateDer;
 
 use x509_parser::asn1_rs::ToDer;
@@ -27,6 +27,9 @@ pub enum ClientCertError {
     #[error("the client's certificate has expired since the TLS session began")]
     Expired,
 }
+
+const CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
+const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
 
 /// Maximum length of `Client-Cert-Chain` in bytes. The limit is necessary because the client chooses the certificates
 /// after its own, and servers reject large headers.
@@ -96,7 +99,7 @@ impl ClientCertificate {
     }
 
     /// Return the header values. They are encoded at the first call.
-    pub fn headers(&self) -> Option<&CertificateHeaders> {
+    fn headers(&self) -> Option<&CertificateHeaders> {
         let encode = || {
             let (first, rest) = self.chain.split_first()?;
             let chain = rest.iter().map(|certificate| byte_sequence(certificate)).collect::<Vec<_>>().join(", ");
@@ -108,6 +111,19 @@ impl ClientCertificate {
             })
         };
         self.headers.get_or_init(encode).as_ref()
+    }
+
+    /// Set `Client-Cert` and `Client-Cert-Chain` to the certificate of a client, or remove them if the client has no
+    /// certificate. Received headers with these names are removed, even if a trusted proxy sent them, because the
+    /// upstream must receive a single certificate.
+    pub fn set_headers(certificate: Option<&Self>, headers: &mut HeaderMap) {
+        headers.remove(CLIENT_CERT);
+        headers.remove(CLIENT_CERT_CHAIN);
+        let Some(values) = certificate.and_then(ClientCertificate::headers) else { return };
+        headers.insert(CLIENT_CERT, values.certificate.clone());
+        if let Some(chain) = &values.chain {
+            headers.insert(CLIENT_CERT_CHAIN, chain.clone());
+        }
     }
 }
 

@@ -279,7 +279,10 @@ impl<'a> Decision<'a> {
     /// # Errors
     /// The store failed or did not reply. The refund may be lost.
     pub async fn refund(&mut self) -> Result<(), StoreError> {
-        self.permits = None;
+        if let Some(permits) = self.permits.take() {
+            let released = self.results.iter_mut().filter(|result| permits.contains(result.limit_index));
+            released.for_each(|result| result.outcome.remaining += 1);
+        }
         let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
         let refund = |_, deferred| match deferred {
             Deferred::Refund | Deferred::Settle => SettleAction::Refund,

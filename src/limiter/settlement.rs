@@ -472,6 +472,12 @@ impl ConcurrencyPermits {
         }
     }
 
+    /// Return whether a limit has granted one of these permits. `limit_index` is the index of the limit on the route.
+    pub fn contains(&self, limit_index: usize) -> bool {
+        self.permits.iter().any(|permit| permit.limit_index == limit_index)
+            || self.others.iter().any(|others| others.contains(limit_index))
+    }
+
     /// Hold the permits of another check of the same request as long as these permits.
     pub fn append(&mut self, other: ConcurrencyPermits) {
         self.others.push(other);

@@ -32,7 +32,7 @@ use crate::http::request_body::RequestBody;
 use crate::listener::handshake::Protocol;
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;
-use crate::proxy::context::Peer;
+use crate::proxy::request::Peer;
 use crate::snapshot::settings::ServerSettings;
 
 /// The default of hyper's `max_headers`. With the default, hyper parses headers on the stack. With an explicit maximum,

@@ -3,74 +3,23 @@
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, HeaderValue, Request};
+use http::{HeaderMap, HeaderValue, Method};
 use serde_json::Value;
 use tokio::task::spawn_blocking;
-use tokio::time::timeout_at;
+use tokio::time::{Instant, timeout_at};
 
 use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
-use crate::payload::json::body::{Collector, JsonBody, JsonError, JsonPointer};
+use crate::payload::json::body::{Collector, JsonBody};
 use crate::payload::json::rpc::RpcError;
 use crate::payload::json::{body, rpc};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
-use crate::proxy::RequestTarget;
-use crate::proxy::context::RequestContext;
-use crate::proxy::llm;
-use crate::proxy::local_reply::Rejection;
+use crate::proxy::config_snapshot::ConfigSnapshot;
+use crate::proxy::rejection::{InspectError, Rejection, UnreadBody};
+use crate::proxy::request::Peer;
 use crate::snapshot::BodyInspection;
-use crate::snapshot::routes::{BodyUse, Route};
-
-/// The reason why a request is rejected because of its body.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum InspectError {
-    /// The body cannot be read.
-    #[error(transparent)]
-    Unread(#[from] UnreadBody),
-    /// The route depends on a value that servers may interpret differently, or on a value that is too long.
-    #[error(
-        "the route depends on the JSON value `{0}`, which occurs twice, is in a different spelling (such as another \
-         case), or is too long"
-    )]
-    Ambiguous(JsonPointer),
-    /// The body is not a valid JSON-RPC message, or contradicts the MCP headers.
-    #[error(transparent)]
-    Rpc(#[from] RpcError),
-}
-
-/// The reason why a body cannot be read.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum UnreadBody {
-    /// The body is compressed.
-    #[error("the request body has a content coding, but the gateway has to read the body: send it uncompressed")]
-    ContentCoding,
-    /// The media type of the body is a form, or has a charset other than UTF-8.
-    #[error(
-        "the request body is a form or has a charset other than UTF-8, but the gateway has to read the body as JSON"
-    )]
-    MediaType,
-    /// The body is longer than the maximum that the gateway reads.
-    #[error("the request body is longer than {0} bytes, which is the maximum that the gateway reads")]
-    TooLong(usize),
-    /// The buffer budget is exhausted.
-    #[error("the gateway has no memory for the request body at the moment")]
-    NoCapacity,
-    /// The body cannot be read as JSON.
-    #[error(transparent)]
-    Json(#[from] JsonError),
-}
-
-impl InspectError {
-    /// Return the code of the JSON-RPC error response. Return `None` if the HTTP status is to be used as the code.
-    pub fn rpc_code(&self) -> Option<i32> {
-        match self {
-            InspectError::Unread(UnreadBody::Json(JsonError::Syntax(_))) => Some(-32700),
-            InspectError::Rpc(error) => Some(error.code()),
-            InspectError::Unread(_) | InspectError::Ambiguous(_) => None,
-        }
-    }
-}
+use crate::snapshot::routes::{BodyUse, LlmInspection, RouteLimits};
 
 /// The result of reading a body.
 #[derive(Debug)]
@@ -162,50 +111,39 @@ impl BodyContent {
     }
 }
 
-/// Read the body of a request whose route depends on it. The body must not have been read before.
-///
-/// # Errors
-/// The body cannot be read.
-pub(super) async fn read_for_route<'a>(
-    context: &mut RequestContext<'a>,
-    request: &Request<RequestBody>,
-    body: &mut RequestBody,
-) -> Result<(), Rejection<'a>> {
-    let config = &context.snapshot.config;
-    let max_body = config.server.inspect_body;
-    let content = read(context, None, max_body, config.body_inspection.reads_tokens, request.headers(), body).await?;
-    let content = context.body.insert(Box::new(content));
-    content.require(max_body).map_err(Rejection::Inspect)
+/// What the limits of a route read from the body of a request.
+#[derive(Debug, Clone, Copy)]
+pub struct LimitInspection {
+    /// What the limits read, apart from LLM tokens.
+    pub body_use: BodyUse,
+    /// How to count the LLM tokens. `None` if no limit counts them.
+    pub llm: Option<LlmInspection>,
+    /// Maximum length in bytes that the limits read.
+    pub max_read: usize,
 }
 
-/// Read the body of a request for the limits of its route, unless [`read_for_route`] has already read it.
-///
-/// # Errors
-/// The body cannot be read, or does not meet a requirement of a limit of the route.
-pub(super) async fn inspect<'a>(
-    context: &mut RequestContext<'a>,
-    route: &Route,
-    target: &RequestTarget<'_>,
-    request: &Request<RequestBody>,
-    body: &mut RequestBody,
-) -> Result<(), Rejection<'a>> {
-    let config = &context.snapshot.config;
-    let body_use = route.rate_limits.body_use(request.method());
-    let inspection = route.rate_limits.llm_inspection(request.method());
-    let max_values = config.server.inspect_body;
-    let bounds = [body_use.values.then_some(max_values), inspection.map(|inspection| inspection.max_body)];
-    let Some(max_body) = bounds.into_iter().flatten().max() else { return Ok(()) };
-    if context.body.is_none() {
-        let content = read(context, route.max_body, max_body, inspection.is_some(), request.headers(), body).await?;
-        context.body = Some(Box::new(content));
+impl LimitInspection {
+    /// Return what the limits read from a request with this method, or `None` if they do not depend on the body.
+    /// `max_values` is the maximum length of a body from which values are read.
+    pub fn new(limits: &RouteLimits, method: &Method, max_values: usize) -> Option<Self> {
+        let (body_use, llm) = (limits.body_use(method), limits.llm_inspection(method));
+        let bounds = [body_use.values.then_some(max_values), llm.map(|llm| llm.max_body)];
+        let max_read = bounds.into_iter().flatten().max()?;
+        Some(LimitInspection { body_use, llm, max_read })
     }
-    let Some(content) = &mut context.body else { return Ok(()) };
-    context.rpc_id = content.rpc_id(body_use);
-    content.check(body_use, request.headers(), max_values).map_err(Rejection::Inspect)?;
-    if let Some(inspection) = inspection {
-        llm::inspect(context, inspection, (&target.upstream_path(route)?, request.headers()), body)?;
-    }
-    Ok(())
+}
+
+/// How to read a body.
+#[derive(Debug, Clone, Copy)]
+pub struct BodyRead {
+    /// Maximum length in bytes that the route allows. `None` if the route has no maximum, or is not known yet.
+    pub max_body: Option<u64>,
+    /// Maximum length in bytes that the gateway reads.
+    pub max_read: usize,
+    /// Whether a limit counts the tokens of an LLM API.
+    pub reads_tokens: bool,
+    /// Time at which the route timeout expires.
+    pub deadline: Option<Instant>,
 }
 
 /// Return why a body with these headers cannot be read: it has a content coding, or its media type cannot be JSON in
@@ -238,26 +176,28 @@ fn may_be_json(media_type: &str) -> bool {
 /// bytes, but at least `max_read` bytes, which is the maximum length of one body. Return `None` if the client is
 /// exempt: `max_connections_per_ip` is 0 or does not apply to the client, or the client is a trusted proxy that
 /// forwards the requests of many clients without their addresses.
-fn network_share(context: &RequestContext<'_>, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
-    let config = &context.snapshot.config;
-    let (settings, peer) = (&config.server, context.peer);
+fn network_share(snapshot: &ConfigSnapshot, peer: &Peer, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
+    let ConfigSnapshot { config, metrics, .. } = snapshot;
+    let settings = &config.server;
     let client = peer.client_address(headers);
     let is_proxy = peer.forwarded.trusted && config.client_ip.is_trusted(client);
     if settings.max_connections_per_ip == 0 || is_proxy || settings.is_exempt_from_per_ip(client) {
         return None;
     }
     let max = (settings.max_buffered / INSPECTED_SHARE).max(max_read);
-    Some(context.snapshot.metrics.inspected_by_network.share(config.client_ip.network(client), max))
+    Some(metrics.inspected_by_network.share(config.client_ip.network(client), max))
 }
 
-/// Read and parse a body of at most `max_read` bytes. `max_body` is the maximum length that the route allows.
-async fn read(
-    context: &RequestContext<'_>,
-    max_body: Option<u64>,
-    max_read: usize,
-    reads_tokens: bool,
-    headers: &HeaderMap,
+/// Read and parse the body of a request with these headers.
+///
+/// # Errors
+/// The client did not send the body in time, or aborted it, or the body is longer than the route allows.
+pub(super) async fn read(
     body: &mut RequestBody,
+    snapshot: &ConfigSnapshot,
+    peer: &Peer,
+    headers: &HeaderMap,
+    BodyRead { max_body, max_read, reads_tokens, deadline }: BodyRead,
 ) -> Result<BodyContent, Rejection<'static>> {
     if http_body::Body::is_end_stream(body) {
         return Ok(BodyContent::Empty);
@@ -265,18 +205,18 @@ async fn read(
     if let Some(reason) = unreadable(headers) {
         return Ok(BodyContent::Unread(reason));
     }
-    let config = &context.snapshot.config;
+    let config = &snapshot.config;
     let settings = &config.server;
     let idle_timeout = settings.body_idle_timeout;
     let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
-    let limits = BodyLimits { deadline: context.deadline, upload, idle_timeout, max_body };
-    let reading = body.read(limits, max_read, network_share(context, max_read, headers));
-    let read = match limits.deadline {
+    let limits = BodyLimits { deadline, upload, idle_timeout, max_body };
+    let reading = body.read(limits, max_read, network_share(snapshot, peer, max_read, headers));
+    let read = match deadline {
         None => reading.await,
         Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
     };
     Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
-        ReadBody::Whole(bytes) => parse(context, bytes, reads_tokens).await,
+        ReadBody::Whole(bytes) => parse(snapshot, bytes, reads_tokens).await,
         ReadBody::TooLong => BodyContent::Unread(UnreadBody::TooLong(max_read)),
         ReadBody::NoCapacity => BodyContent::Unread(UnreadBody::NoCapacity),
     })
@@ -288,12 +228,12 @@ const MAX_PARSED_BY_WORKER: usize = 64 << 10;
 
 /// Parse the bytes of a complete body. A blocking thread parses a long body, so that the other requests of the worker do
 /// not wait. The number of bodies that are parsed at the same time is bounded.
-async fn parse(context: &RequestContext<'_>, bytes: Bytes, reads_tokens: bool) -> BodyContent {
-    let config = &context.snapshot.config;
+async fn parse(snapshot: &ConfigSnapshot, bytes: Bytes, reads_tokens: bool) -> BodyContent {
+    let config = &snapshot.config;
     if bytes.len() <= MAX_PARSED_BY_WORKER {
         return BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens);
     }
-    let permit = context.snapshot.metrics.parser_permits.clone().acquire_owned().await;
+    let permit = snapshot.metrics.parser_permits.clone().acquire_owned().await;
     let config = config.clone();
     let parsing = spawn_blocking(move || {
         let _permit = permit;

@@ -1,19 +1,20 @@
 //! Forwarding of an admitted request to an upstream, and of its response to the client.
 
 use std::borrow::Cow;
-use std::mem;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
-use http::header::{ACCEPT_ENCODING, EXPECT, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
+use http::header::{ACCEPT_ENCODING, EXPECT, HOST, HeaderValue};
 use http::uri::{PathAndQuery, Uri};
-use http::{HeaderMap, Request, Response, StatusCode, Version, uri};
+use http::{Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Instant, timeout_at};
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
+use crate::http::flow::StreamFlow;
 use crate::http::headers::{
     ForwardedInfo, ProtectedHeaders, RenderedValues, Variable, X_REQUEST_ID, client_scheme, is_grpc,
 };
@@ -25,31 +26,49 @@ use crate::http::{headers, target, upgrade};
 use crate::identity::api_key::Caller;
 use crate::identity::auth::Credentials;
 use crate::identity::client_cert::ClientCertificate;
-use crate::proxy::context::{Peer, RequestContext};
+use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::mirror;
 use crate::proxy::mirror::MIRROR_HEADER;
+use crate::proxy::request::{Peer, RequestHead};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
-/// Send a request to an upstream and return its response. `target` is the path and query of the upstream request, or
-/// `None` if they are equal to the received path and query.
+/// A request that is forwarded to an upstream.
+pub(super) struct Forwarding<'f> {
+    pub(super) snapshot: &'f ConfigSnapshot,
+    pub(super) peer: &'f Peer,
+    /// The HTTP/1.x connection or HTTP/2 stream of the request.
+    pub(super) flow: &'f Arc<StreamFlow>,
+    pub(super) route: &'f Route,
+    pub(super) upstream: &'f Upstream,
+    /// Time at which the route timeout expires.
+    pub(super) deadline: Option<Instant>,
+    /// Path and query of the upstream request. `None` if they are equal to the received path and query.
+    pub(super) target: Option<PathAndQuery>,
+    pub(super) credentials: Credentials<'f>,
+    /// The id of the request.
+    pub(super) request_id: HeaderValue,
+    /// Trace context that the upstream uses as the parent of its spans. `None` if the request is not traced.
+    pub(super) trace: Option<TraceContext>,
+    /// Whether the gateway reads the token usage of an LLM API in the response.
+    pub(super) counts_tokens: bool,
+}
+
+/// Send a request to an upstream and return its response.
 ///
 /// # Errors
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
-    context: &mut RequestContext<'_>,
-    route: &Route,
-    upstream: &Upstream,
+    forwarding: Forwarding<'_>,
     mut request: Box<Request<RequestBody>>,
-    target: Option<PathAndQuery>,
     attempts: &mut AttemptLog,
 ) -> Result<Response<Body>, UpstreamError> {
+    let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, counts_tokens, .. } = forwarding;
+    let Forwarding { credentials, request_id, trace, .. } = forwarding;
     let route_timeout = || UpstreamError::RouteTimeout { upstream: upstream.name().into() };
-    let request_id = context.request_id(request.headers()).to_header_value();
-    let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
         // Do not forward the request if the wait queues of the limits have used up the route timeout.
         request_body::discard_body(request, flow);
@@ -57,17 +76,17 @@ pub(super) async fn forward(
     }
     let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
-    let selected = mirror::select(context, route, &request);
+    let selected = mirror::select(snapshot, peer, route, &request);
     if upstream.sends_proxy_header() {
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
     }
     // Use a block, so that the future does not keep these values while it waits for the response.
     let upgrade_request = {
-        let credentials = &mem::take(&mut context.credentials);
+        let (credentials, request_id) = (&{ credentials }, request_id);
         let header_values = if route.request_headers.has_variables() {
-            let request_id = request_id.clone();
-            let variables = RequestVariables { route, peer, credentials, request: &*request, request_id };
+            let (head, request_id) = (RequestHead::from(&*request), request_id.clone());
+            let variables = RequestVariables { route, peer, credentials, head, request_id };
             route.request_headers.render(|variable| variables.content(variable))
         } else {
             RenderedValues::default()
@@ -76,15 +95,15 @@ pub(super) async fn forward(
             credentials,
             forwarded: &peer.forwarded,
             request_id,
-            trace: context.trace(),
+            trace,
             authority: upstream.authority(),
             length: request.body().size_hint().exact(),
             header_values: &header_values,
-            client_cert: upstream.sends_client_cert().then_some(ForwardedCertificate(peer.certificate.as_deref())),
+            client_cert: upstream.sends_client_cert().then_some(peer.certificate.as_deref()),
         };
         prepare_upstream_headers(config, route, &mut request, info)
     };
-    if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
+    if counts_tokens {
         // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
@@ -98,10 +117,10 @@ pub(super) async fn forward(
     }
     *request.version_mut() = Version::HTTP_11;
     if let Some(selected) = selected {
-        selected.copy(context, upstream, &mut request, pending_upgrade.is_some());
+        selected.copy(upstream, &mut request, pending_upgrade.is_some());
     }
     if upstream.protocol() == Protocol::Http2 {
-        set_http2_target(&mut request);
+        target::set_http2_target(&mut request);
     }
     if upstream.protocol() == Protocol::Http2 && is_grpc(request.headers()) {
         request.body_mut().forward_trailers(&config.trailer_filter);
@@ -176,20 +195,6 @@ fn accept_upgrade(
     Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
-/// Move the host from `Host` to `:authority`, as HTTP/2 requires (RFC 9113 §8.3.1).
-pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
-    // Remove the framing headers, because HTTP/2 frames delimit the body (RFC 9113 §8.1).
-    request.headers_mut().remove(TRANSFER_ENCODING);
-    let host = request.headers_mut().remove(HOST);
-    let mut uri = std::mem::take(request.uri_mut()).into_parts();
-    uri.scheme = Some(uri::Scheme::HTTP);
-    // The conversion cannot fail, because both the routed host and the configured authority of the upstream are valid
-    // authorities.
-    uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
-    *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
-    *request.version_mut() = Version::HTTP_2;
-}
-
 // === Headers of the upstream request ===
 
 /// Values for the upstream request headers that do not come from the received request itself.
@@ -209,31 +214,9 @@ pub struct UpstreamRequestInfo<'a> {
     pub length: Option<u64>,
     /// Values of the route's request headers that depend on the request.
     pub header_values: &'a RenderedValues,
-    /// Certificate of the client, for an upstream with `client_cert_header`; `None` for other upstreams.
-    pub client_cert: Option<ForwardedCertificate<'a>>,
+    /// Certificate of the client, if it has one, for an upstream with `client_cert_header`; `None` for other upstreams.
+    pub client_cert: Option<Option<&'a ClientCertificate>>,
 }
-
-/// The client certificate for the headers of an upstream request. `None` if the client has no certificate.
-#[derive(Debug, Clone, Copy)]
-pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
-
-impl ForwardedCertificate<'_> {
-    /// Set `Client-Cert` and `Client-Cert-Chain` (RFC 9440). Received headers with these names are removed, even if a
-    /// trusted proxy sent them, because the upstream must receive a single certificate. [`headers::strip_untrusted`]
-    /// removes the aliases of these headers from all requests.
-    pub(super) fn set_headers(self, headers: &mut HeaderMap) {
-        headers.remove(CLIENT_CERT);
-        headers.remove(CLIENT_CERT_CHAIN);
-        let Some(values) = self.0.and_then(ClientCertificate::headers) else { return };
-        headers.insert(CLIENT_CERT, values.certificate.clone());
-        if let Some(chain) = &values.chain {
-            headers.insert(CLIENT_CERT_CHAIN, chain.clone());
-        }
-    }
-}
-
-const CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
-const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
 
 /// Convert the received headers into the headers that are sent to the upstream. Return the protocols to which the
 /// client offers to upgrade. The caller adds these protocols to the upstream request if the client connection can be
@@ -276,7 +259,7 @@ pub fn prepare_upstream_headers<B>(
     headers::set_forwarded(headers, info.forwarded, host.as_ref(), version);
     headers.insert(X_REQUEST_ID, info.request_id);
     if let Some(certificate) = info.client_cert {
-        certificate.set_headers(headers);
+        ClientCertificate::set_headers(certificate, headers);
     }
     if let Some(trace) = info.trace {
         trace.inject(headers);
@@ -290,7 +273,7 @@ pub fn prepare_upstream_headers<B>(
 
 /// The received request and its route, which determine the content of variables.
 #[derive(Debug)]
-pub struct RequestVariables<'a, B> {
+pub struct RequestVariables<'a> {
     /// The route of the request.
     pub route: &'a Route,
     /// The peer that sent the request.
@@ -298,26 +281,26 @@ pub struct RequestVariables<'a, B> {
     /// The verified credentials of the request.
     pub credentials: &'a Credentials<'a>,
     /// The request, before its headers are changed for the upstream.
-    pub request: &'a Request<B>,
+    pub head: RequestHead<'a>,
     /// The id of the request.
     pub request_id: HeaderValue,
 }
 
-impl<B> RequestVariables<'_, B> {
+impl RequestVariables<'_> {
     /// Return the content of a variable, or `None` if the variable has no content for this request.
     pub fn content(&self, variable: Variable) -> Option<Cow<'_, [u8]>> {
-        let (request, headers) = (self.request, self.request.headers());
+        let RequestHead { method, uri, version, headers } = self.head;
         Some(match variable {
             Variable::ClientIp => self.peer.client_address(headers).to_string().into_bytes().into(),
             Variable::RequestId => self.request_id.as_bytes().into(),
             Variable::Consumer => self.consumer()?.as_bytes().into(),
             Variable::Route => self.route.name.as_bytes().into(),
-            Variable::Host => match request_host(request.uri(), headers, request.version()).ok()? {
+            Variable::Host => match request_host(uri, headers, version).ok()? {
                 Cow::Borrowed(host) => host.as_bytes().into(),
                 Cow::Owned(host) => host.into_bytes().into(),
             },
-            Variable::Method => request.method().as_str().as_bytes().into(),
-            Variable::Path => match canonical_path(request.uri().path()).ok()? {
+            Variable::Method => method.as_str().as_bytes().into(),
+            Variable::Path => match canonical_path(uri.path()).ok()? {
                 Cow::Borrowed(path) => path.as_bytes().into(),
                 Cow::Owned(path) => path.into_bytes().into(),
             },

@@ -8,7 +8,6 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, Response};
 
 use crate::http::body::Body;
-use crate::http::request_body::RequestBody;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
@@ -17,49 +16,12 @@ use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::payload::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
 use crate::payload::llm::usage::{Provider, Weights, operation};
-use crate::proxy::body::{BodyContent, UnreadBody};
-use crate::proxy::context::RequestContext;
-use crate::proxy::local_reply::Rejection;
+use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
+use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
 use crate::snapshot::cost::LlmCost;
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
-
-/// The reason why a request to an LLM API is rejected before it reserves tokens.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum LlmError {
-    /// The maximum token usage of the request cannot be determined from the body.
-    #[error(transparent)]
-    Body(#[from] RequestError),
-    /// The body is compressed.
-    #[error("the request body has a content coding: the tokens of the request cannot be estimated")]
-    ContentCoding,
-    /// The media type of the body is a form, or has a charset other than UTF-8.
-    #[error(
-        "the request body is a form or has a charset other than UTF-8: the tokens of the request cannot be estimated"
-    )]
-    MediaType,
-    /// The body is longer than `inspect_body`.
-    #[error("the request body is longer than {0} bytes: the tokens of the request cannot be estimated")]
-    TooLong(usize),
-    /// The buffer budget is exhausted.
-    #[error("the gateway has no memory for the request body at the moment")]
-    NoCapacity,
-    /// The request reserves more than a limit can ever admit.
-    #[error(
-        "the request reserves {cost} {unit}, but the limit `{limit}` never has more than {capacity}: ask for a smaller maximum of output tokens, or send less input"
-    )]
-    TooLarge {
-        /// Name of the limit.
-        limit: Box<str>,
-        /// Quota unit of the limit.
-        unit: Box<str>,
-        /// The cost that the request reserves.
-        cost: u64,
-        /// The largest cost that the limit can admit.
-        capacity: u64,
-    },
-}
 
 /// A request whose tokens are counted by a limit.
 #[derive(Debug)]
@@ -72,7 +34,7 @@ pub struct LlmRequest {
     path: Box<str>,
     /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
     /// removes this event from the response.
-    hides_usage: bool,
+    pub(super) hides_usage: bool,
     /// The index of each limit that counts tokens, with the identity that the limit charges.
     clients: Vec<(usize, (Identity, IdentityDisplay))>,
 }
@@ -89,27 +51,6 @@ enum Content {
 /// Return the LLM API to which a request is addressed. `path` is the canonical path of the upstream request.
 pub fn provider(path: &str, headers: &HeaderMap) -> Provider {
     Provider::from_request(path, headers.contains_key("anthropic-version"))
-}
-
-/// Determine the maximum token usage of a request from its body, which was already read. The body for the upstream does
-/// not change, unless the gateway adds the option that requests the usage event of a stream.
-///
-/// # Errors
-/// The body cannot be read, and a limit of the route needs the token usage.
-pub(super) fn inspect<'a>(
-    context: &mut RequestContext<'a>,
-    inspection: LlmInspection,
-    (path, headers): (&str, &HeaderMap),
-    body: &mut RequestBody,
-) -> Result<(), Rejection<'a>> {
-    let Some(content) = context.body.as_deref_mut() else { return Ok(()) };
-    let llm = self::request(content, inspection, path, headers)?;
-    if llm.hides_usage {
-        body.change(request::with_usage_option);
-    }
-    context.record_model(llm.model.as_deref());
-    context.llm = Some(Box::new(llm));
-    Ok(())
 }
 
 /// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::header::{
     ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
 };
-use http::{HeaderMap, Method, Response, StatusCode};
+use http::{Method, Response, StatusCode};
 use serde_json::Value;
 
 use crate::http::body::Body;
@@ -14,88 +14,20 @@ use crate::http::headers::X_REQUEST_ID;
 use crate::http::problem;
 use crate::http::problem::{NO_STORE, Problem};
 use crate::http::ratelimit_headers;
-use crate::http::target::PathError;
 use crate::identity::Descriptor;
 use crate::identity::IdentityError;
 use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
-use crate::limiter::fallback::StoreUnavailable;
 use crate::payload::json::body::JsonError;
 use crate::payload::json::rpc;
 use crate::payload::llm::request::RequestError;
 use crate::payload::llm::usage::Provider;
-use crate::proxy::authentication::AuthRejection;
-use crate::proxy::body::{InspectError, UnreadBody};
-use crate::proxy::llm::LlmError;
-use crate::proxy::rate_limit::append_ratelimit_headers;
-use crate::snapshot::cost::CostError;
-use crate::snapshot::routes::{RedirectError, RouteLimits};
+use crate::proxy::admission::Answer;
+use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection, UnreadBody};
 use crate::upstream;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
-
-/// Reasons why the gateway sends a local reply instead of a response from an upstream or a route.
-#[derive(Debug)]
-pub enum Rejection<'a> {
-    /// The path has no canonical form.
-    InvalidPath(PathError),
-    /// The host is missing, repeated or malformed.
-    InvalidHost(&'static str),
-    /// An HTTP/2 request has more headers than `server.max_headers`.
-    TooManyHeaders,
-    /// The request target is longer than `server.max_uri`.
-    UriTooLong,
-    /// The body is longer than the route allows.
-    BodyTooLarge,
-    /// The method is CONNECT or TRACE, which the gateway does not implement.
-    MethodNotImplemented,
-    /// The method contains lowercase letters.
-    LowercaseMethod,
-    /// The request has a transfer coding other than `chunked`. The gateway cannot forward other codings.
-    UnsupportedTransferCoding,
-    /// No route matches.
-    NoRoute,
-    /// No route names the host, and `server.block_unknown_hosts` is set.
-    UnknownHost,
-    /// An access rule of the listener or the route denies the client.
-    Forbidden,
-    /// The request is a CORS preflight, which the gateway answers with these headers.
-    Preflight(Box<HeaderMap>),
-    /// Routes match the host and path, but not the method. The variant contains the allowed methods.
-    MethodNotAllowed(Vec<Method>),
-    /// The request is not authenticated.
-    Auth(AuthRejection<'a>),
-    /// A limit of the route requires an identity that the request does not have.
-    Identity(IdentityError),
-    /// The header that determines the cost of the request for a limit has no valid value.
-    InvalidCost(CostError),
-    /// A limit is exceeded.
-    RateLimited {
-        /// The decision, with the exceeded limits and the waiting time of each exceeded limit.
-        decision: Decision<'a>,
-        /// The limits of the route.
-        rate_limits: &'a RouteLimits,
-        /// Whether the request is a gRPC call.
-        is_grpc: bool,
-        /// The LLM API whose error format the response has, if a limit counts the tokens of an LLM API.
-        provider: Option<Provider>,
-    },
-    /// The body cannot be read, and the route or a limit depends on it.
-    Inspect(InspectError),
-    /// A request to an LLM API reserves more tokens than a limit can ever admit, or its maximum token usage cannot be
-    /// determined.
-    Llm {
-        /// The reason why the request is rejected.
-        error: LlmError,
-        /// The LLM API whose error format the response has.
-        provider: Provider,
-    },
-    /// The limits cannot be checked because the store failed.
-    StoreUnavailable(StoreUnavailable),
-    /// The exchange with the upstream failed.
-    Upstream(UpstreamError),
-}
 
 /// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7. All other problems are fully described by their status.
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
@@ -114,35 +46,28 @@ const AUTH_RETRY_AFTER_S: u64 = 1;
 /// `Retry-After` in seconds for an overloaded upstream.
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
-impl From<RedirectError> for Rejection<'_> {
-    fn from(error: RedirectError) -> Self {
-        match error {
-            RedirectError::Host(detail) => Rejection::InvalidHost(detail),
-            RedirectError::Path(error) => Rejection::InvalidPath(error),
+impl Answer {
+    /// Return the response and its outcome, which is a single word for the access log.
+    pub fn into_response(self) -> (Response<Body>, &'static str) {
+        match self {
+            Answer::Challenge(key_authorization) => {
+                let mut response = Response::new(Body::full(Bytes::from(key_authorization)));
+                let headers = response.headers_mut();
+                headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+                headers.insert(CACHE_CONTROL, NO_STORE);
+                (response, "ok")
+            }
+            Answer::Preflight(headers) => {
+                let mut response = Response::new(Body::full(Bytes::new()));
+                *response.status_mut() = StatusCode::NO_CONTENT;
+                *response.headers_mut() = *headers;
+                (response, "preflight")
+            }
         }
     }
 }
 
 impl Rejection<'_> {
-    /// Return whether the request is charged to the limits that need no credential, because it may be an attempt to
-    /// guess a credential.
-    pub fn is_charged(&self) -> bool {
-        match self {
-            Rejection::Auth(rejection) => rejection.error.status() != StatusCode::BAD_REQUEST,
-            Rejection::Identity(error) => error.is_credential_error(),
-            _ => false,
-        }
-    }
-
-    /// Return whether the response contains the request id, which is the case if the client did not cause the failure.
-    pub fn has_request_id(&self) -> bool {
-        match self {
-            Rejection::StoreUnavailable(_) => true,
-            Rejection::Auth(rejection) => rejection.error.is_unavailable(),
-            _ => false,
-        }
-    }
-
     /// Return the response and its outcome, which is a single word for the access log. If the client did not cause the
     /// failure, the response contains `request_id`, so that operators can find the request in the logs of the gateway
     /// and the upstream. If `proxy_status` is set, error responses have the header `Proxy-Status`. `rpc_id` is the id
@@ -153,7 +78,7 @@ impl Rejection<'_> {
         proxy_status: bool,
         rpc_id: Option<&Value>,
     ) -> (Response<Body>, &'static str) {
-        let status = self.proxy_status().filter(|_| proxy_status);
+        let status = proxy_status.then(|| self.proxy_status());
         let rpc_code = match &self {
             Rejection::Inspect(error) => error.rpc_code(),
             _ => None,
@@ -214,12 +139,6 @@ impl Rejection<'_> {
             Rejection::Forbidden => {
                 (problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"), "forbidden")
             }
-            Rejection::Preflight(headers) => {
-                let mut response = Response::new(Body::full(Bytes::new()));
-                *response.status_mut() = StatusCode::NO_CONTENT;
-                *response.headers_mut() = *headers;
-                (response, "preflight")
-            }
             Rejection::MethodNotAllowed(allowed) => {
                 let mut response = problem_response(
                     StatusCode::METHOD_NOT_ALLOWED,
@@ -241,7 +160,7 @@ impl Rejection<'_> {
             }
             Rejection::RateLimited { decision, rate_limits, is_grpc, provider } => {
                 let mut response = rate_limited_response(&decision, is_grpc, provider);
-                append_ratelimit_headers(response.headers_mut(), rate_limits, &decision);
+                rate_limits.append_headers(response.headers_mut(), &decision);
                 (response, "rate-limited")
             }
             Rejection::Inspect(error) => {
@@ -549,11 +468,9 @@ fn problem_response_with_id(
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 
 impl Rejection<'_> {
-    /// Return the value of `Proxy-Status`: the name of this gateway and an error type of RFC 9209 §2.3. Return `None`
-    /// if the response is not an error.
-    fn proxy_status(&self) -> Option<&'static str> {
-        Some(match self {
-            Rejection::Preflight(_) => return None,
+    /// Return the value of `Proxy-Status`: the name of this gateway and an error type of RFC 9209 §2.3.
+    fn proxy_status(&self) -> &'static str {
+        match self {
             Rejection::NoRoute | Rejection::UnknownHost => "sluicegate;error=destination_not_found",
             Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate;error=http_request_denied",
             Rejection::Identity(error) if error.is_credential_error() => "sluicegate;error=http_request_denied",
@@ -580,7 +497,7 @@ impl Rejection<'_> {
             Rejection::Llm { .. } | Rejection::Inspect(_) => "sluicegate;error=http_request_error",
             Rejection::StoreUnavailable(_) => "sluicegate;error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),
-        })
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::metrics::{Counter, Histogram, MetricFamily};
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
-use crate::proxy::mirror::{MirrorBudget, MirrorStats};
+use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::upstream::UpstreamError;

@@ -6,25 +6,24 @@
 //! gateway counts the requests without a copy by [`DropReason`].
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use http::header::TRANSFER_ENCODING;
 use http::{HeaderName, HeaderValue, Request};
 use http_body::Body as _;
 use http_body_util::BodyExt;
-use tokio::time::{Instant, timeout, timeout_at};
-use tokio_util::task::TaskTracker;
+use tokio::time::timeout;
 use tracing::debug;
 
-use crate::http::body_limits::{BodyLimits, BufferBudget, UploadLimits};
+use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::flow::StreamFlow;
-use crate::http::headers;
 use crate::http::request_body::{BodyTee, RequestBody, TeeError};
+use crate::http::{headers, target};
+use crate::identity::client_cert::ClientCertificate;
 use crate::limiter::clock::monotonic;
-use crate::limiter::metrics::Counter;
-use crate::proxy::context::RequestContext;
-use crate::proxy::forward::{ForwardedCertificate, set_http2_target};
+use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::ResponseStats;
+use crate::proxy::mirror_state::{CopyResult, DropReason, InFlight, MirrorStats, MirrorTasks};
+use crate::proxy::request::Peer;
 use crate::snapshot::route_action::Mirror;
 use crate::snapshot::routes::Route;
 use crate::upstream::connector::ProxiedConnection;
@@ -34,172 +33,41 @@ use crate::upstream::{Protocol, Upstream};
 /// Header that marks a copy. The value of the header is `1`.
 pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");
 
-/// The result of a copy that was sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CopyResult {
-    /// The upstream responded, with any status.
-    Responded,
-    /// The upstream did not respond.
-    Failed,
-}
-
-impl CopyResult {
-    /// All values of this enum. The counters are stored in the order of this list.
-    pub const ALL: [CopyResult; 2] = [CopyResult::Responded, CopyResult::Failed];
-
-    /// Return the value of the metric label.
-    pub fn label(self) -> &'static str {
-        match self {
-            CopyResult::Responded => "responded",
-            CopyResult::Failed => "failed",
-        }
-    }
-}
-
-/// The reason why a request was not copied, or why its copy was not sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DropReason {
-    /// `max_in_flight` copies were already in flight.
-    MaxInFlight,
-    /// The body exceeds `max_body`.
-    MaxBody,
-    /// The bodies of all copies have used up their memory budget, which is a quarter of `server.max_buffered`.
-    MaxBuffered,
-    /// The body did not reach its end.
-    Incomplete,
-    /// The request offers to upgrade the connection.
-    Upgrade,
-    /// The request is a copy itself.
-    Copy,
-}
-
-impl DropReason {
-    /// All values of this enum. The counters are stored in the order of this list.
-    pub const ALL: [DropReason; 6] = [
-        DropReason::MaxInFlight,
-        DropReason::MaxBody,
-        DropReason::MaxBuffered,
-        DropReason::Incomplete,
-        DropReason::Upgrade,
-        DropReason::Copy,
-    ];
-
-    /// Return the value of the metric label.
-    pub fn label(self) -> &'static str {
-        match self {
-            DropReason::MaxInFlight => "max_in_flight",
-            DropReason::MaxBody => "max_body",
-            DropReason::MaxBuffered => "max_buffered",
-            DropReason::Incomplete => "incomplete",
-            DropReason::Upgrade => "upgrade",
-            DropReason::Copy => "copy",
-        }
-    }
-}
-
-/// Copies of the requests of one route, on one worker.
-#[derive(Debug, Default)]
-pub struct MirrorStats {
-    /// Copies that were sent, by [`CopyResult`].
-    pub sent: Counter<{ CopyResult::ALL.len() }>,
-    /// Requests without a copy, by [`DropReason`].
-    pub dropped: Counter<{ DropReason::ALL.len() }>,
-    in_flight: AtomicUsize,
-}
-
-impl MirrorStats {
-    /// Return the number of copies in flight.
-    pub fn in_flight(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
-    }
-
-    fn drop_copy(&self, reason: DropReason) {
-        self.dropped.increment(reason as usize);
-    }
-}
-
-/// The permit of a copy in flight. Dropping the value releases the permit.
-struct InFlight(Arc<MirrorStats>);
-
-impl InFlight {
-    /// Acquire a permit to send a copy. Return `None` if `max` copies are in flight.
-    fn try_acquire(stats: &Arc<MirrorStats>, max: usize) -> Option<Self> {
-        let one_more = |now: usize| (now < max).then_some(now + 1);
-        stats.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
-        Some(InFlight(stats.clone()))
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// The tasks that send the copies of a worker. A task may outlive its request and the configuration snapshot.
-#[derive(Debug, Clone, Default)]
-pub struct MirrorTasks(TaskTracker);
-
-impl MirrorTasks {
-    /// Wait for the copies in flight until `deadline`. Return the number of remaining copies.
-    pub async fn drain(&self, deadline: Instant) -> usize {
-        self.0.close();
-        match timeout_at(deadline, self.0.wait()).await {
-            Ok(()) => 0,
-            Err(_) => self.0.len(),
-        }
-    }
-}
-
-/// Budget for the bodies of all copies of the process. The size of the budget is a quarter of `server.max_buffered` in
-/// the current configuration.
-#[derive(Debug)]
-pub struct MirrorBudget(pub(super) Arc<BufferBudget>);
-
-impl Default for MirrorBudget {
-    fn default() -> Self {
-        MirrorBudget(Arc::new(BufferBudget::new(0)))
-    }
-}
-
 /// A request that was selected for copying.
 pub(super) struct Selected<'a> {
     mirror: &'a Mirror,
     stats: Arc<MirrorStats>,
     /// Connection of the client, if the gateway sends PROXY headers to the upstream of the copies.
     client: Option<ProxiedConnection>,
+    snapshot: &'a ConfigSnapshot,
+    peer: &'a Peer,
 }
 
 /// Decide whether a request of this route is copied. Return `None` if the request is not copied. `request` is the
 /// request as it was received.
 pub(super) fn select<'a>(
-    context: &RequestContext<'_>,
+    snapshot: &'a ConfigSnapshot,
+    peer: &'a Peer,
     route: &'a Route,
     request: &Request<RequestBody>,
 ) -> Option<Selected<'a>> {
     let mirror = route.mirror.as_ref().filter(|mirror| mirror.picks_next())?;
-    let stats = context.snapshot.metrics.mirror(route.index)?.clone();
+    let stats = snapshot.metrics.mirror(route.index)?.clone();
     if request.headers().contains_key(&MIRROR_HEADER) {
         // Do not copy a copy. Otherwise two gateways that mirror to each other would send copies forever.
         stats.drop_copy(DropReason::Copy);
         return None;
     }
-    let upstream = &context.snapshot.upstreams[mirror.upstream];
-    let client = upstream.sends_proxy_header().then(|| context.peer.proxied_connection(request.headers()));
-    Some(Selected { mirror, stats, client })
+    let upstream = &snapshot.upstreams[mirror.upstream];
+    let client = upstream.sends_proxy_header().then(|| peer.proxied_connection(request.headers()));
+    Some(Selected { mirror, stats, client, snapshot, peer })
 }
 
 impl Selected<'_> {
     /// Copy a request that is about to be sent to `original`. `request` already has the target and the headers for an
     /// HTTP/1.1 upstream. `is_upgrade` is true if the request offers to upgrade the connection.
-    pub(super) fn copy(
-        self,
-        context: &RequestContext<'_>,
-        original: &Upstream,
-        request: &mut Request<RequestBody>,
-        is_upgrade: bool,
-    ) {
-        let Selected { mirror, stats, client } = self;
+    pub(super) fn copy(self, original: &Upstream, request: &mut Request<RequestBody>, is_upgrade: bool) {
+        let Selected { mirror, stats, client, snapshot, peer } = self;
         if is_upgrade {
             return stats.drop_copy(DropReason::Upgrade);
         }
@@ -211,13 +79,12 @@ impl Selected<'_> {
         head.method_mut().clone_from(request.method());
         head.uri_mut().clone_from(request.uri());
         head.headers_mut().clone_from(request.headers());
-        let snapshot = context.snapshot;
         let upstream = snapshot.upstreams[mirror.upstream].clone();
         // Set or remove the client certificate headers again, because `client_cert_header` of the copy's upstream may
         // differ from that of `original`.
         if upstream.sends_client_cert() || original.sends_client_cert() {
-            let certificate = context.peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
-            ForwardedCertificate(certificate).set_headers(head.headers_mut());
+            let certificate = peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
+            ClientCertificate::set_headers(certificate, head.headers_mut());
         }
         if let Some(client) = client {
             head.extensions_mut().insert(client);
@@ -294,7 +161,7 @@ impl RequestCopy {
         headers::set_framing(headers, length);
         headers.insert(MIRROR_HEADER, HeaderValue::from_static("1"));
         if upstream.protocol() == Protocol::Http2 {
-            set_http2_target(&mut request);
+            target::set_http2_target(&mut request);
         }
         let started_at = monotonic();
         let result = upstream.send(request, limits, &flow, &mut AttemptLog::single_attempt()).await;

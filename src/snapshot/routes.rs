@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, LOCATION};
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
@@ -19,15 +19,14 @@ use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::http::ratelimit_headers;
-use crate::http::ratelimit_headers::HeaderStyle;
-use crate::http::ratelimit_headers::limit_status;
+use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers, limit_status};
 use crate::http::target::{PathError, canonical_path, forwarded_path, request_host};
 use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::decision::LimitResult;
+use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
@@ -173,6 +172,11 @@ impl RouteLimits {
         self.reads_values || self.llm.is_some()
     }
 
+    /// Return the identity settings of a limit. `limit_index` is the index in [`limits`](Self::limits).
+    pub fn spec(&self, limit_index: usize) -> &IdentitySpec {
+        &self.identities[self.limits[limit_index].identity_index]
+    }
+
     /// Return whether a limit that is checked before the authentication depends on the body of a request.
     pub fn reads_body_unauthenticated(&self) -> bool {
         self.limits.iter().any(|limit| {
@@ -180,6 +184,21 @@ impl RouteLimits {
             let reads_body = spec.reads_body() || limit.counted.is_some() || limit.cost.llm().is_some();
             spec.limits_unauthenticated() && reads_body
         })
+    }
+
+    /// Append the RateLimit headers of a decision. Also append `Access-Control-Expose-Headers`, so that scripts of
+    /// other origins can read the RateLimit headers.
+    pub fn append_headers(&self, headers: &mut HeaderMap, decision: &Decision<'_>) {
+        if decision.results.is_empty() {
+            return;
+        }
+        let is_standard = decision.results.len() == self.enforced
+            && decision.results.iter().all(|result| result.quota == result.limit.default_variant.quota);
+        let policy = self.policy_header.as_ref().filter(|_| is_standard);
+        append_decision_headers(headers, &self.header_styles, policy, decision);
+        if let Some(expose) = &self.expose_header {
+            headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
+        }
     }
 
     /// Return what the limits read from the body of a request with this method, apart from the data for counting LLM

@@ -1,45 +1,47 @@
-//! Explains how the gateway would handle a request. This module calls the same functions as the gateway, but forwards
-//! nothing and charges no limit.
+//! Explains how the gateway would handle a request. The gateway's sequence of admission decides, but nothing is
+//! forwarded, and no limit is charged.
 
 pub mod limits;
 pub mod report;
 mod routing;
 
+use std::future::ready;
 use std::net::IpAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use http::header::{CONTENT_LENGTH, ORIGIN};
-use http::{HeaderMap, Request, Response};
-use serde_json::Value;
+use http::{HeaderMap, Request};
 use tokio::runtime::Builder;
+use tokio::time::Instant;
 
-use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers;
-use crate::http::headers::is_grpc_call;
+use crate::identity::RequestAttributes;
 use crate::identity::access::{AccessDecision, AccessRules, ListSource};
 use crate::identity::api_key::Caller;
 use crate::identity::auth::{AuthError, AuthProvider, Credentials, Proof, ProviderKind, Verification};
 use crate::identity::basic::BasicProvider;
-use crate::limiter::decision::LimitCheck;
-use crate::limiter::verdict::Verdict;
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::fallback::StoreUnavailable;
+use crate::limiter::overrides::OverrideTable;
 use crate::payload::json::body::JsonBody;
-use crate::proxy::authentication::{AuthRejection, auth_request, authenticate};
-use crate::proxy::body as inspection;
-use crate::proxy::body::{BodyContent, UnreadBody};
-use crate::proxy::context::Peer;
+use crate::proxy::admission;
+use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts, Step};
+use crate::proxy::body;
+use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::forward::RequestVariables;
-use crate::proxy::llm;
-use crate::proxy::local_reply::Rejection;
-use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
-use crate::proxy::{RequestTarget, access_rules, check_host, origin_form, routing_rejection};
-use crate::routing::NoMatch;
+use crate::proxy::rejection::{Rejection, UnreadBody};
+use crate::proxy::request::{Peer, RequestHead, RequestTarget, TargetedRequest, origin_form};
 use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
-use crate::tools::explain::limits::{Counters, CountersUnavailable};
-use crate::tools::explain::report::{AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport};
-use crate::upstream::UpstreamError;
+use crate::snapshot::routes::{Route, RouteAction};
+use crate::tools::explain::limits::{Counters, PeekedLimits};
+use crate::tools::explain::report::{
+    AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport, UpstreamReport,
+};
 
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
@@ -54,44 +56,28 @@ pub struct Explainer<'a, C: ?Sized> {
     pub max_other_routes: usize,
 }
 
-/// Results that the steps of an explanation pass to later steps.
-#[derive(Default)]
-struct Found<'c> {
-    route: Option<&'c Route>,
-    cors: Option<CorsDecision<'c>>,
-    credentials: Credentials<'c>,
-    /// The id of the JSON-RPC message in the body of the request.
-    rpc_id: Option<Value>,
-}
-
-/// Return the values of the variables in header rules.
-fn variables<'v>(
-    route: &'v Route,
-    request: &'v Request<()>,
-    peer: &'v Peer,
-    credentials: &'v Credentials<'v>,
-) -> RequestVariables<'v, ()> {
-    let request_id = routing::displayed_request_id(request.headers(), peer);
-    RequestVariables { route, peer, credentials, request, request_id }
-}
-
 impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// Explain how the gateway would handle a request from this peer address.
     pub fn explain(&self, received: &Request<()>, peer: &Peer) -> Explanation {
+        let config = self.config;
         let mut request = received.clone();
-        headers::normalize_received(request.headers_mut(), &self.config.protected_headers, peer.forwarded.trusted);
-        let request = &request;
-        let client = peer.client_address(request.headers());
+        headers::normalize_received(request.headers_mut(), &config.protected_headers, peer.forwarded.trusted);
+        let head = RequestHead::from(&request);
+        let origin = peer.origin(head.headers);
+        let mut facts = RequestFacts::new(config);
+        let mut io = ExplainIo { explainer: self, limits: PeekedLimits::default() };
+        let admission = run(admission::admit(&mut io, &mut facts, head, origin));
+        let target = RequestTarget::from_head(head, &config.server).ok();
         let mut explanation = Explanation {
             method: request.method().to_string(),
-            host: None,
-            path: None,
+            host: target.as_ref().map(|target| target.host.to_string()),
+            path: target.as_ref().map(|target| target.path.to_string()),
             raw_path: request.uri().path().to_owned(),
             client: ClientReport {
-                address: client,
+                address: origin.client,
                 peer: peer.address,
                 trusted: peer.forwarded.trusted,
-                header: (client != peer.address).then(|| self.config.client_ip.header.to_string()),
+                header: (origin.client != peer.address).then(|| config.client_ip.header.to_string()),
             },
             listener: self.listener_name(peer.listener),
             route: None,
@@ -99,7 +85,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             other_routes_omitted: 0,
             access: Vec::new(),
             cors: None,
-            store: self.config.store.name.clone(),
+            store: config.store.name.clone(),
             counters_unavailable: None,
             authentication: Vec::new(),
             limits: Vec::new(),
@@ -107,170 +93,123 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             response: ResponseReport::default(),
             upstream: None,
         };
-        let mut found = Found::default();
-        let requests = (request, received.headers());
-        explanation.response = match self.evaluate(requests, peer, &mut explanation, &mut found) {
-            Ok(answer) => answer,
-            Err(rejection) => {
-                let Found { route, credentials, cors, rpc_id } = &found;
-                let variables = route.map(|route| variables(route, request, peer, credentials));
-                let proxy_status = self.config.server.proxy_status;
-                let format = (proxy_status, rpc_id.as_ref());
-                routing::rejection_response(rejection, variables.as_ref(), cors.as_ref(), format)
+        if let Some(target) = &target {
+            let request = TargetedRequest { head, target, origin };
+            self.explain_facts(&request, &facts, &admission, &mut io.limits, &mut explanation);
+        }
+        let limits = io.limits;
+        let cors = facts.cors.as_deref();
+        let request_id = routing::displayed_request_id(head.headers, peer);
+        let variables = facts.route.map(|route| RequestVariables {
+            route,
+            peer,
+            credentials: &facts.credentials,
+            head,
+            request_id,
+        });
+        let response = match admission {
+            Admission::Admitted(admitted) => {
+                let variables = variables.as_ref().ok_or(Rejection::NoRoute);
+                variables.and_then(|variables| {
+                    explanation.upstream = self.upstream(&request, variables, &admitted, received.headers());
+                    routing::admitted_response(&request, variables, admitted, &limits, cors)
+                })
+            }
+            Admission::Answered(answer) => Ok(routing::answer_response(answer, cors)),
+            Admission::Rejected(rejection) => Err(rejection),
+            Admission::Undecided(ServerDecides) => {
+                let (source, outcome) = ("authentication-server", "undecided");
+                Ok(ResponseReport { source, outcome, ..ResponseReport::default() })
             }
         };
+        explanation.response = response.unwrap_or_else(|rejection| {
+            let format = (config.server.proxy_status, facts.rpc_id.as_ref());
+            routing::rejection_response(rejection, variables.as_ref(), cors, format)
+        });
         explanation
     }
 
-    /// Run the same steps as the gateway for a request, and record each result in `explanation` and `found`.
-    fn evaluate<'c>(
-        &'c self,
-        (request, received): (&Request<()>, &HeaderMap),
-        peer: &Peer,
+    /// Report what the sequence found out about a request.
+    fn explain_facts(
+        &self,
+        request: &TargetedRequest<'_>,
+        facts: &RequestFacts<'_>,
+        admission: &Admission<'_, ServerDecides>,
+        peeked: &mut PeekedLimits,
         explanation: &mut Explanation,
-        found: &mut Found<'c>,
-    ) -> Result<ResponseReport, Rejection<'c>> {
-        let config = self.config;
-        let target = RequestTarget::from_request(request, &config.server)?;
-        explanation.host = Some(target.host.to_string());
-        explanation.path = Some(target.path.to_string());
-        let preflight_route = target.find_preflight_route(config, request, peer.listener);
-        let has_tokens = config.body_inspection.reads_tokens;
-        let mut content = match self.unreadable_body(request) {
-            Some(error) => BodyContent::Unread(error),
-            None => BodyContent::from_bytes(self.body, &config.body_inspection, has_tokens),
-        };
-        let no_values = JsonBody::default();
-        let find_route = |body: RouteBody<'_>| target.find_route(config, request, peer.listener, body);
-        let route = match preflight_route.map_or_else(|| find_route(RouteBody::Unread), Ok) {
-            Ok(route) => Ok(route),
-            Err(NoMatch::NeedsBody) => {
-                content.require(config.server.inspect_body).map_err(Rejection::Inspect)?;
-                find_route(RouteBody::Read(content.json().unwrap_or(&no_values))).map_err(routing_rejection)
-            }
-            Err(error) => Err(routing_rejection(error)),
-        };
-        found.route = route.as_ref().ok().copied();
-        let is_preflight = preflight_route.is_some();
+    ) {
+        let (config, headers) = (self.config, request.head.headers);
+        let reads_tokens = config.body_inspection.reads_tokens;
+        let content = self.content(headers, config.server.inspect_body, reads_tokens);
+        let is_preflight = request.find_preflight_route(config).is_some();
         // Look up the route of a preflight by the method in `Access-Control-Request-Method`.
-        let requested_method =
-            preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
-        let mut route_request = target.route_request(request, peer.listener);
-        route_request.method = requested_method.as_ref().unwrap_or(request.method());
-        route_request.body = match is_preflight {
+        let requested_method = cors::requested_method(request.head.method, headers).filter(|_| is_preflight);
+        let no_values = JsonBody::default();
+        let mut route_request = request.route_request(match is_preflight {
             true => RouteBody::Unknown,
             false => RouteBody::Read(content.json().unwrap_or(&no_values)),
-        };
-        let comparison = routing::Comparison::new(config, &route_request, found.route.map(|route| route.index));
+        });
+        route_request.method = requested_method.as_ref().unwrap_or(request.head.method);
+        let comparison = routing::Comparison::new(config, &route_request, facts.route.map(|route| route.index));
         (explanation.other_routes, explanation.other_routes_omitted) = comparison.other_routes(self.max_other_routes);
-        explanation.route = found.route.map(|route| comparison.matched_route(route));
-        let policy = found.route.and_then(|route| route.cors.as_deref());
-        found.cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
-        explanation.cors = found.cors.as_ref().map(|cors| cors_report(cors, request, is_preflight));
-        check_host(config, &target)?;
-        let rules = access_rules(config, peer.listener, found.route);
-        explanation.access = access_reports(rules, explanation.client.address);
-        if explanation.access.iter().any(|report| !report.allowed) {
-            return Err(Rejection::Forbidden);
+        explanation.route = facts.route.map(|route| comparison.matched_route(route));
+        explanation.cors = facts.cors.as_ref().map(|cors| cors_report(cors, headers, is_preflight));
+        if !matches!(admission, Admission::Rejected(Rejection::UnknownHost)) {
+            let rules = admission::access_rules(config.listeners.get(request.origin.listener), facts.route);
+            explanation.access = access_reports(rules, request.origin.client);
         }
-        let route = route?;
-        if let Some(cors) = found.cors.as_ref().filter(|_| is_preflight) {
-            return Err(Rejection::Preflight(Box::new(cors.preflight_headers(request.headers()))));
+        let Some(route) = facts.route else { return };
+        if facts.step >= Step::Authentication {
+            explanation.authentication = auth_reports(config, route, &facts.credentials);
         }
-        let length = if self.body.is_empty() { body_length(request.headers()) } else { Some(self.body.len() as u64) };
-        if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
-            return Err(Rejection::BodyTooLarge);
-        }
-        let rewritten = target.rewrite(route, request.uri().query())?;
-        let limit_context = LimitContext::new(request, &target, peer);
-        let (credentials, authenticated) = verify_credentials(config, route, request.headers(), peer);
-        found.credentials = credentials;
-        let credentials = &found.credentials;
-        explanation.authentication = auth_reports(config, route, credentials);
-        let is_pending =
-            matches!(authenticated, Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })));
-        let mut llm = None;
-        if authenticated.is_ok() || is_pending {
-            let body_use = route.rate_limits.body_use(request.method());
-            found.rpc_id = content.rpc_id(body_use);
-            content.check(body_use, request.headers(), config.server.inspect_body).map_err(Rejection::Inspect)?;
-            if let Some(inspection) = route.rate_limits.llm_inspection(request.method()) {
-                let path = target.upstream_path(route)?;
-                llm = Some(llm::request(&mut content, inspection, &path, request.headers())?);
+        let is_body_rejected = matches!(admission, Admission::Rejected(Rejection::Inspect(_)));
+        if facts.step >= Step::Limits && !is_body_rejected {
+            let attributes = request.attributes(config, route, &facts.credentials, content.json());
+            explanation.limits = limits::limit_reports(config, route, &attributes, peeked);
+            if !facts.is_authenticated {
+                limits::skip_without_credential(&mut explanation.limits);
             }
         }
-        let json = content.json();
-        let attributes = limit_context.request_attributes(config, route, explanation.client.address, credentials, json);
-        let overrides = self.counters.overrides();
-        let mut credential_error = None;
-        let checks = authenticated
-            .and_then(|()| build_checks(config, &route.rate_limits.identities, &route.rate_limits.limits, &attributes));
-        let mut checks = match checks {
-            Ok(checks) => checks,
-            Err(rejection) => {
-                explanation.limits = limits::limit_reports(config, route, &attributes, &[], None);
-                if !rejection.is_charged() {
-                    return Err(rejection);
-                }
-                credential_error = Some(rejection);
-                let RouteLimits { identities, limits, .. } = &route.rate_limits;
-                build_unauthenticated_checks(config, identities, limits, &attributes)
-            }
-        };
-        if let Some(table) = &overrides {
-            table.apply(&mut checks);
-        }
-        if let Some(llm) = llm.as_ref().filter(|_| credential_error.is_none()) {
-            llm.reserve(&route.rate_limits.limits, &mut checks)?;
-        }
-        let verdict = self.peek(&checks);
-        explanation.limits = limits::limit_reports(config, route, &attributes, &checks, verdict.as_ref().ok());
-        if matches!(credential_error, Some(Rejection::Auth(_))) {
-            limits::skip_without_credential(&mut explanation.limits);
-        }
-        let verdict = match verdict {
-            Ok(verdict) => Some(verdict),
-            Err(CountersUnavailable(reason)) => {
-                explanation.counters_unavailable = Some(reason);
-                None
-            }
-        };
-        let decide = |response: Option<&Result<Response<Body>, UpstreamError>>| {
-            verdict.as_ref().map(|verdict| limits::simulated_decision(verdict, &checks, route, response))
-        };
-        let decision = decide(None);
-        explanation.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
-        if let Some(decision) = decision.filter(|decision| !decision.admitted) {
-            return Err(Rejection::RateLimited {
-                decision,
-                rate_limits: &route.rate_limits,
-                is_grpc: is_grpc_call(request),
-                provider: llm.as_ref().map(|llm| llm.provider),
-            });
-        }
-        match credential_error {
-            Some(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })) => {
-                let (source, outcome) = ("authentication-server", "undecided");
-                return Ok(ResponseReport { source, outcome, ..ResponseReport::default() });
-            }
-            Some(rejection) => return Err(rejection),
-            None => {}
-        }
-        let variables = variables(route, request, peer, credentials);
-        if let RouteAction::Forward(weighted_upstreams) = &route.action {
-            let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
-            let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
-            let target = target.as_ref().or(request.uri().path_and_query());
-            explanation.upstream =
-                Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length), received));
-        }
-        let cors = found.cors.as_ref();
-        routing::admitted_response(&variables, target.forwarded_path(), decide, cors)
+        explanation.counters_unavailable = peeked.unavailable.take();
+        explanation.decision = peeked.decision;
     }
 
-    /// Return the reason why the body cannot be read.
-    fn unreadable_body(&self, request: &Request<()>) -> Option<UnreadBody> {
-        inspection::unreadable(request.headers()).filter(|_| !self.body.is_empty())
+    /// Report the request that an upstream would receive. Return `None` if the gateway would forward nothing.
+    fn upstream(
+        &self,
+        request: &Request<()>,
+        variables: &RequestVariables<'_>,
+        admitted: &Admitted<'_>,
+        received: &HeaderMap,
+    ) -> Option<UpstreamReport> {
+        let RouteAction::Forward(weighted_upstreams) = &admitted.route.action else { return None };
+        let target = admitted.rewritten_target.clone();
+        let target = target.or_else(|| origin_form(request.uri(), admitted.forwarded_path.as_deref()));
+        let target = target.as_ref().or(request.uri().path_and_query());
+        let forwarded = (request.clone(), target, self.body_length(request.headers()));
+        Some(routing::upstream_report(self.config, variables, weighted_upstreams, forwarded, received))
+    }
+
+    /// Return the content of the body of a request with these headers.
+    fn content(&self, headers: &HeaderMap, max_read: usize, reads_tokens: bool) -> BodyContent {
+        match body::unreadable(headers) {
+            _ if self.body.is_empty() => BodyContent::Empty,
+            Some(reason) => BodyContent::Unread(reason),
+            None if self.body.len() > max_read => BodyContent::Unread(UnreadBody::TooLong(max_read)),
+            None => BodyContent::from_bytes(self.body, &self.config.body_inspection, reads_tokens),
+        }
+    }
+
+    /// Return the length of the body in bytes, or the value of Content-Length if the body is not given. Return `None` if
+    /// the length is unknown because of Transfer-Encoding, or if it is invalid.
+    fn body_length(&self, headers: &HeaderMap) -> Option<u64> {
+        if !self.body.is_empty() {
+            return Some(self.body.len() as u64);
+        }
+        if headers.contains_key(http::header::TRANSFER_ENCODING) {
+            return None;
+        }
+        headers.get(CONTENT_LENGTH).map_or(Some(0), |length| length.to_str().ok()?.parse().ok())
     }
 
     /// Return the name of a listener, or its address if the listener has no name. `None` if no listener has a name.
@@ -279,19 +218,87 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let listener = listeners.get(index).filter(|_| listeners.iter().any(|listener| listener.name.is_some()))?;
         Some(listener.name.as_ref().map_or_else(|| listener.address.to_string(), ToString::to_string))
     }
+}
 
-    fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
-        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.peek(checks) }
+// === The input and output of the sequence ===
+
+/// The input and output of the sequence for an explanation. It charges nothing and calls no server.
+struct ExplainIo<'e, C: ?Sized> {
+    explainer: &'e Explainer<'e, C>,
+    limits: PeekedLimits,
+}
+
+/// An authentication server decides about the request. `explain` does not call this server.
+struct ServerDecides;
+
+/// Run the sequence to its end. It never waits, because [`ExplainIo`] returns only futures that are ready.
+fn run<F: Future>(sequence: F) -> F::Output {
+    let mut sequence = pin!(sequence);
+    loop {
+        if let Poll::Ready(output) = sequence.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            return output;
+        }
     }
 }
 
-/// Return the value of Content-Length, in bytes, or 0 if the request has no body. Return `None` if the length is
-/// unknown because of Transfer-Encoding, or if it is invalid.
-fn body_length(headers: &HeaderMap) -> Option<u64> {
-    if headers.contains_key(http::header::TRANSFER_ENCODING) {
-        return None;
+impl<C: Counters + ?Sized> AdmissionIo for ExplainIo<'_, C> {
+    type Undecided = ServerDecides;
+
+    fn body_length(&self, head: RequestHead<'_>) -> u64 {
+        self.explainer.body_length(head.headers).unwrap_or(0)
     }
-    headers.get(CONTENT_LENGTH).map_or(Some(0), |length| length.to_str().ok()?.parse().ok())
+
+    fn read_body(
+        &mut self,
+        head: RequestHead<'_>,
+        read: BodyRead,
+    ) -> impl Future<Output = Result<BodyContent, Rejection<'static>>> + Send {
+        ready(Ok(self.explainer.content(head.headers, read.max_read, read.reads_tokens)))
+    }
+
+    /// Verify a credential as a gateway does, including the comparison of passwords with their hashes. Do not fetch key
+    /// sets of issuers.
+    fn verify(
+        &mut self,
+        request: &TargetedRequest<'_>,
+        route: &Route,
+        _: Option<Instant>,
+        provider: usize,
+    ) -> impl Future<Output = Result<Verification, ServerDecides>> + Send {
+        ready(match &self.explainer.config.auth.providers[provider].kind {
+            ProviderKind::Basic(basic) => Ok(hash_password(basic, request.head.headers, request.origin.client)),
+            ProviderKind::Jwt(verifier) => Ok(verifier.verify_with_current_keys(&request.auth_request(route))),
+            ProviderKind::Forward(_) | ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Err(ServerDecides),
+        })
+    }
+
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
+        self.explainer.counters.overrides()
+    }
+
+    fn check<'a>(
+        &mut self,
+        checks: &[LimitCheck<'a, '_>],
+    ) -> impl Future<Output = Result<Decision<'a>, StoreUnavailable>> + Send {
+        ready(Ok(self.limits.peek(self.explainer.counters, checks)))
+    }
+
+    fn refund(&mut self, _: &mut Decision<'_>) -> impl Future<Output = ()> + Send {
+        self.limits.is_refunded = true;
+        ready(())
+    }
+
+    fn decided(
+        &mut self,
+        route: &Route,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Result<Decision<'_>, StoreUnavailable>,
+        attributes: &RequestAttributes<'_>,
+    ) {
+        if let Ok(decision) = decision {
+            self.limits.decided(self.explainer.config, route, checks, decision, attributes);
+        }
+    }
 }
 
 // === Access rules and CORS ===
@@ -319,8 +326,8 @@ fn access_reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
 }
 
 /// Report whether the CORS policy allows the origin of a request.
-fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
-    let origin = request.headers().get(ORIGIN);
+fn cors_report(cors: &CorsDecision<'_>, headers: &HeaderMap, is_preflight: bool) -> CorsReport {
+    let origin = headers.get(ORIGIN);
     CorsReport {
         origin: origin.map(|origin| String::from_utf8_lossy(origin.as_bytes()).into_owned()),
         allowed: cors.is_allowed(),
@@ -329,30 +336,6 @@ fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: boo
 }
 
 // === Authentication ===
-
-/// Verify the credentials of a request as a gateway does, including the comparison of passwords with their hashes. This
-/// function does not fetch key sets of issuers and does not call authentication servers. If verification would need one
-/// of them, this function returns the error [`AuthError::Pending`].
-fn verify_credentials<'a>(
-    config: &'a CompiledConfig,
-    route: &'a Route,
-    headers: &HeaderMap,
-    peer: &Peer,
-) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
-    let (mut credentials, mut result) = authenticate(config, route, headers, peer);
-    let request = auth_request(route, headers, peer);
-    while let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), challenges })) = &result {
-        let (index, challenges) = (*index, *challenges);
-        let verification = match &config.auth.providers[index].kind {
-            ProviderKind::Basic(basic) => hash_password(basic, headers, peer.address),
-            ProviderKind::Jwt(verifier) => verifier.verify_with_current_keys(&request),
-            _ => break,
-        };
-        let resumed = credentials.resume(index, verification, &request);
-        result = resumed.map_err(|error| Rejection::Auth(AuthRejection { error, challenges }));
-    }
-    (credentials, result)
-}
 
 fn hash_password(basic: &BasicProvider, headers: &HeaderMap, client: IpAddr) -> Verification {
     match Builder::new_current_thread().enable_time().build() {

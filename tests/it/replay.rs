@@ -686,7 +686,7 @@ fn client_of_the_gateways_own_log_is_no_proxy() {
 /// of each request. For logs of other servers, the access rules and the CORS settings of the configuration apply.
 #[test]
 fn denied_clients_and_preflights_are_not_charged() {
-    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\ndeny = [\"192.0.2.77\"]\n\
         [limit.all]\nby = \"global\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\n\
         [[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"all\"]\nrespond = { status = 200 }\n\
         deny = [\"192.0.2.66\"]\ncors.origins = [\"https://app.example.com\"]\n";
@@ -696,7 +696,8 @@ fn denied_clients_and_preflights_are_not_charged() {
     let common = |client: &str, method: &str| {
         format!("{client} - - [10/Oct/2000:13:55:36 +0000] \"{method} / HTTP/1.1\" 200 1\n")
     };
-    let lines = [common("192.0.2.1", "GET"), common("192.0.2.1", "OPTIONS"), common("192.0.2.66", "GET")];
+    let denied = ["192.0.2.66", "192.0.2.77"].map(|client| common(client, "GET")).concat();
+    let lines = [common("192.0.2.1", "GET"), common("192.0.2.1", "OPTIONS"), denied];
     std::fs::write(path("common.log"), lines.concat()).unwrap();
     let native = |client: &str, method: &str, outcome: &str| {
         format!(
@@ -712,10 +713,36 @@ fn denied_clients_and_preflights_are_not_charged() {
         native("192.0.2.66", "GET", "ok"),
     ];
     std::fs::write(path("native.log"), lines.concat()).unwrap();
-    for (log, allowed, unlimited) in [("common.log", 1, 1), ("native.log", 2, 2)] {
+    for (log, allowed, unlimited, forbidden) in [("common.log", 1, 1, 2), ("native.log", 2, 2, 1)] {
         let report = report(&[&path(log), "--config", &path("gateway.toml")]);
         assert_eq!(report["limits"]["all"]["allowed"], allowed, "{log}: {report}");
         let lines = &report["lines"];
-        assert_eq!((&lines["unlimited"], &lines["forbidden"]), (&unlimited.into(), &1.into()), "{log}: {report}");
+        let expected = (&unlimited.into(), &forbidden.into());
+        assert_eq!((&lines["unlimited"], &lines["forbidden"]), expected, "{log}: {report}");
+    }
+}
+
+/// If unknown hosts are blocked, requests for them are not charged, unless the log does not contain hosts.
+#[test]
+fn blocked_hosts_are_not_charged() {
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[server]\nblock_unknown_hosts = true\n\
+        [limit.all]\nby = \"global\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\n\
+        [[route]]\nname = \"r\"\npath = \"/\"\nhosts = [\"a.test\"]\nlimits = [\"all\"]\nrespond = { status = 200 }\n\
+        [[route]]\nname = \"other\"\npath = \"/{*rest}\"\nlimits = [\"all\"]\nrespond = { status = 200 }\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("gateway.toml"), config).unwrap();
+    let line = |host: &str| format!("971186136.5 192.0.2.1 {host} \"GET /x HTTP/1.1\" 200\n");
+    std::fs::write(path("hosts.log"), [line("a.test"), line("x.test")].concat()).unwrap();
+    let common = "192.0.2.1 - - [10/Oct/2000:13:55:36 +0000] \"GET /x HTTP/1.1\" 200 1\n";
+    std::fs::write(path("common.log"), common).unwrap();
+    let format = "$msec $remote_addr $host \"$request\" $status";
+    let config = path("gateway.toml");
+    let report_of = |log: &str, more: &[&str]| report(&[&[&*path(log), "--config", &config], more].concat());
+    let with_hosts = report_of("hosts.log", &["--format", format]);
+    let without = report_of("common.log", &[]);
+    for (report, allowed, no_route) in [(with_hosts, 1, 1), (without, 1, 0)] {
+        assert_eq!(report["limits"]["all"]["allowed"], allowed, "{report}");
+        assert_eq!(report["lines"]["no_route"], no_route, "{report}");
     }
 }

@@ -22,52 +22,129 @@ use crate::limiter::key::IdentityEncoder;
 use crate::limiter::overrides::{OverrideTable, Overrides};
 use crate::limiter::redis::{RedisSettings, overrides};
 use crate::limiter::settlement::{Deferred, SettleAction};
-use crate::limiter::store;
+use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, RedisStore};
 use crate::limiter::verdict::{Charge, Operation, Verdict};
+use crate::proxy::holdings::settle_action;
 use crate::proxy::metrics::LimitDecision;
-use crate::proxy::rate_limit::settle_action;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 use crate::upstream::UpstreamError;
 
-/// Convert the verdict of a peek into the decision of a check. A peek reads the counters without charging them. If the
-/// request is admitted, this function therefore adds the request's own charge to each outcome.
-///
-/// `response` is the response to an admitted request if the gateway itself generates it. With a response, the outcomes
-/// include the settlement (the charge or refund that depends on the response), like the `RateLimit` headers of the
-/// response. With `None`, the outcomes include only the tokens that the request takes before its response.
-pub(super) fn simulated_decision<'a>(
-    verdict: &Verdict,
-    checks: &[LimitCheck<'a, '_>],
-    route: &Route,
-    response: Option<&Result<Response<Body>, UpstreamError>>,
-) -> Decision<'a> {
-    let admitted = verdict.granted > 0;
-    let tokens = |check: &LimitCheck<'_, '_>| {
-        let route_limit = &route.rate_limits.limits[check.limit_index];
-        match response.map(|response| settle_action(route_limit, check.deferred, response)) {
-            None | Some(SettleAction::Nothing) => charged_tokens(check),
-            Some(SettleAction::Charge(cost) | SettleAction::Settle(cost)) => cost,
-            Some(SettleAction::Refund) => 0,
+/// The limits of a request, as they were read from the counters. A peek charges nothing.
+#[derive(Debug, Default)]
+pub(super) struct PeekedLimits {
+    /// The reason why the counters were not read.
+    pub(super) unavailable: Option<String>,
+    /// `allowed` or `denied`. `None` if no limit was checked, or if the counters were not read.
+    pub(super) decision: Option<&'static str>,
+    /// Whether the request is rejected after its charges, so that the gateway refunds them.
+    pub(super) is_refunded: bool,
+    /// The outcome of each limit before the request, with the index of the limit on the route.
+    outcomes: Vec<(usize, Outcome)>,
+    /// The limits that took part in the decision.
+    limits: Vec<PeekedLimit>,
+}
+
+/// A limit that took part in the decision.
+#[derive(Debug)]
+struct PeekedLimit {
+    /// Index of the limit on the route.
+    limit_index: usize,
+    variant: Arc<LimitVariant>,
+    cost: u64,
+    deferred: Deferred,
+    /// `None` after the report was taken.
+    report: Option<LimitReport>,
+}
+
+impl PeekedLimits {
+    /// Decide about checks without charging them. If the counters are not available, the request is admitted.
+    pub(super) fn peek<'a, C: Counters + ?Sized>(
+        &mut self,
+        counters: &C,
+        checks: &[LimitCheck<'a, '_>],
+    ) -> Decision<'a> {
+        match counters.peek(checks) {
+            Ok(verdict) => {
+                let indices = checks.iter().map(|check| check.limit_index);
+                self.outcomes.extend(indices.zip(verdict.outcomes.iter().copied()));
+                Decision::new(verdict, DecidedBy::Store, checks.iter())
+            }
+            Err(CountersUnavailable(reason)) => {
+                self.unavailable = Some(reason);
+                Decision::unlimited()
+            }
         }
-    };
-    let after_charge =
-        |(check, outcome): (&LimitCheck<'_, '_>, &Outcome)| match admitted && outcome.status == Status::Ok {
-            true => outcome_after(check, outcome, tokens(check), verdict.now_us),
-            false => *outcome,
-        };
-    let outcomes = checks.iter().zip(&verdict.outcomes).map(after_charge).collect();
-    Decision::new(Verdict { outcomes, ..verdict.clone() }, store::DecidedBy::Store, checks.iter())
+    }
+
+    /// Report the decision on all checks of the request.
+    pub(super) fn decided(
+        &mut self,
+        config: &CompiledConfig,
+        route: &Route,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Decision<'_>,
+        attributes: &RequestAttributes<'_>,
+    ) {
+        if self.unavailable.is_none() {
+            self.decision = Some(if decision.admitted { "allowed" } else { "denied" });
+        }
+        let is_refunded = self.is_refunded;
+        let peeked = checks.iter().map(|check| {
+            let outcome = self.outcomes.iter().find(|(index, _)| *index == check.limit_index);
+            let route_limit = &route.rate_limits.limits[check.limit_index];
+            // Report the identity from the attributes of this check. The body of a request that is not authenticated was
+            // not read.
+            let report = LimitReport {
+                effective_quota: Some(effective_quota(check, attributes)),
+                cost: Some(check.required()),
+                usage: outcome.map(|(_, outcome)| {
+                    let usage = limit_usage(route_limit, check, outcome, decision);
+                    let unchanged = usage.remaining_after.map(|_| usage.remaining);
+                    LimitUsage { remaining_after: if is_refunded { unchanged } else { usage.remaining_after }, ..usage }
+                }),
+                ..limit_report(config, route, check.limit_index, attributes)
+            };
+            let (variant, cost, deferred) = (check.variant.clone(), check.cost, check.deferred);
+            PeekedLimit { limit_index: check.limit_index, variant, cost, deferred, report: Some(report) }
+        });
+        self.limits = peeked.collect();
+    }
+
+    /// Add the request's own charges to the outcomes of a decision, if the request is admitted.
+    ///
+    /// `response` is the response to an admitted request if the gateway itself generates it. With a response, the
+    /// outcomes include the settlement (the charge or refund that depends on the response), like the `RateLimit` headers
+    /// of the response. With `None`, the outcomes include only the tokens that the request takes before its response.
+    pub(super) fn charge(
+        &self,
+        decision: &mut Decision<'_>,
+        route: &Route,
+        response: Option<&Result<Response<Body>, UpstreamError>>,
+    ) {
+        let (is_admitted, now_us) = (decision.admitted, decision.now_us);
+        for result in decision.results.iter_mut().filter(|result| is_admitted && !result.denies()) {
+            let Some(limit) = self.limits.iter().find(|limit| limit.limit_index == result.limit_index) else {
+                continue;
+            };
+            let route_limit = &route.rate_limits.limits[limit.limit_index];
+            let tokens = match response.map(|response| settle_action(route_limit, limit.deferred, response)) {
+                None | Some(SettleAction::Nothing) => charged_tokens(&limit.variant.rule, limit.cost, limit.deferred),
+                Some(SettleAction::Charge(cost) | SettleAction::Settle(cost)) => cost,
+                Some(SettleAction::Refund) => 0,
+            };
+            result.outcome = outcome_after(&limit.variant.rule, &result.outcome, tokens, now_us);
+        }
+    }
 }
 
 /// Add a charge of `tokens` to the outcome of a peek.
-fn outcome_after(check: &LimitCheck<'_, '_>, outcome: &Outcome, tokens: u64, now_us: u64) -> Outcome {
+fn outcome_after(rule: &Rule, outcome: &Outcome, tokens: u64, now_us: u64) -> Outcome {
     if tokens == 0 {
         return *outcome;
     }
-    let rule = &check.variant.rule;
     // Time in µs until the quota is fully available again if this is the only charge of the identity. Use `Charge`
     // instead of `Check`, because a deferred cost may exceed the quota.
     let alone_us = rule.step(None, now_us, StepKind::Charge, tokens).outcome.reset_us;
@@ -89,31 +166,42 @@ fn outcome_after(check: &LimitCheck<'_, '_>, outcome: &Outcome, tokens: u64, now
 }
 
 /// Return the number of tokens that an admitted request takes before its response.
-fn charged_tokens(check: &LimitCheck<'_, '_>) -> u64 {
-    match check.deferred {
+fn charged_tokens(rule: &Rule, cost: u64, deferred: Deferred) -> u64 {
+    match (deferred, rule) {
         // The gateway charges the cost after the response.
-        Deferred::Charge => 0,
+        (Deferred::Charge, _) => 0,
         // A request takes one concurrency permit, regardless of its cost.
-        Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
-        Deferred::Nothing | Deferred::Refund | Deferred::Settle => check.cost,
+        (Deferred::Nothing | Deferred::Refund | Deferred::Settle, Rule::Concurrency(_)) => cost.min(1),
+        (Deferred::Nothing | Deferred::Refund | Deferred::Settle, _) => cost,
     }
 }
 
-/// Report each limit of a route. `checks` contains one check for each limit that applies. `checks` is empty if the
-/// request is rejected before the checks are built.
+/// Report each limit of a route. `peeked` contains the limits that took part in the decision.
 pub(super) fn limit_reports(
     config: &CompiledConfig,
     route: &Route,
     attributes: &RequestAttributes<'_>,
-    checks: &[LimitCheck<'_, '_>],
-    verdict: Option<&Verdict>,
+    peeked: &mut PeekedLimits,
 ) -> Vec<LimitReport> {
-    let decision = verdict.map(|verdict| simulated_decision(verdict, checks, route, None));
-    let metering = &route.rate_limits;
-    let reports = metering.limits.iter().enumerate().map(|(limit_index, route_limit)| {
-        let identity_spec = &metering.identities[route_limit.identity_index];
-        let lookup = identity_spec.lookup(attributes, &config.hasher, &mut IdentityEncoder::default());
-        let (identity, skipped, error) = match lookup {
+    let reports = (0..route.rate_limits.limits.len()).map(|limit_index| {
+        let peeked = peeked.limits.iter_mut().find(|limit| limit.limit_index == limit_index);
+        let report = peeked.and_then(|limit| limit.report.take());
+        report.unwrap_or_else(|| limit_report(config, route, limit_index, attributes))
+    });
+    reports.collect()
+}
+
+/// Report the identity of a limit, without its quota, cost and usage.
+fn limit_report(
+    config: &CompiledConfig,
+    route: &Route,
+    limit_index: usize,
+    attributes: &RequestAttributes<'_>,
+) -> LimitReport {
+    let route_limit = &route.rate_limits.limits[limit_index];
+    let identity_spec = route.rate_limits.spec(limit_index);
+    let (identity, skipped, error) =
+        match identity_spec.lookup(attributes, &config.hasher, &mut IdentityEncoder::default()) {
             Ok(IdentityLookup::Identity(identity)) => (Some(identity.to_string()), None, None),
             Ok(IdentityLookup::OtherMethod) => {
                 let methods: Vec<_> = identity_spec.methods.iter().map(http::Method::as_str).collect();
@@ -123,31 +211,20 @@ pub(super) fn limit_reports(
             Ok(IdentityLookup::Exempt) => (None, Some("the client is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
-        let index = checks.iter().position(|check| check.limit_index == limit_index);
-        let check = index.map(|index| &checks[index]);
-        let outcome = index.and_then(|index| verdict?.outcomes.get(index));
-        LimitReport {
-            limit: route_limit.limit.name.to_string(),
-            shadow: route_limit.limit.shadow,
-            announce: route_limit.limit.announce,
-            skipped,
-            error,
-            parts: if identity.is_some() {
-                identity_part_reports(config, identity_spec, attributes)
-            } else {
-                Vec::new()
-            },
-            identity,
-            effective_quota: check.map(|check| effective_quota(check, attributes)),
-            cost: check.map(LimitCheck::required),
-            post_paid: route_limit.cost.is_deferred(),
-            usage: check
-                .zip(outcome)
-                .zip(decision.as_ref())
-                .map(|((check, outcome), decision)| limit_usage(route_limit, check, outcome, decision)),
-        }
-    });
-    reports.collect()
+    let parts = identity.as_ref().map(|_| identity_part_reports(config, identity_spec, attributes));
+    LimitReport {
+        limit: route_limit.limit.name.to_string(),
+        shadow: route_limit.limit.shadow,
+        announce: route_limit.limit.announce,
+        skipped,
+        error,
+        parts: parts.unwrap_or_default(),
+        identity,
+        effective_quota: None,
+        cost: None,
+        post_paid: route_limit.cost.is_deferred(),
+        usage: None,
+    }
 }
 
 /// Report the limits without an identity as skipped. The request was rejected because of its credential, so the missing
@@ -239,7 +316,7 @@ fn limit_usage(
         decision: LimitDecision::from_decision(check, decision).map(LimitDecision::label),
         remaining: outcome.remaining,
         remaining_after: (decision.admitted && !is_denied)
-            .then(|| outcome.remaining.saturating_sub(charged_tokens(check))),
+            .then(|| outcome.remaining.saturating_sub(charged_tokens(&check.variant.rule, check.cost, check.deferred))),
         reset_seconds: seconds(outcome.reset_us),
         retry_seconds: (is_denied && outcome.status != Status::CostTooLarge).then(|| seconds(outcome.retry_us)),
         max_wait_seconds: queue_policy.map(|wait| wait.max_wait.as_secs_f64()),
@@ -253,7 +330,7 @@ fn limit_usage(
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Read access to the limits' counters.
-pub trait Counters {
+pub trait Counters: Sync {
     /// The active overrides. `None` if the overrides are unknown, or if there are no overrides.
     fn overrides(&self) -> Option<Arc<OverrideTable>>;
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use futures_util::FutureExt;
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Response};
+use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body_util::BodyExt;
 use serde_json::Value;
 
@@ -12,21 +12,22 @@ use crate::http::body::Body;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
-use crate::proxy::context::{Peer, RequestId};
-use crate::proxy::forward::{ForwardedCertificate, RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
-use crate::proxy::local_reply::Rejection;
+use crate::proxy::admission::{Admitted, Answer};
+use crate::proxy::forward::{RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::mirror::MIRROR_HEADER;
-use crate::proxy::rate_limit::append_ratelimit_headers;
+use crate::proxy::record::RequestId;
+use crate::proxy::rejection::Rejection;
+use crate::proxy::request::Peer;
 use crate::routing::RouteRequest;
 use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::WeightedUpstreams;
 use crate::snapshot::routes::{Route, RouteAction};
+use crate::tools::explain::limits::PeekedLimits;
 use crate::tools::explain::report::{
     HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
-use crate::upstream::UpstreamError;
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -162,25 +163,24 @@ pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderVa
     }
 }
 
-/// Report the request that an upstream of the route would receive. `target` is the path and query of that request, and
-/// `length` is the length of its body in bytes. The headers are compared with the headers that the client sent.
+/// Report the request that an upstream of the route would receive, given the request, the path and query for the
+/// upstream, and the length of the body in bytes. The headers are compared with the headers that the client sent.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
-    variables: &RequestVariables<'_, ()>,
+    variables: &RequestVariables<'_>,
     weighted_upstreams: &WeightedUpstreams,
-    (target, length): (Option<&PathAndQuery>, Option<u64>),
+    (mut forwarded_request, target, length): (Request<()>, Option<&PathAndQuery>, Option<u64>),
     received_headers: &HeaderMap,
 ) -> UpstreamReport {
-    let RequestVariables { route, peer, credentials, request, .. } = *variables;
+    let RequestVariables { route, peer, credentials, head, .. } = *variables;
     let request_id = variables.request_id.clone();
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
     // If a request has no host, the gateway sends the authority of the server as `Host`. The report shows the authority
     // of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
-    let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
     // The client certificate is unknown here, so the report lists the headers for the certificate only as removed.
-    let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
+    let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(None);
     let request_info = UpstreamRequestInfo {
         credentials,
         forwarded: &peer.forwarded,
@@ -220,7 +220,7 @@ pub(super) fn upstream_report(
             upstream: config.upstreams[mirror.upstream].name.to_string(),
             percent: mirror.percent,
             max_body: mirror.max_body,
-            skipped: if request.headers().contains_key(&MIRROR_HEADER) {
+            skipped: if head.headers.contains_key(&MIRROR_HEADER) {
                 Some("the request is itself a mirrored copy")
             } else if is_upgrade {
                 Some("the request offers to upgrade the connection")
@@ -244,7 +244,7 @@ fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
 /// matches a route.
 pub(super) fn rejection_response(
     rejection: Rejection<'_>,
-    variables: Option<&RequestVariables<'_, ()>>,
+    variables: Option<&RequestVariables<'_>>,
     cors: Option<&CorsDecision<'_>>,
     (proxy_status, rpc_id): (bool, Option<&Value>),
 ) -> ResponseReport {
@@ -264,26 +264,33 @@ pub(super) fn rejection_response(
     })
 }
 
-/// Report the response to a request that the limits admit. `decide` returns the rate limit decision. Its argument is
-/// the response if the gateway itself generates it, or `None` if an upstream generates it.
+/// Report a response that is neither an error nor the response of a route.
+pub(super) fn answer_response(answer: Answer, cors: Option<&CorsDecision<'_>>) -> ResponseReport {
+    let (mut response, outcome) = answer.into_response();
+    if let Some(cors) = cors {
+        cors.apply(response.headers_mut());
+    }
+    gateway_response(response, outcome, |_| false)
+}
+
+/// Report the response to a request that the limits admit.
 ///
 /// # Errors
 /// The action of the route rejects the request.
-pub(super) fn admitted_response<'d>(
-    variables: &RequestVariables<'_, ()>,
-    path: &str,
-    decide: impl Fn(Option<&Result<Response<Body>, UpstreamError>>) -> Option<Decision<'d>>,
+pub(super) fn admitted_response(
+    request: &Request<()>,
+    variables: &RequestVariables<'_>,
+    admitted: Admitted<'_>,
+    limits: &PeekedLimits,
     cors: Option<&CorsDecision<'_>>,
 ) -> Result<ResponseReport, Rejection<'static>> {
-    let RequestVariables { route, request, .. } = *variables;
+    let Admitted { route, mut decision, forwarded_path, .. } = admitted;
     let mutations = &route.response_headers;
     let values = mutations.render_without_literals(|variable| variables.content(variable));
     let is_configured = |name: &str| is_configured(mutations, name);
-    let apply_headers = |headers: &mut HeaderMap, decision: Option<Decision<'d>>| {
+    let apply_headers = |headers: &mut HeaderMap, decision: &Decision<'_>| {
         mutations.apply(headers, &values);
-        if let Some(decision) = &decision {
-            append_ratelimit_headers(headers, &route.rate_limits, decision);
-        }
+        route.rate_limits.append_headers(headers, decision);
         if let Some(cors) = cors {
             cors.apply(headers);
         }
@@ -291,7 +298,8 @@ pub(super) fn admitted_response<'d>(
     let response = match &route.action {
         RouteAction::Forward(_) => {
             let mut headers = HeaderMap::new();
-            apply_headers(&mut headers, decide(None));
+            limits.charge(&mut decision, route, None);
+            apply_headers(&mut headers, &decision);
             let removed = mutations.remove.iter().map(ToString::to_string).collect();
             return Ok(ResponseReport {
                 source: "upstream",
@@ -302,12 +310,15 @@ pub(super) fn admitted_response<'d>(
             });
         }
         RouteAction::DirectResponse(direct_response) => direct_response.response(),
-        RouteAction::Redirect(redirect) => redirect.response(request, &route.path_pattern, path)?,
+        RouteAction::Redirect(redirect) => {
+            let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
+            redirect.response(request, &route.path_pattern, path)?
+        }
     };
     let result = Ok(response);
-    let decision = decide(Some(&result));
+    limits.charge(&mut decision, route, Some(&result));
     let mut response = result.map_err(Rejection::Upstream)?;
-    apply_headers(response.headers_mut(), decision);
+    apply_headers(response.headers_mut(), &decision);
     Ok(gateway_response(response, "ok", is_configured))
 }
 

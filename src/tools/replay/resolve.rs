@@ -10,17 +10,17 @@ use http::{HeaderMap, HeaderName, Method, Request, StatusCode, Uri, Version};
 
 use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
-use crate::identity::auth::{AuthRequest, Credentials, ProviderKind, RouteAuth};
+use crate::identity::auth::{AuthRequest, Credentials, ProviderKind, RouteAuth, Verified};
 use crate::identity::{IdentitySpec, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::Quota;
 use crate::limiter::settlement::Deferred;
 use crate::limiter::spec::{LimitSpec, LimitVariant};
-use crate::proxy::RequestTarget;
-use crate::proxy::local_reply::Rejection;
-use crate::proxy::rate_limit::{LimitContext, build_checks, deferred_action};
-use crate::routing::NoMatch;
+use crate::proxy::admission::{Located, RequestFacts, locate};
+use crate::proxy::rate_limit::{build_checks, deferred_action};
+use crate::proxy::rejection::Rejection;
+use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest};
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
@@ -79,7 +79,7 @@ pub enum RejectReason {
     NoIdentity,
     /// The path, host, method or cost is invalid.
     Malformed,
-    /// An access rule of the route denies the client.
+    /// An access rule of the listener or the route denies the client.
     Forbidden,
 }
 
@@ -143,61 +143,58 @@ impl<'v> LineResolver<'v> {
             return ResolvedLine::Rejected(RejectReason::NotHttp);
         }
         let compiled = &self.config.compiled;
-        let target = match RequestTarget::from_request(&self.request, &compiled.server) {
-            Ok(target) => target,
-            Err(_) => return ResolvedLine::Rejected(RejectReason::Malformed),
+        let head = RequestHead::from(&self.request);
+        let Ok(target) = RequestTarget::from_head(head, &compiled.server) else {
+            return ResolvedLine::Rejected(RejectReason::Malformed);
         };
-        let headers = self.request.headers();
+        let peer = entry.client.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let trusted = !entry.is_client_resolved && compiled.client_ip.is_trusted(peer);
+        let subject = entry.certificate_subject.as_deref();
+        let origin = Origin {
+            client: if trusted { compiled.client_ip.client_address(peer, head.headers) } else { peer },
+            is_trusted_proxy: trusted,
+            certificate_subject: subject.and_then(|subject| std::str::from_utf8(subject).ok()),
+            certificate: None,
+            listener: self.listener,
+        };
+        let request = TargetedRequest { head, target: &target, origin };
+        let mut facts = RequestFacts::new(compiled);
         let named = entry.route.as_deref().and_then(|name| compiled.routes.iter().find(|route| *route.name == *name));
-        let route: &Route = match named {
-            Some(route) => route,
-            None => match compiled.table.find(&target.route_request(&self.request, self.listener)) {
-                Ok(route) => route,
-                Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
-                    return ResolvedLine::Rejected(RejectReason::NoRoute);
-                }
-                // The route depends on the body, which logs do not contain.
-                Err(NoMatch::NeedsBody | NoMatch::Ambiguous(_)) => {
-                    return ResolvedLine::Rejected(RejectReason::RouteByBody);
-                }
-            },
+        facts.route = named.map(|route| &**route);
+        let route = match locate(&mut facts, &request, None) {
+            Ok(Located::Route(route)) => route,
+            Ok(Located::Preflight(_)) => return ResolvedLine::Unlimited,
+            // The route depends on the body, which logs do not contain.
+            Ok(Located::NeedsBody) | Err(Rejection::Inspect(_)) => {
+                return ResolvedLine::Rejected(RejectReason::RouteByBody);
+            }
+            Err(Rejection::Forbidden) => return ResolvedLine::Rejected(RejectReason::Forbidden),
+            Err(_) => return ResolvedLine::Rejected(RejectReason::NoRoute),
         };
         let replay_route = &self.config.routes[route.index];
         // Treat OPTIONS requests of a route with CORS as preflights, because logs of other programs do not contain
         // `Origin`.
-        let is_preflight = entry.route.is_none() && *self.request.method() == Method::OPTIONS && route.cors.is_some();
+        let is_preflight = entry.route.is_none() && *head.method == Method::OPTIONS && route.cors.is_some();
         if is_preflight || replay_route.limits.is_empty() {
             return ResolvedLine::Unlimited;
         }
-        let peer = entry.client.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-        let trusted = !entry.is_client_resolved && compiled.client_ip.is_trusted(peer);
-        let client = if trusted { compiled.client_ip.client_address(peer, headers) } else { peer };
-        if route.access.as_ref().is_some_and(|rules| !rules.decide(client).is_allowed()) {
-            return ResolvedLine::Rejected(RejectReason::Forbidden);
-        }
-        if trusted && !headers.contains_key(&compiled.client_ip.header) {
+        if trusted && !head.headers.contains_key(&compiled.client_ip.header) {
             self.missing_client_count += 1;
         }
-        let subject = entry.certificate_subject.as_deref().and_then(|subject| std::str::from_utf8(subject).ok());
-        let limit_context = LimitContext {
-            request: &self.request,
-            host: &target.host,
-            path: &target.path,
-            trusted,
-            certificate_subject: subject,
-        };
         let credentials = match &replay_route.auth {
             None => Credentials::default(),
             Some(auth) => {
-                let request =
-                    AuthRequest { headers, has_client_cert: false, route: &route.name, now_us: entry.time_us };
+                let request = AuthRequest { now_us: entry.time_us, ..request.auth_request(route) };
                 match auth.authenticate(&compiled.auth.providers, &request) {
-                    (credentials, Ok(())) => credentials,
-                    (_, Err(_)) => return ResolvedLine::Rejected(RejectReason::NoIdentity),
+                    (credentials, Verified::Yes) => credentials,
+                    (_, Verified::No(_) | Verified::Waits(_)) => {
+                        return ResolvedLine::Rejected(RejectReason::NoIdentity);
+                    }
                 }
             }
         };
-        let attributes = limit_context.request_attributes(compiled, route, client, &credentials, None);
+        let headers = head.headers;
+        let attributes = request.attributes(compiled, route, &credentials, None);
         let checks = match build_checks(compiled, &replay_route.identity_specs, &replay_route.limits, &attributes) {
             Ok(checks) => checks,
             Err(Rejection::Identity(_)) => return ResolvedLine::Rejected(RejectReason::NoIdentity),
@@ -430,11 +427,13 @@ impl ReplayConfig {
     /// # Errors
     /// A proposal names an unknown limit or has an invalid quota.
     pub fn new(
-        compiled: CompiledConfig,
+        mut compiled: CompiledConfig,
         proposals: &[QuotaProposal],
         mappings: &[FieldMapping],
         capabilities: &FormatCapabilities,
     ) -> Result<ReplayConfig, ReplayConfigError> {
+        // A log without hosts does not show which requests had an unknown host.
+        Arc::make_mut(&mut compiled.server).block_unknown_hosts &= capabilities.host;
         if let Some(skip_reason) = proposals.iter().find(|proposal| !compiled.limits.contains_key(&proposal.limit)) {
             return Err(unknown_limit(&compiled, &skip_reason.limit));
         }

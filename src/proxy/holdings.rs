@@ -1,0 +1,137 @@
+//! What an admitted request holds at its limits: permits, reservations and deferred charges. Each of them is settled or
+//! released exactly once, because each step consumes the value: [`Holdings`], [`Settled`], [`Held`].
+
+use std::ops::ControlFlow;
+
+use bytes::Bytes;
+use http::{HeaderMap, Response};
+use tracing::warn;
+
+use crate::http::body::Body;
+use crate::limiter::decision::Decision;
+use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
+use crate::proxy::llm::{LlmRequest, LlmSettlement};
+use crate::proxy::local_reply::upstream_status;
+use crate::proxy::metrics::WorkerMetrics;
+use crate::snapshot::routes::{Route, RouteLimit};
+use crate::telemetry::access_log::LimitInfo;
+use crate::upstream::UpstreamError;
+
+/// The decision on an admitted request. If it is dropped, the permits are released, no deferred charge is made, and
+/// reservations stay charged.
+#[must_use]
+pub(super) struct Holdings<'a> {
+    decision: Decision<'a>,
+    llm: Option<Box<LlmRequest>>,
+}
+
+/// The decision after the settlement.
+#[must_use]
+pub(super) struct Settled<'a> {
+    /// The decision, with the outcomes that the RateLimit headers report.
+    pub(super) decision: Decision<'a>,
+    /// What is released at the end of the response body.
+    pub(super) held: Held,
+}
+
+/// What a request holds until the end of its response body. If it is dropped, the permits are released.
+#[derive(Default)]
+pub(super) struct Held {
+    /// Permits of concurrency limits.
+    permits: Option<Box<ConcurrencyPermits>>,
+    /// Token reservations whose cost the response body determines.
+    reservations: Option<Box<LlmSettlement>>,
+}
+
+impl<'a> Holdings<'a> {
+    pub(super) fn new(decision: Decision<'a>, llm: Option<Box<LlmRequest>>) -> Self {
+        Holdings { decision, llm }
+    }
+
+    /// Return whether the gateway reads the token usage of an LLM API in the response.
+    pub(super) fn counts_tokens(&self) -> bool {
+        self.llm.as_ref().is_some_and(|llm| llm.is_counted())
+    }
+
+    /// Make the charges and refunds that the status and the headers of the response determine. Do this even if the
+    /// upstream failed, because the status may cause a refund.
+    pub(super) fn settle(
+        self,
+        route: &Route,
+        metrics: &WorkerMetrics,
+        result: &Result<Response<Body>, UpstreamError>,
+    ) -> impl Future<Output = Settled<'a>> + use<'a> {
+        let Holdings { mut decision, llm } = self;
+        let reservations = match (llm, result) {
+            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response),
+            (None, _) | (_, Err(_)) => None,
+        };
+        let limits = &route.rate_limits.limits;
+        let charges = decision.deferred_charges.take();
+        let settlement = charges
+            .and_then(|charges| charges.settle(|index, deferred| settle_action(&limits[index], deferred, result)));
+        async move {
+            match settlement {
+                None => {}
+                Some(settlement) => match settlement.await {
+                    Ok(outcomes) => {
+                        for (limit_index, outcome) in outcomes {
+                            let settled = decision.results.iter_mut().filter(|limit| limit.limit_index == limit_index);
+                            settled.for_each(|limit| limit.outcome = outcome);
+                        }
+                    }
+                    Err(error) => warn!(%error, "a charge after a response, or a refund, may be lost"),
+                },
+            }
+            let permits = decision.permits.take();
+            Settled { decision, held: Held { permits, reservations } }
+        }
+    }
+}
+
+impl Held {
+    pub(super) fn is_empty(&self) -> bool {
+        self.permits.is_none() && self.reservations.is_none()
+    }
+
+    /// Measure a part of the response, and change this part if necessary. Return `Break` if the gateway ends the
+    /// response with this part.
+    pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
+        self.reservations.as_mut().map_or(ControlFlow::Continue(()), |reservations| reservations.feed(data))
+    }
+
+    /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log
+    /// record, in which the costs are set.
+    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>) {
+        let Held { permits, reservations } = self;
+        if let Some(reservations) = reservations {
+            reservations.settle(limits);
+        }
+        drop(permits);
+    }
+}
+
+/// Return whether the status of the response refunds the charge of a limit.
+pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Body>, UpstreamError>) -> bool {
+    let status = result.as_ref().map_or_else(upstream_status, Response::status);
+    // Never refund a request that failed because of the client. A client could otherwise get a refund by aborting the
+    // request.
+    !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
+}
+
+/// Return the charge or refund of a limit that the response determines.
+pub fn settle_action(
+    route_limit: &RouteLimit,
+    deferred: Deferred,
+    result: &Result<Response<Body>, UpstreamError>,
+) -> SettleAction {
+    let no_headers = HeaderMap::new();
+    let headers = result.as_ref().map_or(&no_headers, Response::headers);
+    match (is_refunded(route_limit, result), deferred) {
+        (true, Deferred::Refund | Deferred::Settle) => SettleAction::Refund,
+        (false, Deferred::Charge) => {
+            route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
+        }
+        _ => SettleAction::Nothing,
+    }
+}

@@ -1,0 +1,311 @@
+//! What the gateway records about a request: its id, metrics, access log record and spans.
+//!
+//! No other file writes the access log record of a request.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
+use uuid::{NoContext, Timestamp, Uuid};
+
+use crate::http::body::{Body, OnComplete};
+use crate::http::headers::X_REQUEST_ID;
+use crate::http::ratelimit_headers;
+use crate::http::request_body::RequestBody;
+use crate::limiter::clock::monotonic;
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::settlement::Deferred;
+use crate::proxy::config_snapshot::ConfigSnapshot;
+use crate::proxy::holdings::{Held, is_refunded};
+use crate::proxy::metrics::LimitDecision;
+use crate::proxy::request::{Origin, Peer};
+use crate::snapshot::routes::Route;
+use crate::telemetry::access_log::{
+    DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
+};
+use crate::telemetry::trace::TraceContext;
+use crate::upstream::retry::AttemptLog;
+use crate::upstream::{Upstream, UpstreamError};
+
+/// The record of a request in progress. If it is dropped before [`finish`](Self::finish), the connection or stream has
+/// ended: the client closed it, or `drain_timeout` expired. The access log record then has the status 499.
+pub(super) struct Record<'a> {
+    snapshot: &'a ConfigSnapshot,
+    started_at: Instant,
+    /// Whether the peer is a trusted proxy, whose request ids are kept.
+    is_trusted_proxy: bool,
+    request_id: Option<RequestId>,
+    /// Index of the route. `None` until a route is found.
+    route_index: Option<usize>,
+    /// The access log record. `None` if the request is neither logged nor traced.
+    log: Option<Box<RequestRecord>>,
+    is_finished: bool,
+}
+
+impl<'a> Record<'a> {
+    /// Start the record of a request that has just arrived.
+    pub(super) fn new(
+        snapshot: &'a ConfigSnapshot,
+        sinks: &Arc<TelemetrySinks>,
+        peer: &Peer,
+        request: &Request<RequestBody>,
+    ) -> Self {
+        let started_at = monotonic();
+        let start = RequestStart {
+            instant: started_at,
+            peer: peer.address,
+            scheme: if peer.forwarded.scheme == "https" { "https" } else { "http" },
+            method: request.method(),
+            path: request.uri().path(),
+            headers: request.headers(),
+        };
+        let mut record = Record {
+            snapshot,
+            started_at,
+            is_trusted_proxy: peer.forwarded.trusted,
+            request_id: None,
+            route_index: None,
+            log: RequestRecord::start(sinks, &start),
+            is_finished: false,
+        };
+        if record.is_logged() {
+            record.request_id(request.headers());
+        }
+        record
+    }
+
+    /// Return the request id. The first call of this function determines the id.
+    pub(super) fn request_id(&mut self, headers: &HeaderMap) -> &RequestId {
+        let Record { log, request_id, is_trusted_proxy, .. } = self;
+        request_id.get_or_insert_with(|| {
+            let id = RequestId::from_headers(headers, *is_trusted_proxy);
+            if let Some(log) = log
+                && let Ok(text) = id.to_header_value().to_str()
+            {
+                log.request_id = text.into();
+            }
+            id
+        })
+    }
+
+    /// Return the request id, if it was determined.
+    pub(super) fn known_request_id(&self) -> Option<HeaderValue> {
+        self.request_id.as_ref().map(RequestId::to_header_value)
+    }
+
+    /// Return whether the request is logged or traced.
+    pub(super) fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Return the trace context that the upstream uses as the parent of its spans, or `None` if the request is not
+    /// traced.
+    pub(super) fn trace(&self) -> Option<TraceContext> {
+        self.log.as_ref().and_then(|log| log.trace)
+    }
+
+    /// Record the address of the client and the route.
+    pub(super) fn located(&mut self, origin: &Origin<'_>, route: Option<&Route>) {
+        self.route_index = route.map(|route| route.index);
+        let Some(log) = &mut self.log else { return };
+        log.client = origin.client;
+        let Some(route) = route else { return };
+        log.route = Some(route.name.clone());
+        log.path_template = log.trace.map(|_| route.path.clone());
+    }
+
+    /// Record the model of a request whose tokens are counted.
+    pub(super) fn model(&mut self, model: Option<&str>) {
+        if let Some(log) = &mut self.log {
+            log.model = model.map(Into::into);
+        }
+    }
+
+    /// Record the decision on the limits of the route. `decision` is `None` if the store was unavailable. The
+    /// checks began at `started_at` and took `elapsed`.
+    pub(super) fn decision(
+        &mut self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: Option<&Decision<'_>>,
+        started_at: Instant,
+        elapsed: Duration,
+    ) {
+        let Some(log) = &mut self.log else { return };
+        log.decision = Some(DecisionInfo {
+            start_offset: log.offset_of(started_at),
+            duration: elapsed,
+            ..decision_info(checks, decision)
+        });
+    }
+
+    /// Record the upstream, the result of the exchange, and the costs that only the response determines.
+    pub(super) fn upstream(
+        &mut self,
+        route: &Route,
+        upstream: &Upstream,
+        attempts: &AttemptLog,
+        result: &Result<Response<Body>, UpstreamError>,
+        started_at: Instant,
+    ) {
+        let Some(log) = &mut self.log else { return };
+        log.upstream = Some(UpstreamInfo {
+            upstream: upstream.name().into(),
+            server: attempts.endpoint_name().map(Into::into),
+            upstream_status: result.as_ref().ok().map(|response| response.status().as_u16()),
+            duration: started_at.elapsed(),
+            retries: attempts.retries().iter().sum(),
+            start_offset: log.offset_of(started_at),
+        });
+        let Some(decision) = &mut log.decision else { return };
+        let no_headers = HeaderMap::new();
+        let headers = result.as_ref().map_or(&no_headers, Response::headers);
+        for limit in &mut decision.limits {
+            let route_limit = &route.rate_limits.limits[limit.limit_index];
+            if route_limit.cost.is_deferred() {
+                limit.cost = route_limit.cost.response_cost(headers).unwrap_or(0);
+            }
+            if limit.reserved.is_some() && is_refunded(route_limit, result) {
+                limit.cost = 0;
+                limit.settled = Some(0);
+            }
+        }
+    }
+
+    /// Update the metrics, and return what has to be done at the end of the response body: settle reservations, write
+    /// the access log record and release permits. Return `None` if there is nothing to do.
+    pub(super) fn finish(mut self, status: StatusCode, outcome: &'static str, held: Held) -> Option<Box<Completion>> {
+        self.is_finished = true;
+        self.snapshot.metrics.record_response(self.route_index, status, self.started_at.elapsed());
+        let mut log = self.log.take();
+        if let Some(log) = &mut log {
+            log.status = status.as_u16();
+            log.outcome = outcome;
+        }
+        (log.is_some() || !held.is_empty()).then(|| Box::new(Completion { log, held }))
+    }
+}
+
+impl Drop for Record<'_> {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            self.snapshot.metrics.record_aborted(self.route_index);
+        }
+        if let Some(log) = self.log.take() {
+            log.write_aborted();
+        }
+    }
+}
+
+/// The actions at the end of the response body.
+pub(super) struct Completion {
+    log: Option<Box<RequestRecord>>,
+    held: Held,
+}
+
+impl OnComplete for Completion {
+    fn on_data(&mut self, data: &mut Bytes) -> ControlFlow<()> {
+        self.held.feed(data)
+    }
+
+    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool) {
+        let Completion { mut log, held } = *self;
+        let decision = log.as_mut().and_then(|log| log.decision.as_mut());
+        held.release(decision.map(|decision| &mut decision.limits[..]));
+        if let Some(log) = log {
+            log.write(bytes_sent, complete);
+        }
+    }
+}
+
+/// The precedence of decisions in the access log. If the limits of a request have made different decisions, the record
+/// contains the decision that comes first in this list.
+const DECISION_PRIORITY: [LimitDecision; 6] = [
+    LimitDecision::Denied,
+    LimitDecision::LocalDenied,
+    LimitDecision::ShadowDenied,
+    LimitDecision::LocalAllowed,
+    LimitDecision::StoreError,
+    LimitDecision::Allowed,
+];
+
+/// Return the fields of the access log record that describe a decision. `decision` is `None` if the store was
+/// unavailable.
+fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>) -> DecisionInfo {
+    let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
+        Some(decision) => LimitDecision::from_decision(check, decision),
+        None => Some(LimitDecision::StoreError),
+    };
+    let limit_decisions: Vec<_> = checks.iter().map(to_limit_decision).collect();
+    let remaining = |check: &LimitCheck<'_, '_>| {
+        let result = decision?.results.iter().find(|result| result.limit_index == check.limit_index)?;
+        Some(result.outcome.remaining)
+    };
+    let limits = checks.iter().zip(&limit_decisions).map(|(check, limit_decision)| LimitInfo {
+        limit: check.limit.name.clone(),
+        identity: check.identity.0,
+        cost: check.required(),
+        decision: limit_decision.map(LimitDecision::label),
+        remaining: remaining(check),
+        reserved: (check.deferred == Deferred::Settle).then_some(check.cost),
+        settled: None,
+        estimated: false,
+        limit_index: check.limit_index,
+    });
+    let limits: Vec<_> = limits.collect();
+    let effective_limit = decision.and_then(ratelimit_headers::effective_limit).and_then(|status| {
+        let info = limits.iter().find(|info| &*info.limit == status.name)?;
+        Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
+    });
+    let most_relevant =
+        DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
+    let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
+    DecisionInfo {
+        decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),
+        decided_by: decision.map(Decision::decider_label),
+        effective_limit,
+        duration: Duration::ZERO,
+        decided_at: decision.map(|decision| decision.now_us),
+        shadow_denied: shadows.iter().map(|limit| limit.name.clone()).collect(),
+        limits,
+        start_offset: Duration::ZERO,
+    }
+}
+
+// === Request id: sent by a trusted proxy, or generated by this gateway. The upstream request, the logs and the problem
+// documents contain the same id ===
+
+/// The id of a request.
+#[derive(Debug, Clone)]
+pub enum RequestId {
+    /// A UUIDv7 that this gateway generated. The id is converted to text only when the text is used.
+    Generated(Uuid),
+    /// Value of `X-Request-Id` that a trusted proxy sent.
+    Received(HeaderValue),
+}
+
+impl RequestId {
+    /// Return the id of a request: the received `X-Request-Id` if the peer is `trusted`, otherwise a new id.
+    pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
+        match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
+            Some(received) => RequestId::Received(received.clone()),
+            // UUIDv7 ids of different milliseconds are ordered by time. Do not use `Uuid::now_v7`, which orders ids
+            // more finely, but takes a lock that all workers share.
+            None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
+        }
+    }
+
+    /// Return the id as a header value.
+    pub fn to_header_value(&self) -> HeaderValue {
+        match self {
+            RequestId::Received(value) => value.clone(),
+            RequestId::Generated(id) => {
+                let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
+                let text = id.hyphenated().encode_lower(&mut text);
+                // The conversion cannot fail, because hexadecimal digits and hyphens are a valid header value.
+                HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
+            }
+        }
+    }
+}
