@@ -19,7 +19,7 @@ use std::time::Duration;
 use arc_swap::{ArcSwap, Guard};
 use tokio::time::timeout;
 
-use crate::http::body_limits::BodyError;
+use crate::http::body_limits::{BodyError, NetworkShare};
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::EndpointPool;
 use crate::upstream::connector::{EndpointTls, ProxiedConnection};
@@ -34,8 +34,8 @@ const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 pub enum Protocol {
     /// HTTP/1.1: one request at a time per connection.
     Http1,
-    /// HTTP/2: with prior knowledge over plaintext, or negotiated by ALPN over TLS. All requests that a worker sends to
-    /// an endpoint share one connection.
+    /// HTTP/2: with prior knowledge over plaintext, or negotiated by ALPN over TLS. The requests that a worker sends to
+    /// an endpoint share a few connections.
     Http2,
 }
 
@@ -53,6 +53,12 @@ pub enum UpstreamError {
     /// All endpoints have `max_requests` in flight, and the queue is full or the wait in the queue timed out.
     #[error("all servers of upstream `{upstream}` are at `max_requests`")]
     Overflow {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// The client network has too many unfinished uploads to an upstream with `max_requests`.
+    #[error("the client network has too many unfinished uploads to upstream `{upstream}`, which has `max_requests`")]
+    TooManyUploads {
         /// Name of the upstream.
         upstream: Box<str>,
     },
@@ -231,6 +237,21 @@ impl Upstream {
     /// Return the maximum time to wait for the response headers.
     pub fn response_timeout(&self) -> Duration {
         self.cluster.settings.response_timeout
+    }
+
+    /// Return the maximum number of requests in flight per server. 0 means that there is no limit.
+    pub fn max_requests(&self) -> usize {
+        self.cluster.settings.max_requests
+    }
+
+    /// Count an upload of a client network. One network may have as many unfinished uploads as half of the requests
+    /// that one server may have in flight, so that slow uploads of one client do not delay others.
+    ///
+    /// # Errors
+    /// [`UpstreamError::TooManyUploads`] if the network has reached this number.
+    pub fn start_upload(&self, network: IpAddr) -> Result<NetworkShare, UpstreamError> {
+        let share = self.cluster.uploads.start_upload(network, self.max_requests().div_ceil(2));
+        share.ok_or_else(|| UpstreamError::TooManyUploads { upstream: self.name().into() })
     }
 
     /// Return whether connections start with a PROXY header.

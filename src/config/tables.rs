@@ -398,7 +398,7 @@ pub struct Upstream {
     /// use `request_headers` and `rewrite` of the route.
     pub servers: Vec<Spanned<UpstreamServer>>,
     /// Protocol of the servers: `"http1"` or `"http2"`. HTTP/2 uses prior knowledge over plaintext, and ALPN over TLS.
-    /// With HTTP/2, all requests of a worker to a server share one connection. gRPC requires HTTP/2.
+    /// With HTTP/2, the requests of a worker to a server share up to four connections. gRPC requires HTTP/2.
     #[schemars(extend("enum" = ["http1", "http2"], "default" = "http1"))]
     pub protocol: Option<Text>,
     /// Maximum time to connect, including the TLS handshake and attempts at other servers. If it expires, the client
@@ -417,7 +417,8 @@ pub struct Upstream {
     /// with the same value of this header to the same server.
     #[schemars(schema_with = "schema::balance", extend("default" = "least-requests"))]
     pub balance: Option<Text>,
-    /// Maximum number of requests in flight per server, counted over all workers. 0 = no limit.
+    /// Maximum number of requests in flight per server, counted over all workers. One client network may have half of
+    /// this number of unfinished uploads. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_requests: Option<Spanned<i64>>,
     /// Maximum number of requests that wait while all servers have `max_requests` requests in flight. A request waits

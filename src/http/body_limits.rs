@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::io;
+use std::error::Error;
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
+use std::{io, iter};
 
 use bytes::{Buf, Bytes};
 use futures_util::task::AtomicWaker;
@@ -47,6 +48,19 @@ pub enum BodyError {
     UpstreamIdleTimeout,
     #[error("the timeout of the route has expired")]
     RouteTimeout,
+}
+
+impl BodyError {
+    /// Return whether the client has closed the connection or reset the stream.
+    pub(super) fn is_disconnect(&self) -> bool {
+        let BodyError::Aborted(error) = self else { return false };
+        let mut causes = iter::successors(error.source(), |cause: &&(dyn Error + 'static)| (*cause).source());
+        error.is_incomplete_message()
+            || causes.any(|cause| {
+                let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+                cause.is::<h2::Error>() || kind.is_some_and(|kind| kind != io::ErrorKind::InvalidInput)
+            })
+    }
 }
 
 /// A time at which a body is aborted, with its timer.
@@ -210,26 +224,32 @@ pub struct BufferReservation {
 /// and per client network. An inspected body is a body that the gateway reads before it forwards the request.
 pub const INSPECTED_SHARE: usize = 4;
 
-/// Number of bytes that the inspected request bodies of each client network occupy. A network without such bytes has no
-/// entry. Clients can choose the keys of the map (their addresses), so the map uses the hasher of std, whose random
-/// seed prevents collision attacks.
+/// What each client network uses of a resource: the bytes of its inspected request bodies, or the number of its uploads
+/// to an upstream. A network that uses nothing has no entry. Clients can choose the keys of the map (their addresses),
+/// so the map uses the hasher of std, whose random seed prevents collision attacks.
 #[derive(Debug, Default)]
-pub struct InspectedByNetwork(Mutex<HashMap<IpAddr, usize>>);
+pub struct UsageByNetwork(Mutex<HashMap<IpAddr, usize>>);
 
-/// The bytes of one body that count against the share of its client network. Dropping the value releases the bytes.
+/// What one body uses of the share of its client network: bytes, or 1 for an upload. Dropping the value releases it.
 #[derive(Debug)]
 pub struct NetworkShare {
-    networks: Arc<InspectedByNetwork>,
+    networks: Arc<UsageByNetwork>,
     network: IpAddr,
     max: usize,
     size: usize,
 }
 
-impl InspectedByNetwork {
-    /// Return the share of a new body, with 0 bytes. All inspected bodies of the network together may occupy at most
-    /// `max` bytes.
+impl UsageByNetwork {
+    /// Return the share of a new body, which uses nothing yet. All bodies of the network together may use at most
+    /// `max`.
     pub fn share(self: &Arc<Self>, network: IpAddr, max: usize) -> NetworkShare {
         NetworkShare { networks: self.clone(), network, max, size: 0 }
+    }
+
+    /// Return the share of an upload, or `None` if the network already has `max` uploads.
+    pub fn start_upload(self: &Arc<Self>, network: IpAddr, max: usize) -> Option<NetworkShare> {
+        let mut share = self.share(network, max);
+        share.try_grow(1).then_some(share)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
@@ -238,14 +258,14 @@ impl InspectedByNetwork {
 }
 
 impl NetworkShare {
-    /// Add `bytes` to this body. Return false and add nothing if the network would exceed its maximum.
-    fn try_grow(&mut self, bytes: usize) -> bool {
+    /// Add `amount` to this body. Return false and add nothing if the network would exceed its maximum.
+    fn try_grow(&mut self, amount: usize) -> bool {
         let mut networks = self.networks.lock();
         let used = networks.get(&self.network).copied().unwrap_or(0);
-        let has_capacity = used + bytes <= self.max;
-        if has_capacity && bytes > 0 {
-            networks.insert(self.network, used + bytes);
-            self.size += bytes;
+        let has_capacity = used + amount <= self.max;
+        if has_capacity && amount > 0 {
+            networks.insert(self.network, used + amount);
+            self.size += amount;
         }
         has_capacity
     }
@@ -599,7 +619,7 @@ mod network_tests {
 
     #[test]
     fn bodies_of_a_network_share_its_bytes_and_release_them() {
-        let networks = Arc::<InspectedByNetwork>::default();
+        let networks = Arc::<UsageByNetwork>::default();
         let [one, other] = [[192, 0, 2, 1], [192, 0, 2, 2]].map(IpAddr::from);
         let budget = Arc::new(BufferBudget::new(1000));
         let body = |network| budget.try_reserve(0).unwrap().within(Some(networks.share(network, 100)));

@@ -1,7 +1,8 @@
 //! State of a client connection. [`ConnectionActivity`] is the state for header and idle timeouts. [`StreamFlow`] is
 //! the state for write timeouts.
 
-use std::future::Future;
+use std::fmt;
+use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -25,6 +26,14 @@ use crate::limiter::clock::monotonic;
 /// one in its `MonitoredStream`. Each request in flight holds at least one additional reference.
 const CONNECTION_REFS: usize = 2;
 
+/// Number of premature resets above which an HTTP/2 connection is closed, if they are more than half of its requests.
+/// The number is half of Envoy's default of `overload.premature_reset_total_stream_count`.
+const MAX_PREMATURE_RESETS: u32 = 250;
+
+/// Age at which the reset of a request is no longer premature, as in Envoy
+/// (`overload.premature_reset_min_stream_lifetime_seconds`).
+const PREMATURE_AGE: Duration = Duration::from_secs(1);
+
 /// Whether requests are in flight on a connection, and since when it has been idle. Each request in flight holds a
 /// reference, so the reference count shows whether requests are in flight.
 #[derive(Debug)]
@@ -45,6 +54,10 @@ pub struct ConnectionActivity {
     is_suspension_forbidden: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
+    /// Number of HTTP/2 requests.
+    requests: AtomicU32,
+    /// Number of HTTP/2 requests that were reset before their response, within `PREMATURE_AGE`.
+    premature_resets: AtomicU32,
 }
 
 /// A request in flight: from the arrival of its headers until its response body is dropped.
@@ -60,6 +73,7 @@ impl ConnectionActivity {
         let (last_response_end_ms, headers_counter) = Default::default();
         let (announces_close, has_unwritten_response, is_suspended, is_suspension_forbidden) = Default::default();
         let tunnel = Default::default();
+        let (requests, premature_resets) = Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
             last_response_end_ms,
@@ -69,7 +83,27 @@ impl ConnectionActivity {
             is_suspended,
             is_suspension_forbidden,
             tunnel,
+            requests,
+            premature_resets,
         })
+    }
+
+    /// Count an HTTP/2 request.
+    pub fn count_request(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Record that the client has reset an HTTP/2 request of this age before its response.
+    pub fn record_reset(&self, age: Duration) {
+        if age < PREMATURE_AGE {
+            self.premature_resets.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Return whether the connection must be closed, because the client has reset too many requests.
+    pub fn has_too_many_resets(&self) -> bool {
+        let resets = self.premature_resets.load(Ordering::Relaxed);
+        resets > MAX_PREMATURE_RESETS && resets > self.requests.load(Ordering::Relaxed) / 2
     }
 
     /// Record that a request starts on `flow`.
@@ -250,6 +284,12 @@ pub struct StreamFlow {
     body_ended: Notify,
     /// Time at which the response must end, in µs after `EPOCH`, or 0 if there is no deadline.
     deadline_us: AtomicU64,
+    /// Whether the request waits for the response of an upstream or of an authentication server.
+    is_in_exchange: AtomicBool,
+    /// Whether the client has gone away while the request was in an exchange.
+    is_abandoned: AtomicBool,
+    /// The request that was abandoned.
+    abandoned: AbandonedRequest,
 }
 
 impl StreamFlow {
@@ -278,6 +318,9 @@ impl StreamFlow {
             bodies_ended: AtomicU32::new(0),
             body_ended: Notify::new(),
             deadline_us: AtomicU64::new(0),
+            is_in_exchange: AtomicBool::new(false),
+            is_abandoned: AtomicBool::new(false),
+            abandoned: AbandonedRequest::default(),
         })
     }
 
@@ -408,6 +451,80 @@ impl StreamFlow {
     /// Return whether the gateway has stopped reading a request that the client may still be sending.
     pub fn is_request_abandoned(&self) -> bool {
         self.request_abandoned.load(Ordering::Relaxed)
+    }
+}
+
+// === Abandoned requests: the client has gone away while an upstream was working on its request ===
+//
+// If the gateway cancelled such an exchange at once, the client could start the next one at once, and the upstream would
+// work on more requests than the limits allow. The request therefore stays in flight until the upstream responds, at
+// most for `ABANDONED_TIMEOUT`, with all its permits.
+
+/// Maximum time for which a request stays in flight after its client has gone away. Then the exchange is cancelled.
+pub(super) const ABANDONED_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The future of a request that the gateway handles.
+pub type HandledRequest = dyn Future<Output = Result<Response<Body>, h2::Error>> + Send;
+
+/// The request that hyper has dropped, because its client has gone away.
+#[derive(Default)]
+struct AbandonedRequest(Mutex<Option<Pin<Box<HandledRequest>>>>);
+
+/// An exchange with an upstream or an authentication server, in which a request waits for the response. The exchange
+/// ends when the value is dropped.
+#[derive(Debug)]
+pub struct Exchange<'a>(&'a StreamFlow);
+
+impl fmt::Debug for AbandonedRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AbandonedRequest").finish_non_exhaustive()
+    }
+}
+
+impl StreamFlow {
+    /// Start an exchange.
+    pub fn start_exchange(&self) -> Exchange<'_> {
+        self.is_in_exchange.store(true, Ordering::Relaxed);
+        Exchange(self)
+    }
+
+    /// If the request was abandoned, wait forever, so that it makes no progress until it is dropped.
+    pub async fn stop_if_abandoned(&self) {
+        if self.is_abandoned.load(Ordering::Relaxed) {
+            pending::<()>().await;
+        }
+    }
+
+    /// Keep a request whose client has gone away if the request is in an exchange. Otherwise drop the request.
+    pub fn keep_abandoned(&self, request: Pin<Box<HandledRequest>>) {
+        if self.is_in_exchange.load(Ordering::Relaxed) {
+            self.is_abandoned.store(true, Ordering::Relaxed);
+            *self.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(request);
+        }
+    }
+
+    /// Take the request that was kept.
+    pub fn take_abandoned(&self) -> Option<Pin<Box<HandledRequest>>> {
+        if !self.is_abandoned.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Continue an abandoned request until its exchange ends, at most for `ABANDONED_TIMEOUT`.
+    pub async fn finish_abandoned(&self, mut request: Pin<Box<HandledRequest>>) {
+        let exchange = poll_fn(|cx| match request.as_mut().poll(cx) {
+            Poll::Pending if self.is_in_exchange.load(Ordering::Relaxed) => Poll::Pending,
+            Poll::Pending | Poll::Ready(_) => Poll::Ready(()),
+        });
+        // Ignore the result: in both cases, dropping the request cancels what is left of the exchange.
+        let _ = time::timeout(ABANDONED_TIMEOUT, exchange).await;
+    }
+}
+
+impl Drop for Exchange<'_> {
+    fn drop(&mut self) {
+        self.0.is_in_exchange.store(false, Ordering::Relaxed);
     }
 }
 

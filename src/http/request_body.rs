@@ -1,23 +1,24 @@
 //! Request bodies that are sent to an upstream: progress, maximum length, minimum rate and buffering.
 
+use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use futures_util::task::AtomicWaker;
 use http::header::{CONNECTION, EXPECT, HeaderValue};
 use http::{Request, Response, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use crate::http::body::{Body, PollFrame};
 use crate::http::body_limits::{BodyError, BodyLimits, BufferReservation, MinRateTimer, NetworkShare};
-use crate::http::flow::InFlightRequest;
-use crate::http::flow::StreamFlow;
+use crate::http::flow::{ABANDONED_TIMEOUT, InFlightRequest, StreamFlow};
 use crate::http::headers::{TrailerFilter, has_padding};
 
 /// A request body that is sent to an upstream. The value is boxed, because most requests have no body, and bodies are
@@ -47,6 +48,35 @@ struct RequestBodyInner {
     /// The part of the body that [`RequestBody::read`] has read before it returned `TooLong` or `NoCapacity`, with its
     /// reservation. The part is sent to the upstream before the rest of the body.
     prefix: Option<(Bytes, BufferReservation)>,
+    reader: BodyReader,
+    failure: Option<BodyFailure>,
+}
+
+/// The reader of a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BodyReader {
+    /// The gateway reads the body itself, and receives all errors.
+    Gateway,
+    /// An upstream connection for one request, which is closed after an error.
+    Connection,
+    /// An upstream connection that many requests share. It would reset the stream after an error, so it receives no
+    /// error before the response has begun: [`UploadProgress::poll_error`] returns the error instead.
+    SharedConnection,
+}
+
+/// The failure of a body that an upstream connection reads.
+enum BodyFailure {
+    /// The client has gone away. The error is passed on after a delay, because the upstream may still be working on the
+    /// request; see [`ABANDONED_TIMEOUT`].
+    Delayed(Box<DelayedError>),
+    /// The error was stored in [`UploadProgress::error`].
+    Reported,
+}
+
+struct DelayedError {
+    error: BodyError,
+    stage: u8,
+    timer: Pin<Box<Sleep>>,
 }
 
 /// Result of reading a body before it is sent to an upstream.
@@ -81,6 +111,13 @@ pub struct UploadProgress {
     /// Start of the current wait for the client, in µs after `started_at`. 0 if the upstream connection does not wait.
     waiting_since_us: AtomicU64,
     started_at: StartTime,
+    /// The error of a body that a [`BodyReader::SharedConnection`] reads.
+    error: Mutex<Option<BodyError>>,
+    error_waker: AtomicWaker,
+    /// Waker of the upstream connection while it waits for a withheld error.
+    reader_waker: AtomicWaker,
+    /// Counts the upload against the share of its client network, until the body has ended or the response has begun.
+    share: Mutex<Option<NetworkShare>>,
 }
 
 /// Time at which the upload began.
@@ -133,7 +170,29 @@ impl UploadProgress {
     /// Record that the response has begun. Client and upstream may then send alternately, so a request body of unknown
     /// length may pause without a timeout.
     pub fn mark_response_started(&self) {
-        self.response_started.store(true, Ordering::Relaxed);
+        self.response_started.store(true, Ordering::Release);
+        self.reader_waker.wake();
+        self.set_share(None);
+    }
+
+    /// Count the upload against the share of a client network.
+    pub fn set_share(&self, share: Option<NetworkShare>) {
+        *self.share.lock().unwrap_or_else(PoisonError::into_inner) = share;
+    }
+
+    /// Return the error of a body that a [`BodyReader::SharedConnection`] reads, when the body has an error.
+    pub fn poll_error(&self, cx: &mut Context<'_>) -> Poll<BodyError> {
+        self.error_waker.register(cx.waker());
+        self.take_error().map_or(Poll::Pending, Poll::Ready)
+    }
+
+    fn take_error(&self) -> Option<BodyError> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn set_error(&self, error: BodyError) {
+        *self.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.error_waker.wake();
     }
 
     /// Return whether the client caused a timeout of the request: the gateway still waits for the body, or has waited
@@ -186,6 +245,8 @@ impl RequestBody {
             in_flight: Some(in_flight.share()),
             tee: None,
             prefix: None,
+            reader: BodyReader::Gateway,
+            failure: None,
         })))
     }
 
@@ -203,6 +264,8 @@ impl RequestBody {
             in_flight: None,
             tee: None,
             prefix: None,
+            reader: BodyReader::Gateway,
+            failure: None,
         })))
     }
 
@@ -316,7 +379,7 @@ impl RequestBody {
     }
 
     /// Return whether the whole body is in memory.
-    fn is_buffered(&self) -> bool {
+    pub fn is_buffered(&self) -> bool {
         self.0.as_ref().is_some_and(|inner| matches!(inner.source, BodySource::Buffered { .. }))
     }
 
@@ -328,6 +391,11 @@ impl RequestBody {
     /// Close the client connection after the response unless the body is read to its end.
     pub fn require_end(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
+    }
+
+    /// Let an upstream connection read the body from now on.
+    pub fn start_upload(&mut self, reader: BodyReader) {
+        self.0.iter_mut().for_each(|inner| inner.reader = reader);
     }
 
     /// Forward the trailers that the filter permits. Without this call, all trailers are dropped. Call this method only
@@ -363,7 +431,60 @@ impl RequestBodyInner {
         self.is_counted = false;
     }
 
+    /// Poll the body for its next frame. Pass errors to the reader as [`BodyReader`] describes.
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, PollFrame) {
+        let (stage, error) = match self.failure.take() {
+            None => match self.poll_source(cx) {
+                (stage, Poll::Ready(Some(Err(error)))) if self.withholds_errors() && error.is_disconnect() => {
+                    let timer = Box::pin(sleep(ABANDONED_TIMEOUT));
+                    return self.poll_delayed(Box::new(DelayedError { error, stage, timer }), cx);
+                }
+                (stage, Poll::Ready(Some(Err(error)))) => (stage, error),
+                polled => return polled,
+            },
+            Some(BodyFailure::Delayed(delayed)) => return self.poll_delayed(delayed, cx),
+            Some(BodyFailure::Reported) => {
+                self.progress.reader_waker.register(cx.waker());
+                self.failure = Some(BodyFailure::Reported);
+                let stage = self.progress.stage();
+                return match self.withholds_errors() {
+                    true => (stage, Poll::Pending),
+                    false => {
+                        (stage, self.progress.take_error().map_or(Poll::Pending, |error| Poll::Ready(Some(Err(error)))))
+                    }
+                };
+            }
+        };
+        self.report(stage, error, cx)
+    }
+
+    fn poll_delayed(&mut self, mut delayed: Box<DelayedError>, cx: &mut Context<'_>) -> (u8, PollFrame) {
+        self.progress.reader_waker.register(cx.waker());
+        if self.withholds_errors() && delayed.timer.as_mut().poll(cx).is_pending() {
+            self.failure = Some(BodyFailure::Delayed(delayed));
+            return (SENDING, Poll::Pending);
+        }
+        self.report(delayed.stage, delayed.error, cx)
+    }
+
+    /// Pass an error to the reader.
+    fn report(&mut self, stage: u8, error: BodyError, cx: &mut Context<'_>) -> (u8, PollFrame) {
+        if self.reader != BodyReader::SharedConnection || !self.withholds_errors() {
+            return (stage, Poll::Ready(Some(Err(error))));
+        }
+        self.progress.reader_waker.register(cx.waker());
+        self.progress.set_error(error);
+        self.failure = Some(BodyFailure::Reported);
+        (stage, Poll::Pending)
+    }
+
+    /// Return whether errors are not passed to the reader at once. After the response has begun, the server has accepted
+    /// the stream and must be told that the request was aborted.
+    fn withholds_errors(&self) -> bool {
+        self.reader != BodyReader::Gateway && !self.progress.response_started.load(Ordering::Acquire)
+    }
+
+    fn poll_source(&mut self, cx: &mut Context<'_>) -> (u8, PollFrame) {
         if let Some((bytes, _reservation)) = self.prefix.take() {
             return match self.remaining.checked_sub(bytes.len() as u64) {
                 Some(remaining) => {
@@ -533,7 +654,10 @@ impl HttpBody for RequestBody {
         }
         match (stage, &inner.flow) {
             (TOO_LARGE | STALLED, Some(flow)) => flow.abandon_request(),
-            (DONE, _) => inner.release_next_request(),
+            (DONE, _) => {
+                inner.release_next_request();
+                inner.progress.set_share(None);
+            }
             _ => {}
         }
         inner.progress.frame_count.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);

@@ -2,9 +2,8 @@
 
 use std::error::Error;
 use std::future::{Future, poll_fn};
-use std::ops::Deref;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
@@ -25,10 +24,11 @@ use tracing::debug;
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
-use crate::http::flow::{ConnectionActivity, InFlightRequest};
+use crate::http::flow::{ConnectionActivity, HandledRequest, InFlightRequest};
 use crate::http::flow::{StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
+use crate::limiter::clock::monotonic;
 use crate::listener::handshake::Protocol;
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;
@@ -106,10 +106,43 @@ pub(super) struct HttpConnection {
     pub(super) drain: CancellationToken,
 }
 
+/// A request that hyper serves. hyper drops it before its end if the client goes away.
+struct ServedRequest<K: Keeper> {
+    /// `None` after the end of the request.
+    request: Option<Pin<Box<HandledRequest>>>,
+    keeper: K,
+}
+
+/// Gets a request that hyper has dropped before its end.
+trait Keeper {
+    /// Keep the request if it must not be dropped yet.
+    fn keep(&self, request: Pin<Box<HandledRequest>>);
+}
+
+/// Keeps the request of an HTTP/1.x connection.
+struct ConnectionKeeper<'a> {
+    flow: &'a StreamFlow,
+    drain: &'a CancellationToken,
+}
+
+/// Keeps the request of an HTTP/2 stream.
+struct StreamKeeper {
+    flow: Arc<StreamFlow>,
+    streams: Arc<ConnectionStreams>,
+    activity: Arc<ConnectionActivity>,
+    started_at: std::time::Instant,
+    /// Whether resets of the client count towards the maximum of the connection.
+    counts_resets: bool,
+}
+
 /// Spawns a task for each stream of an HTTP/2 connection. Each task has a watchdog that observes whether the client
 /// reads the response.
 #[derive(Debug, Clone)]
-struct StreamExecutor {
+struct StreamExecutor(Arc<ConnectionStreams>);
+
+/// The streams of an HTTP/2 connection.
+#[derive(Debug)]
+struct ConnectionStreams {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
     /// Budget of inspected request bodies, which the gateway reads before it forwards the request. They have a separate
@@ -117,7 +150,10 @@ struct StreamExecutor {
     inspected: Arc<BufferBudget>,
     /// The flow of the stream that hyper passes to the executor next. hyper calls the service and then passes the
     /// future of the service to the executor, both in the task of the connection.
-    next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
+    next_flow: Mutex<Option<Arc<StreamFlow>>>,
+    /// Number of requests that the client has reset, and for which an upstream may still be working.
+    abandoned: AtomicUsize,
+    drain: CancellationToken,
 }
 
 impl HttpConnection {
@@ -131,8 +167,7 @@ impl HttpConnection {
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
-                // Let requests borrow from the connection instead of cloning references, because the connection
-                // outlives its requests.
+                let keeper = ConnectionKeeper { flow: &flow, drain: &self.drain };
                 let service = service_fn(|request: Request<Incoming>| {
                     // If a request has asked for an upgrade and got another response, hyper keeps the upgrade until its
                     // connection ends, and then gives the stream away.
@@ -140,22 +175,26 @@ impl HttpConnection {
                         self.activity.forbid_suspension();
                     }
                     let in_flight = self.activity.start_request(flow.clone());
-                    serve_request(&*self.gateway, &*self.peer, in_flight, request)
+                    let is_refused = || false;
+                    let request =
+                        serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused);
+                    ServedRequest { request: Some(request), keeper: &keeper }
                 });
                 let connection = Http1Connection::new(stream, service, settings, &self.activity);
                 let shutdown =
                     |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().graceful_shutdown();
                 let suspend = |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().suspend();
                 let drain_grace = settings.drain_grace();
-                self.drive(connection, &flow, drain_grace, shutdown, Some(suspend)).await
+                let closed = self.drive(connection, &flow, drain_grace, shutdown, Some(suspend)).await;
+                if let Some(request) = flow.take_abandoned() {
+                    // Box the future, because only few connections need space for it.
+                    Box::pin(flow.finish_abandoned(request)).await;
+                }
+                closed
             }
             Protocol::Http2 => {
-                let executor = StreamExecutor::new(settings, self.buffer_budget.clone());
-                // Clone the references for each request, because hyper spawns each request as a separate task.
-                let service = service_fn(|request| {
-                    let in_flight = self.activity.start_request(executor.start_stream());
-                    serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
-                });
+                let executor = StreamExecutor::new(settings, self.buffer_budget.clone(), self.drain.clone());
+                let service = service_fn(|request| self.serve_stream(&executor, request));
                 let connection =
                     http2_builder(settings, executor.clone()).serve_connection(TokioIo::new(stream), service);
                 // Use no grace period when draining, because GOAWAY tells the client which of its requests the gateway
@@ -165,6 +204,21 @@ impl HttpConnection {
                 Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown, suspend)).await
             }
         }
+    }
+
+    /// Serve the request of an HTTP/2 stream.
+    fn serve_stream(&self, executor: &StreamExecutor, request: Request<Incoming>) -> ServedRequest<StreamKeeper> {
+        let (flow, activity, started_at) = (executor.start_stream(), self.activity.clone(), monotonic());
+        activity.count_request();
+        let in_flight = activity.start_request(flow.clone());
+        // h2 enforces `http2_max_streams`, but does not count streams that the client has reset.
+        let (streams, max) = (executor.0.clone(), self.settings.http2_max_streams as usize);
+        let is_refused = move || streams.abandoned.load(Ordering::Relaxed) >= max;
+        let request = serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused);
+        // The connection of a trusted proxy carries the requests of many clients.
+        let counts_resets = !self.peer.forwarded.trusted;
+        let keeper = StreamKeeper { flow, streams: executor.0.clone(), activity, started_at, counts_resets };
+        ServedRequest { request: Some(request), keeper }
     }
 
     /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. The
@@ -405,11 +459,20 @@ where
 impl StreamExecutor {
     /// Create the executor of a connection. `budget` is the memory budget of all connections. The streams of this
     /// connection may use a part of this budget.
-    fn new(settings: &ServerSettings, budget: Arc<BufferBudget>) -> Self {
+    fn new(settings: &ServerSettings, budget: Arc<BufferBudget>, drain: CancellationToken) -> Self {
         let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
         let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
         let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
-        StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget, inspected, next_flow: Arc::default() }
+        let (next_flow, abandoned) = Default::default();
+        let body_idle_timeout = settings.body_idle_timeout;
+        StreamExecutor(Arc::new(ConnectionStreams {
+            body_idle_timeout,
+            budget,
+            inspected,
+            next_flow,
+            abandoned,
+            drain,
+        }))
     }
 
     /// Create the flow of the stream that hyper passes to the executor next.
@@ -420,33 +483,82 @@ impl StreamExecutor {
     }
 
     fn new_flow(&self) -> Arc<StreamFlow> {
-        StreamFlow::for_stream(self.budget.clone(), self.inspected.clone())
+        StreamFlow::for_stream(self.0.budget.clone(), self.0.inspected.clone())
     }
 
     fn lock_next_flow(&self) -> MutexGuard<'_, Option<Arc<StreamFlow>>> {
-        self.next_flow.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.next_flow.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
         let flow = self.lock_next_flow().take().unwrap_or_else(|| self.new_flow());
-        let mut watchdog = WriteWatchdog::new(self.body_idle_timeout, flow);
+        let mut watchdog = WriteWatchdog::new(self.0.body_idle_timeout, flow.clone());
         let mut stream = Box::pin(stream);
-        // If the watchdog stops, the task ends and drops the stream, which sends RST_STREAM.
-        tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
+        let streams = self.0.clone();
+        tokio::spawn(async move {
+            poll_fn(|cx| watchdog.poll(stream.as_mut(), cx)).await;
+            // If the watchdog has stopped, this sends RST_STREAM.
+            drop(stream);
+            if let Some(request) = flow.take_abandoned() {
+                streams.abandoned.fetch_add(1, Ordering::Relaxed);
+                // Box the future, because only few streams need space for it.
+                Box::pin(flow.finish_abandoned(request)).await;
+                streams.abandoned.fetch_sub(1, Ordering::Relaxed);
+            }
+        });
     }
 }
 
-/// Serve a request. If the result is an error, hyper resets the HTTP/2 stream or closes the HTTP/1 connection. The
-/// future and the request are boxed, because an HTTP/1 connection would otherwise reserve space for them between
-/// requests.
+impl<K: Keeper + Unpin> Future for ServedRequest<K> {
+    type Output = Result<Response<Body>, h2::Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(request) = &mut self.request else { return Poll::Pending };
+        let response = ready!(request.as_mut().poll(cx));
+        self.request = None;
+        Poll::Ready(response)
+    }
+}
+
+impl<K: Keeper> Drop for ServedRequest<K> {
+    fn drop(&mut self) {
+        if let Some(request) = self.request.take() {
+            self.keeper.keep(request);
+        }
+    }
+}
+
+impl Keeper for &ConnectionKeeper<'_> {
+    fn keep(&self, request: Pin<Box<HandledRequest>>) {
+        if !self.drain.is_cancelled() {
+            self.flow.keep_abandoned(request);
+        }
+    }
+}
+
+impl Keeper for StreamKeeper {
+    fn keep(&self, request: Pin<Box<HandledRequest>>) {
+        if self.counts_resets {
+            self.activity.record_reset(self.started_at.elapsed());
+        }
+        if !self.streams.drain.is_cancelled() {
+            self.flow.keep_abandoned(request);
+        }
+    }
+}
+
+/// Serve a request, unless `is_refused` returns true when the task of the request runs. If the result is an error, hyper
+/// resets the HTTP/2 stream or closes the HTTP/1 connection. The future and the request are boxed, because an HTTP/1 connection would
+/// otherwise reserve space for them between requests.
 fn serve_request(
-    gateway: impl Deref<Target = Gateway>,
-    peer: impl Deref<Target = Peer>,
+    gateway: Arc<Gateway>,
+    peer: Arc<Peer>,
     in_flight: InFlightRequest,
     request: Request<Incoming>,
-) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
+    is_refused: impl FnOnce() -> bool + Send + 'static,
+) -> Pin<Box<HandledRequest>> {
     let http2 = request.version() == Version::HTTP_2;
     // Call `unfinished_bodies` before `RequestBody::new`, which may count the body of this request as started. The
     // result then covers only the bodies of earlier requests.
@@ -458,6 +570,9 @@ fn serve_request(
         // requests.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
+        }
+        if is_refused() {
+            return Err(h2::Reason::REFUSED_STREAM.into());
         }
         if let Some(bodies) = unfinished_bodies
             && !in_flight.flow().wait_for_bodies(bodies).await

@@ -143,16 +143,17 @@ impl AsyncWrite for ReclaimableStream {
 // === Frame limits: how many control frames and short DATA frames a client may send on an HTTP/2 connection ===
 
 /// Credit of a new connection: the number of control frames that the client may send at once. Each control frame uses
-/// one unit of credit. Requests, and bytes that are sent to the client, add credit up to `MAX_CREDIT`, because a client
-/// acknowledges each part of a response with WINDOW_UPDATE.
+/// one unit of credit. Responses, and bytes that are sent to the client, add credit up to `MAX_CREDIT`, because a client
+/// acknowledges each part of a response with WINDOW_UPDATE. A request that the client resets before its response adds no
+/// credit.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
 /// Number of control frames that a client may send per second after its credit is used up.
 const FRAMES_PER_SECOND: u32 = 200;
 
-/// Number of control frames, such as PRIORITY, WINDOW_UPDATE and RST_STREAM, for which each request earns credit.
-const FRAMES_PER_REQUEST: u32 = 4;
+/// Number of control frames, such as PRIORITY, WINDOW_UPDATE and RST_STREAM, for which each response earns credit.
+const FRAMES_PER_RESPONSE: u32 = 4;
 
 /// Number of bytes sent to the client that earn the credit for one control frame. The same number of DATA bytes from
 /// the client earns the credit for one short DATA frame.
@@ -202,7 +203,8 @@ struct FrameMonitor {
     in_header_block: bool,
     credit: u32,
     refilled_at: Instant,
-    /// Number of bytes sent to the client that have not been converted to credit yet.
+    /// Number of bytes sent to the client that have not been converted to credit yet. Each response counts as
+    /// additional bytes.
     uncredited_bytes: u32,
     /// Number of received DATA bytes that are saved as credit for short DATA frames.
     received: u32,
@@ -237,26 +239,23 @@ impl<S> MonitoredStream<S> {
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
         let Some(frames) = &mut self.frames else { return };
-        let mut rest = count;
+        let (mut rest, mut responses) = (count, 0);
         for slice in slices {
             let part = &slice[..rest.min(slice.len())];
-            frames.output.feed(part, |_, _| ());
+            frames.output.feed(part, |kind, _| responses += u32::from(kind == HEADERS));
             rest -= part.len();
         }
-        frames.uncredited_bytes = frames.uncredited_bytes.saturating_add(count as u32);
+        let credited = count as u32 + responses * FRAMES_PER_RESPONSE * BYTES_PER_FRAME;
+        frames.uncredited_bytes = frames.uncredited_bytes.saturating_add(credited);
     }
 }
 
 impl FrameMonitor {
     /// Count received frames. Return whether the control frames and short DATA frames exceed the limit.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
-        let (mut control, mut requests, mut in_header_block, mut received) =
-            (0, 0, self.in_header_block, self.received);
+        let (mut control, mut in_header_block, mut received) = (0, self.in_header_block, self.received);
         self.input.feed(bytes, |kind, [length, flags]| match kind {
-            HEADERS | CONTINUATION => {
-                requests += u32::from(kind == HEADERS);
-                in_header_block = flags & u32::from(END_HEADERS) == 0;
-            }
+            HEADERS | CONTINUATION => in_header_block = flags & u32::from(END_HEADERS) == 0,
             // DATA frames of at least `SHORT` bytes earn credit for shorter ones, because a client that splits an
             // upload at buffer and window boundaries sends both.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
@@ -267,10 +266,10 @@ impl FrameMonitor {
             _ => control += 1,
         });
         (self.in_header_block, self.received) = (in_header_block, received);
-        if control == 0 && requests == 0 {
+        if control == 0 {
             return self.is_exceeded;
         }
-        self.add_credit(requests * FRAMES_PER_REQUEST + self.uncredited_bytes / BYTES_PER_FRAME, MAX_CREDIT);
+        self.add_credit(self.uncredited_bytes / BYTES_PER_FRAME, MAX_CREDIT);
         self.uncredited_bytes %= BYTES_PER_FRAME;
         if control > self.credit {
             let seconds = self.refilled_at.elapsed().as_secs_f64().min(60.0);
@@ -336,7 +335,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
                 let _ = Pin::new(&mut self.stream).poll_flush(cx);
             }
         }
-        io::Error::other("the client sent too many HTTP/2 control frames or short DATA frames")
+        io::Error::other(
+            "the client sent too many HTTP/2 control frames or short DATA frames, or reset too many requests",
+        )
     }
 
     /// Put back bytes that hyper has read but not parsed, so that the next read returns them.
@@ -378,7 +379,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
             activity.record_headers(true);
             return polled;
         };
-        let is_exceeded = frames.record_received(received);
+        let is_exceeded = frames.record_received(received) || activity.has_too_many_resets();
         activity.record_headers(frames.has_partial_headers());
         if is_exceeded { Poll::Ready(Err(self.send_goaway(cx))) } else { polled }
     }

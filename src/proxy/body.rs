@@ -1,6 +1,8 @@
 //! Reads the body of a request once. One pass collects all values on which the choice of the route, an identity or a
 //! cost depends.
 
+use std::net::IpAddr;
+
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method};
@@ -18,8 +20,8 @@ use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::rejection::{InspectError, Rejection, UnreadBody};
 use crate::proxy::request::Peer;
-use crate::snapshot::BodyInspection;
 use crate::snapshot::routes::{BodyUse, LlmInspection, RouteLimits};
+use crate::snapshot::{BodyInspection, CompiledConfig};
 
 /// The result of reading a body.
 #[derive(Debug)]
@@ -173,19 +175,21 @@ fn may_be_json(media_type: &str) -> bool {
 }
 
 /// Return the part of the memory for inspected bodies that the client network may use: `max_buffered / INSPECTED_SHARE`
-/// bytes, but at least `max_read` bytes, which is the maximum length of one body. Return `None` if the client is
-/// exempt: `max_connections_per_ip` is 0 or does not apply to the client, or the client is a trusted proxy that
-/// forwards the requests of many clients without their addresses.
+/// bytes, but at least `max_read` bytes, which is the maximum length of one body. Return `None` if the client is exempt.
 fn network_share(snapshot: &ConfigSnapshot, peer: &Peer, max_read: usize, headers: &HeaderMap) -> Option<NetworkShare> {
     let ConfigSnapshot { config, metrics, .. } = snapshot;
-    let settings = &config.server;
-    let client = peer.client_address(headers);
+    let max = (config.server.max_buffered / INSPECTED_SHARE).max(max_read);
+    Some(metrics.inspected_by_network.share(counted_network(config, peer, headers)?, max))
+}
+
+/// Return the client network whose use of shared resources is limited. Return `None` if the client is exempt:
+/// `max_connections_per_ip` is 0 or does not apply to the client, or the client is a trusted proxy that forwards the
+/// requests of many clients without their addresses.
+pub(super) fn counted_network(config: &CompiledConfig, peer: &Peer, headers: &HeaderMap) -> Option<IpAddr> {
+    let (settings, client) = (&config.server, peer.client_address(headers));
     let is_proxy = peer.forwarded.trusted && config.client_ip.is_trusted(client);
-    if settings.max_connections_per_ip == 0 || is_proxy || settings.is_exempt_from_per_ip(client) {
-        return None;
-    }
-    let max = (settings.max_buffered / INSPECTED_SHARE).max(max_read);
-    Some(metrics.inspected_by_network.share(config.client_ip.network(client), max))
+    let is_exempt = settings.max_connections_per_ip == 0 || is_proxy || settings.is_exempt_from_per_ip(client);
+    (!is_exempt).then(|| config.client_ip.network(client))
 }
 
 /// Read and parse the body of a request with these headers.

@@ -26,6 +26,7 @@ use crate::http::{headers, target, upgrade};
 use crate::identity::api_key::Caller;
 use crate::identity::auth::Credentials;
 use crate::identity::client_cert::ClientCertificate;
+use crate::proxy::body::counted_network;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::mirror;
 use crate::proxy::mirror::MIRROR_HEADER;
@@ -126,10 +127,17 @@ pub(super) async fn forward(
         request.body_mut().forward_trailers(&config.trailer_filter);
     }
     let progress = deadline.and_then(|_| request.body().progress());
+    let is_counted = upstream.max_requests() > 0 && !request.body().is_end_stream();
+    let network = if is_counted { counted_network(config, peer, request.headers()) } else { None };
     let (limits, should_buffer) = body_limits(config, route, upstream, &request, deadline);
     let exchange = pin!(async {
         if should_buffer {
             request.body_mut().buffer(limits).await?;
+        }
+        if let Some(network) = network.filter(|_| !request.body().is_buffered())
+            && let Some(progress) = request.body_mut().apply_limits(limits)
+        {
+            progress.set_share(Some(upstream.start_upload(network)?));
         }
         upstream.send(request, limits, flow, attempts).await
     });

@@ -214,7 +214,7 @@ impl Rejection<'_> {
                     UpstreamError::NoHealthyEndpoint { retry_after: after, .. } => {
                         ratelimit_headers::set_retry_after(response.headers_mut(), after.as_micros() as u64);
                     }
-                    UpstreamError::Overflow { .. } => {
+                    UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
                         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                     }
                     _ => {}
@@ -322,6 +322,11 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
         UpstreamError::Overflow { .. } => (
             StatusCode::SERVICE_UNAVAILABLE,
             "all servers of the upstream are at their request limit at the moment",
+            "upstream-overflow",
+        ),
+        UpstreamError::TooManyUploads { .. } => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many uploads from the network of the client are in progress",
             "upstream-overflow",
         ),
         UpstreamError::Connect { .. } => {
@@ -504,7 +509,9 @@ impl Rejection<'_> {
 fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
     match error {
         UpstreamError::NoHealthyEndpoint { .. } => "sluicegate;error=destination_unavailable",
-        UpstreamError::Overflow { .. } => "sluicegate;error=connection_limit_reached",
+        UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
+            "sluicegate;error=connection_limit_reached"
+        }
         UpstreamError::Connect { source, .. } => match (TlsFailure::from_error(source), source.kind()) {
             (Some(TlsFailure::Certificate), _) => "sluicegate;error=tls_certificate_error",
             (Some(TlsFailure::Alert), _) => "sluicegate;error=tls_alert_received",

@@ -11,7 +11,7 @@ use http::{Response, StatusCode};
 use tokio::sync::Semaphore;
 
 use crate::http::body::Body;
-use crate::http::body_limits::{BufferBudget, InspectedByNetwork};
+use crate::http::body_limits::{BufferBudget, UsageByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
@@ -183,7 +183,7 @@ pub struct RequestMetrics {
     /// Memory budget for the bodies of all mirrored copies.
     pub mirror_budget: MirrorBudget,
     /// Bytes of inspected request bodies by client network.
-    pub inspected_by_network: Arc<InspectedByNetwork>,
+    pub inspected_by_network: Arc<UsageByNetwork>,
     /// Permits to parse long request bodies outside of the workers.
     pub parser_permits: ParserPermits,
 }
@@ -261,7 +261,7 @@ pub(super) struct WorkerMetrics {
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
-    pub(super) inspected_by_network: Arc<InspectedByNetwork>,
+    pub(super) inspected_by_network: Arc<UsageByNetwork>,
     pub(super) parser_permits: Arc<Semaphore>,
 }
 

@@ -11,6 +11,7 @@ use http::{HeaderMap, StatusCode};
 use tokio::sync::Notify;
 use tracing::{info, warn};
 
+use crate::http::body_limits::UsageByNetwork;
 use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::{
     Endpoint, LoadBalancer, LoadBalancingPolicy, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng,
@@ -39,6 +40,8 @@ pub struct UpstreamCluster {
     /// Retry budget. `None` if retries are disabled.
     pub(super) retry_budget: Option<RetryBudget>,
     pub(super) queue: Arc<PendingQueue>,
+    /// Number of unfinished uploads of each client network.
+    pub(super) uploads: Arc<UsageByNetwork>,
     /// Notifies the health checks when endpoints were added or removed.
     pub(super) endpoints_changed: Notify,
 }
@@ -96,6 +99,7 @@ impl UpstreamCluster {
             round_robin_counter: AtomicU64::new(0),
             retry_budget: (settings.retries > 0).then(|| RetryBudget::new(opened)),
             queue,
+            uploads: Arc::default(),
             endpoints_changed: Notify::new(),
             settings,
         }
@@ -358,7 +362,8 @@ impl UpstreamCluster {
         for removed in known.iter().filter(|known| !endpoints.iter().any(|endpoint| endpoint.is_same_as(known))) {
             removed.state.is_usable.store(false, Ordering::Relaxed);
         }
-        let cluster = UpstreamCluster::with_endpoints(settings, endpoints, queue);
+        let mut cluster = UpstreamCluster::with_endpoints(settings, endpoints, queue);
+        cluster.uploads = previous.uploads.clone();
         // Build the load balancer, which also schedules the next rebuild for ejections and slow starts that were
         // carried over.
         cluster.rebuild(&cluster.lock_rebuild());

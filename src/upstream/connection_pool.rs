@@ -1,12 +1,14 @@
-//! Connections of one worker to one endpoint: idle HTTP/1.1 connections, or a shared HTTP/2 connection.
+//! Connections of one worker to one endpoint: idle HTTP/1.1 connections, or shared HTTP/2 connections.
 
 use std::collections::VecDeque;
 use std::error::Error;
-use std::future::Future;
-use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
+use std::{fmt, io, mem};
 
 use futures_util::future::Either;
 use http::uri::Scheme;
@@ -15,7 +17,8 @@ use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use tokio::sync::Mutex as AsyncMutex;
+use tokio::sync::{Mutex as AsyncMutex, Notify};
+use tokio::time::{sleep, timeout};
 
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
@@ -37,7 +40,7 @@ pub(super) struct EndpointPool {
 #[derive(Debug, Clone)]
 enum ProtocolPool {
     Http1(Arc<Http1Pool>),
-    Http2(Arc<SharedConnection>),
+    Http2(Arc<Http2Pool>),
 }
 
 /// An upstream connection on which a request is sent.
@@ -66,7 +69,7 @@ impl EndpointPool {
                 let max_idle = if settings.proxy_protocol { MAX_IDLE_BY_CLIENT } else { usize::MAX };
                 ProtocolPool::Http1(Arc::new(Http1Pool::new(settings.pool_idle_timeout, max_idle)))
             }
-            Protocol::Http2 => ProtocolPool::Http2(Arc::new(SharedConnection::new(settings.pool_idle_timeout))),
+            Protocol::Http2 => ProtocolPool::Http2(Arc::new(Http2Pool::new(settings.pool_idle_timeout))),
         };
         EndpointPool { endpoint, pool: connections, proxy_protocol: settings.proxy_protocol }
     }
@@ -85,17 +88,17 @@ impl EndpointPool {
         fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool, proxy_protocol })
     }
 
-    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable. If connections start with a
-    /// PROXY header, return only a connection of `client`.
+    /// Return an idle HTTP/1.1 connection, or a shared HTTP/2 connection that can take another request. If connections
+    /// start with a PROXY header, return only a connection of `client`.
     pub(super) fn take_idle(&self, client: Option<&ProxiedConnection>) -> Option<Connection> {
         match &self.pool {
             ProtocolPool::Http1(pool) if self.proxy_protocol => Some(Connection::Http1(pool.take_idle_of(client)?)),
             ProtocolPool::Http1(pool) => Some(Connection::Http1(pool.take_idle()?)),
-            ProtocolPool::Http2(shared) => Some(Connection::Http2(shared.try_get()?, LazyTimer::default())),
+            ProtocolPool::Http2(pool) => Some(Connection::Http2(pool.take()?, LazyTimer::default())),
         }
     }
 
-    /// Connect to the endpoint. With HTTP/2, use the shared connection if a concurrent request has opened it in the
+    /// Connect to the endpoint. With HTTP/2, use a shared connection if a concurrent request has opened it in the
     /// meantime. The second value is then `true`. If the gateway sends a PROXY header to the upstream, the header
     /// describes `client`, or the gateway itself if `client` is `None`.
     ///
@@ -111,8 +114,8 @@ impl EndpointPool {
             }
             // The configuration does not allow PROXY headers for HTTP/2 upstreams, because many clients share the
             // connection.
-            ProtocolPool::Http2(shared) => {
-                let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
+            ProtocolPool::Http2(pool) => {
+                let (connection, reused) = pool.take_or_connect(&self.endpoint).await?;
                 Ok((Connection::Http2(connection, LazyTimer::default()), reused))
             }
         }
@@ -129,8 +132,7 @@ impl Connection {
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
             Connection::Http1(connection) => Either::Left(connection.send(request, reads)),
-            // Box the future, because otherwise each HTTP/1.1 request would reserve space for HTTP/2.
-            Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
+            Connection::Http2(connection, _) => Either::Right(connection.send(request)),
         }
     }
 
@@ -163,12 +165,15 @@ impl Connection {
                 let lease = Box::new(PooledConnection { connection, pool, is_reusable: reusable, _permit: permit });
                 response.map(|body| Body::from_upstream(body, bounds, lease, Some(reads)))
             }
-            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(permit), None)),
+            Connection::Http2(connection, _) => {
+                let lease = Box::new(StreamLease { stream: connection.stream, _permit: permit });
+                response.map(|body| Body::from_upstream(body, bounds, lease, None))
+            }
         }
     }
 
     /// Classify the error of a request. If the connection is broken, exclude it from reuse.
-    pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
+    pub(super) fn classify_error(&mut self, error: &hyper::Error) -> StreamOutcome {
         match self {
             // A parse error means that the server has responded, although not with valid HTTP.
             Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
@@ -178,8 +183,17 @@ impl Connection {
                 if !is_alive {
                     connection.start_draining();
                 }
+                connection.stream.is_open &= outcome == StreamOutcome::LocalReset;
                 outcome
             }
+        }
+    }
+
+    /// Return whether the connection has carried other requests.
+    pub(super) fn is_shared(&self) -> bool {
+        match self {
+            Connection::Http1(..) => false,
+            Connection::Http2(connection, _) => connection.stream.state.lock().started > 1,
         }
     }
 
@@ -310,7 +324,16 @@ impl Http1Connection {
     }
 }
 
-// === HTTP/2 (RFC 9113): one connection, which all requests of a worker share ===
+// === HTTP/2 (RFC 9113): a few connections, which the requests of a worker share ===
+
+/// Maximum number of connections of a worker to an endpoint that take new requests.
+const MAX_CONNECTIONS: usize = 4;
+
+/// Maximum time to open a connection while other connections exist, but have no free stream.
+const ADDITIONAL_CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// Time after a failed attempt to open such a connection in which the gateway makes no further attempt.
+const ADDITIONAL_CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 
 /// Flow-control window for responses, and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;
@@ -322,58 +345,91 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 /// Maximum size of the response headers in bytes, as for HTTP/1.1.
 const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
 
-/// The shared connection of a pool.
+/// The connections of a worker to an endpoint that take new requests.
 #[derive(Debug)]
-pub(super) struct SharedConnection {
-    // The lock is held while a request opens the connection, so that concurrent requests wait for it.
-    current: AsyncMutex<Option<Http2Connection>>,
+pub(super) struct Http2Pool {
+    // A mutex of the standard library is sufficient, as in `Http1Pool`.
+    connections: Mutex<Vec<SharedConnection>>,
+    /// Locked while a request opens a connection, so that concurrent requests wait for it. Contains the time of the
+    /// last failed attempt to open an additional connection.
+    connecting: AsyncMutex<Option<Instant>>,
     idle_timeout: Duration,
 }
 
-/// An HTTP/2 connection, which serves many requests concurrently.
-#[derive(Debug, Clone)]
-pub(super) struct Http2Connection {
+/// A connection, which serves many requests concurrently.
+#[derive(Debug)]
+struct SharedConnection {
     sender: http2::SendRequest<RequestBody>,
-    /// Whether the connection must not be used for new requests.
-    is_draining: Arc<AtomicBool>,
+    state: Arc<Http2State>,
     last_used_at: Instant,
     /// Value of `:scheme` (RFC 9113 §8.3.1).
     scheme: Scheme,
 }
 
-impl SharedConnection {
+/// A connection, as one request uses it.
+#[derive(Debug)]
+pub(super) struct Http2Connection {
+    sender: http2::SendRequest<RequestBody>,
+    stream: OpenStream,
+    scheme: Scheme,
+}
+
+impl Http2Pool {
     pub(super) fn new(idle_timeout: Duration) -> Self {
-        SharedConnection { current: AsyncMutex::default(), idle_timeout }
+        Http2Pool { connections: Mutex::default(), connecting: AsyncMutex::default(), idle_timeout }
     }
 
-    /// Return the connection if it is usable and no other request is connecting.
-    pub(super) fn try_get(&self) -> Option<Http2Connection> {
-        self.usable(&mut *self.current.try_lock().ok()?)
-    }
-
-    fn usable(&self, current: &mut Option<Http2Connection>) -> Option<Http2Connection> {
+    /// Return a connection with a free stream. If no stream is free and no further connection may be opened, return the
+    /// connection with the fewest requests, which wait for a free stream.
+    pub(super) fn take(&self) -> Option<Http2Connection> {
+        let connections = &mut *self.lock();
         let now = monotonic();
-        let connection = current.as_mut().filter(|connection| connection.is_usable(now, self.idle_timeout))?;
-        connection.last_used_at = now;
-        Some(connection.clone())
+        connections.retain(|connection| connection.is_usable(now, self.idle_timeout));
+        let free = connections.iter_mut().find(|connection| connection.state.has_free_stream());
+        free.map(|connection| connection.open_stream(now))
+            .or_else(|| (connections.len() >= MAX_CONNECTIONS).then(|| least_loaded(connections, now)).flatten())
     }
 
-    /// If the connection is usable, return it; otherwise connect. The second value is true if the connection was
+    /// Return a connection with a free stream, or open a connection. The second value is true if the connection was
     /// reused.
-    pub(super) async fn get_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
-        let mut current = self.current.lock().await;
-        if let Some(connection) = self.usable(&mut current) {
+    pub(super) async fn take_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
+        let mut failed_at = self.connecting.lock().await;
+        if let Some(connection) = self.take() {
             return Ok((connection, true));
         }
-        // Replace the connection. Requests in flight on the old connection continue.
-        *current = None;
-        let connection = connect_http2(endpoint).await?;
-        *current = Some(connection.clone());
-        Ok((connection, false))
+        let Some(full) = least_loaded(&mut self.lock(), monotonic()) else {
+            return Ok((self.add(connect_http2(endpoint).await?), false));
+        };
+        // A request can also wait for a stream, so do not let it fail or wait if no further connection can be opened.
+        if failed_at.is_some_and(|at| at.elapsed() < ADDITIONAL_CONNECT_BACKOFF) {
+            return Ok((full, true));
+        }
+        match timeout(ADDITIONAL_CONNECT_TIMEOUT, connect_http2(endpoint)).await {
+            Ok(Ok(connection)) => Ok((self.add(connection), false)),
+            Ok(Err(_)) | Err(_) => {
+                *failed_at = Some(monotonic());
+                Ok((full, true))
+            }
+        }
+    }
+
+    fn add(&self, mut connection: SharedConnection) -> Http2Connection {
+        let opened = connection.open_stream(monotonic());
+        self.lock().push(connection);
+        opened
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<SharedConnection>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-async fn connect_http2(endpoint: &Endpoint) -> io::Result<Http2Connection> {
+fn least_loaded(connections: &mut [SharedConnection], now: Instant) -> Option<Http2Connection> {
+    let in_flight = |connection: &&mut SharedConnection| connection.state.lock().in_flight;
+    connections.iter_mut().min_by_key(in_flight).map(|connection| connection.open_stream(now))
+}
+
+async fn connect_http2(endpoint: &Endpoint) -> io::Result<SharedConnection> {
     let stream = endpoint.connect(None).await?;
     let scheme = if stream.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
     let (sender, connection) = http2::Builder::new(TokioExecutor::new())
@@ -384,32 +440,251 @@ async fn connect_http2(endpoint: &Endpoint) -> io::Result<Http2Connection> {
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // Ignore the error of the connection task, because the code that sends a request also receives an error.
-    tokio::spawn(async move { connection.await.ok() });
-    Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
+    let state = Arc::new(Http2State::new(connection.current_max_send_streams()));
+    let shared = SharedConnection { sender, state: state.clone(), last_used_at: monotonic(), scheme };
+    tokio::spawn(async move {
+        let (mut connection, mut resets) = (pin!(connection), pin!(state.pace_resets()));
+        // Ignore the error of the connection, because the code that sends a request also receives an error.
+        let _ = poll_fn(|cx| {
+            // This future never ends.
+            let _ = resets.as_mut().poll(cx);
+            let polled = connection.as_mut().poll(cx);
+            state.max_streams.store(connection.current_max_send_streams(), Ordering::Relaxed);
+            polled
+        })
+        .await;
+        state.is_draining.store(true, Ordering::Relaxed);
+    });
+    Ok(shared)
+}
+
+impl SharedConnection {
+    fn is_usable(&self, now: Instant, idle_timeout: Duration) -> bool {
+        let is_draining = self.state.is_draining.load(Ordering::Relaxed);
+        !self.sender.is_closed() && !is_draining && now - self.last_used_at < idle_timeout
+    }
+
+    fn open_stream(&mut self, now: Instant) -> Http2Connection {
+        self.last_used_at = now;
+        self.state.lock().in_flight += 1;
+        let stream = OpenStream { state: self.state.clone(), is_open: false };
+        Http2Connection { sender: self.sender.clone(), stream, scheme: self.scheme.clone() }
+    }
 }
 
 impl Http2Connection {
-    fn is_usable(&self, now: Instant, idle_timeout: Duration) -> bool {
-        !self.sender.is_closed() && !self.is_draining.load(Ordering::Relaxed) && now - self.last_used_at < idle_timeout
-    }
-
-    pub(super) fn send(
-        &mut self,
-        mut request: Request<RequestBody>,
-    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
+    pub(super) fn send(&mut self, mut request: Request<RequestBody>) -> ResponseStart {
         if request.uri().scheme() != Some(&self.scheme) {
             let mut uri = std::mem::take(request.uri_mut()).into_parts();
             uri.scheme = Some(self.scheme.clone());
             // The conversion cannot fail, because a URI with authority and path is valid with any scheme.
             *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
         }
-        self.sender.try_send_request(request)
+        self.stream.is_open = true;
+        let state = self.stream.state.clone();
+        let number = {
+            let mut streams = state.lock();
+            streams.started += 1;
+            streams.started
+        };
+        ResponseStart { response: Some(Box::pin(self.sender.try_send_request(request))), state, number }
     }
 
     /// Exclude the connection from new requests.
     pub(super) fn start_draining(&self) {
-        self.is_draining.store(true, Ordering::Relaxed);
+        self.stream.state.is_draining.store(true, Ordering::Relaxed);
+    }
+}
+
+// === Resets of HTTP/2 streams ===
+//
+// A server may close a connection on which too many streams are reset, and all requests on the connection then fail.
+// Clients must not be able to cause this. Servers count resets in two ways:
+//
+// - The crate h2 counts streams that are reset before the server accepts them, and allows 20 at a time. Servers accept
+//   streams in order, so a response shows that all earlier streams are accepted. The gateway sends only a few resets
+//   for streams for which there is no such response, and sends the others later.
+// - Other servers limit all resets. Therefore, a connection takes no new requests after a number of resets.
+
+/// Maximum number of resets of streams that the server may not have accepted. This is half of the number that h2 allows.
+const MAX_UNACCEPTED_RESETS: usize = 10;
+
+/// Interval after which the gateway sends this number of resets again if the server has sent no response.
+const RESET_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Number of resets after which a connection takes no new requests. nghttp2 allows 1000 resets at once.
+const MAX_RESETS: usize = 100;
+
+/// The future of the response to a request on a shared connection. Dropping it resets the stream.
+type PendingResponse = Pin<Box<dyn Future<Output = Result<Response<Incoming>, SendError>> + Send>>;
+
+/// The state of a shared connection.
+struct Http2State {
+    /// Whether the connection must not be used for new requests.
+    is_draining: AtomicBool,
+    /// Maximum number of concurrent streams that the server allows.
+    max_streams: AtomicUsize,
+    streams: Mutex<Streams>,
+    /// Notified when `Streams::delayed` is no longer empty.
+    is_delayed: Notify,
+}
+
+/// The streams of a shared connection.
+#[derive(Default)]
+struct Streams {
+    in_flight: usize,
+    /// Number of requests that were sent on the connection.
+    started: u64,
+    /// The last request, in the order of their streams, to which the server has begun to respond.
+    last_accepted: u64,
+    /// Number of streams that were reset.
+    resets: usize,
+    /// The requests after `last_accepted` whose streams were reset.
+    unaccepted_resets: Vec<u64>,
+    /// Streams whose reset is delayed, with the number of their request.
+    delayed: Vec<(u64, PendingResponse)>,
+}
+
+/// A stream that counts as in flight on its connection until it is dropped.
+#[derive(Debug)]
+struct OpenStream {
+    state: Arc<Http2State>,
+    /// Whether the request was sent, and the stream has neither ended nor was reset by the server. Dropping the value
+    /// then resets the stream.
+    is_open: bool,
+}
+
+/// The lease of a stream, which is held until the end of the response body.
+struct StreamLease {
+    stream: OpenStream,
+    _permit: RequestPermit,
+}
+
+/// Waits for the response to a request on a shared connection. If the value is dropped before the response, the stream
+/// is reset, possibly with a delay.
+pub(super) struct ResponseStart {
+    /// `None` after the response.
+    response: Option<PendingResponse>,
+    state: Arc<Http2State>,
+    /// Number of the request.
+    number: u64,
+}
+
+impl Http2State {
+    fn new(max_streams: usize) -> Self {
+        Http2State {
+            is_draining: AtomicBool::new(false),
+            max_streams: max_streams.into(),
+            streams: Mutex::default(),
+            is_delayed: Notify::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Streams> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_free_stream(&self) -> bool {
+        self.lock().in_flight < self.max_streams.load(Ordering::Relaxed)
+    }
+
+    /// Record that the server has begun to respond to request `number`, so that it has accepted all earlier streams.
+    fn record_response(&self, number: u64) {
+        let accepted: Vec<_> = {
+            let mut streams = self.lock();
+            if number <= streams.last_accepted {
+                return;
+            }
+            streams.last_accepted = number;
+            streams.unaccepted_resets.retain(|reset| *reset > number);
+            streams.delayed.extract_if(.., |(delayed, _)| *delayed < number).collect()
+        };
+        // Reset the streams after the lock is released, because this calls hyper.
+        drop(accepted);
+    }
+
+    /// Reset the stream of request `number` now or later.
+    fn reset(&self, number: u64, response: PendingResponse) {
+        let mut streams = self.lock();
+        if number > streams.last_accepted {
+            if streams.unaccepted_resets.len() >= MAX_UNACCEPTED_RESETS {
+                streams.delayed.push((number, response));
+                self.is_draining.store(true, Ordering::Relaxed);
+                self.is_delayed.notify_one();
+                return;
+            }
+            streams.unaccepted_resets.push(number);
+        }
+        drop(streams);
+        drop(response);
+    }
+
+    /// Send the delayed resets, a few per interval.
+    async fn pace_resets(&self) {
+        loop {
+            self.is_delayed.notified().await;
+            loop {
+                sleep(RESET_INTERVAL).await;
+                let due: Vec<_> = {
+                    let delayed = &mut self.lock().delayed;
+                    let count = delayed.len().min(MAX_UNACCEPTED_RESETS);
+                    delayed.drain(..count).collect()
+                };
+                if due.is_empty() {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Http2State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Http2State").field("in_flight", &self.lock().in_flight).finish_non_exhaustive()
+    }
+}
+
+impl Future for ResponseStart {
+    type Output = Result<Response<Incoming>, SendError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(response) = &mut self.response else { return Poll::Pending };
+        let result = ready!(response.as_mut().poll(cx));
+        self.response = None;
+        if result.is_ok() {
+            self.state.record_response(self.number);
+        }
+        Poll::Ready(result)
+    }
+}
+
+impl Drop for ResponseStart {
+    fn drop(&mut self) {
+        if let Some(response) = self.response.take() {
+            self.state.reset(self.number, response);
+        }
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        let rest = {
+            let mut streams = self.state.lock();
+            streams.in_flight -= 1;
+            streams.resets += usize::from(self.is_open);
+            if streams.resets >= MAX_RESETS {
+                self.state.is_draining.store(true, Ordering::Relaxed);
+            }
+            // Without other requests on the connection, the resets harm none, and the server may close the connection.
+            if streams.in_flight == 0 { mem::take(&mut streams.delayed) } else { Vec::new() }
+        };
+        drop(rest);
+    }
+}
+
+impl UpstreamLease for StreamLease {
+    fn release(mut self: Box<Self>) {
+        self.stream.is_open = false;
     }
 }
 

@@ -15,7 +15,6 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use crate::http::body::UpstreamLease;
 use crate::limiter::clock::LogThrottle;
 use crate::upstream::connector::UpstreamStream;
 use crate::upstream::health::{Health, HealthState};
@@ -202,10 +201,6 @@ impl Drop for RequestPermit {
     fn drop(&mut self) {
         Endpoint::release(&self.0);
     }
-}
-
-impl UpstreamLease for RequestPermit {
-    fn release(self: Box<Self>) {}
 }
 
 impl PendingQueue {

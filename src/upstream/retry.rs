@@ -17,7 +17,7 @@ use crate::http::body_limits::BodyLimits;
 use crate::http::body_limits::LazyTimer;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::is_safe;
-use crate::http::request_body::{RequestBody, UploadProgress};
+use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
 use crate::upstream::connection_pool::{SendError, StreamOutcome, classify_error};
 use crate::upstream::connector::{EndpointConnection, ProxiedConnection};
 use crate::upstream::endpoint::Endpoint;
@@ -50,8 +50,8 @@ impl Upstream {
     /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
     /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
     /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
-    /// once more to the same endpoint if a reused connection was closed before the response (RFC 9110 §9.2.2), or if
-    /// the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
+    /// once more to the same endpoint if a reused or shared connection was closed before the response (RFC 9110
+    /// §9.2.2), or if the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
     /// `retries` and the retry budget.
     ///
     /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
@@ -69,6 +69,7 @@ impl Upstream {
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;
         let progress = request.body_mut().apply_limits(bounds);
+        request.body_mut().start_upload(if http2 { BodyReader::SharedConnection } else { BodyReader::Connection });
         let may_retry = !attempts.is_single_attempt;
         let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
         let retries = if may_retry { retries } else { 0 };
@@ -107,7 +108,9 @@ impl Upstream {
             };
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
+            flow.stop_if_abandoned().await;
             let result = {
+                let _exchange = flow.start_exchange();
                 // Pin the futures here, because each future that awaits them would otherwise contain a copy.
                 let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
@@ -118,6 +121,7 @@ impl Upstream {
                         .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
                 }
             };
+            flow.stop_if_abandoned().await;
             let mut failure = match result {
                 Ok(Ok(response)) => {
                     if let Some(fault) = body::framing_error(&response) {
@@ -133,7 +137,9 @@ impl Upstream {
                 }
                 Ok(Err(failure)) => failure,
                 Err(error) => {
-                    connection.start_draining();
+                    if !error.is_client_error() {
+                        connection.start_draining();
+                    }
                     if let UpstreamError::ResponseTimeout { .. } = error {
                         self.cluster.report_failure(permit.endpoint(), &error);
                     }
@@ -146,7 +152,8 @@ impl Upstream {
             // time.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
-            let retry = retry_state.retry_target(unsent, copy, outcome, reused);
+            // Other requests may have caused the end of a shared connection.
+            let retry = retry_state.retry_target(unsent, copy, outcome, reused || connection.is_shared());
             let error = self.exchange_error(failure.into_error(), progress.as_deref());
             if is_endpoint_failure && !error.is_client_error() {
                 self.cluster.report_failure(permit.endpoint(), &error);
@@ -191,11 +198,14 @@ impl Upstream {
         while silent_polls < polls {
             let deadline = Instant::now() + self.cluster.settings.response_timeout / polls;
             let result = poll_fn(|cx| match response.as_mut().poll(cx) {
-                Poll::Ready(result) => Poll::Ready(Some(result)),
-                Poll::Pending => timer.poll(deadline, cx).map(|()| None),
+                Poll::Ready(result) => Poll::Ready(Some(Ok(result))),
+                Poll::Pending => match progress.map_or(Poll::Pending, |progress| progress.poll_error(cx)) {
+                    Poll::Ready(error) => Poll::Ready(Some(Err(error.into()))),
+                    Poll::Pending => timer.poll(deadline, cx).map(|()| None),
+                },
             });
             if let Some(result) = result.await {
-                return Ok(result);
+                return result;
             }
             let now = progress.map(UploadProgress::frame_count);
             // Do not count time in which the gateway waits for the client. During this time, the upload timeouts apply.

@@ -3,17 +3,22 @@
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::support::client::{Client, load};
+use crate::support::frames;
+use crate::support::frames::{DATA, END_HEADERS, END_STREAM, HEADERS, Http2, RST_STREAM, frame};
 use crate::support::gateway::Gateway;
-use crate::support::{MAX_WAIT, eventually};
+use crate::support::{MAX_WAIT, SetOnDrop, assert_silent, eventually};
 use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use sluicegate::limiter::clock::monotonic;
 
 /// What the test server does with a request in addition to responding.
 #[derive(Clone, Copy)]
@@ -38,6 +43,16 @@ impl Server {
         then: impl Fn(usize) -> Then + Send + Clone + 'static,
         answer: impl Fn(usize, Request<RecvStream>, SendResponse<Bytes>) -> Fut + Send + Clone + 'static,
     ) -> Server {
+        Server::start_with(&h2::server::Builder::new(), then, answer)
+    }
+
+    /// Start a server with these settings of its connections.
+    fn start_with<Fut: Future<Output = ()> + 'static>(
+        builder: &h2::server::Builder,
+        then: impl Fn(usize) -> Then + Send + Clone + 'static,
+        answer: impl Fn(usize, Request<RecvStream>, SendResponse<Bytes>) -> Fut + Send + Clone + 'static,
+    ) -> Server {
+        let builder = builder.clone();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -47,9 +62,9 @@ impl Server {
             let listener = tokio::net::TcpListener::from_std(listener).unwrap();
             for connection in 0.. {
                 let (stream, _) = listener.accept().await.unwrap();
-                let (then, answer, record) = (then.clone(), answer.clone(), record.clone());
+                let (builder, then, answer, record) = (builder.clone(), then.clone(), answer.clone(), record.clone());
                 tokio::task::spawn_local(async move {
-                    let mut requests = h2::server::handshake(stream).await.unwrap();
+                    let mut requests = builder.handshake(stream).await.unwrap();
                     while let Some(Ok((request, mut respond))) = requests.accept().await {
                         let (parts, body) = request.into_parts();
                         let number = {
@@ -455,8 +470,13 @@ fn unprocessed_request_is_retried_once() {
 
 /// Start a server that responds only to `/ok`, and reports how each other stream ended.
 fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
+    silent_with(&h2::server::Builder::new())
+}
+
+fn silent_with(builder: &h2::server::Builder) -> (Server, std::sync::mpsc::Receiver<Reason>) {
     let (sender, ended) = channel();
-    let server = Server::start(
+    let server = Server::start_with(
+        builder,
         |_| Then::GoOn,
         move |_, request, mut respond| {
             let sender: Sender<_> = sender.clone();
@@ -464,7 +484,10 @@ fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
                 if request.uri().path() == "/ok" {
                     return answer(respond, "ok");
                 }
-                sender.send(poll_fn(|cx| respond.poll_reset(cx)).await.unwrap()).unwrap();
+                // An error means that the gateway was stopped at the end of the test.
+                if let Ok(reason) = poll_fn(|cx| respond.poll_reset(cx)).await {
+                    sender.send(reason).unwrap();
+                }
             }
         },
     );
@@ -533,4 +556,268 @@ fn upstream_without_http2_is_502() {
         });
         gateway(upstream, "").get("/").assert_problem(502, answer);
     }
+}
+
+// ---- resets of one client on connections that all clients share ----------------------------------
+
+/// Start a server of hyper with its default settings, and one thread that is busy for `work` with each request. The
+/// server never responds to `/never`. Return its address, and the errors with which its connections end.
+fn busy_hyper_server(work: Duration) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
+    use http_body_util::{BodyExt, Full};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let errors = Arc::<Mutex<Vec<String>>>::default();
+    let ended = errors.clone();
+    let serve = async move {
+        let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let service = hyper::service::service_fn(move |request: Request<hyper::body::Incoming>| async move {
+                std::thread::sleep(work);
+                if request.uri().path() == "/never" {
+                    std::future::pending::<()>().await;
+                }
+                request.into_body().collect().await?;
+                Ok::<_, hyper::Error>(Response::new(Full::new(Bytes::from_static(b"ok"))))
+            });
+            let connection = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                .serve_connection(TokioIo::new(stream), service);
+            let ended = ended.clone();
+            tokio::spawn(async move {
+                if let Err(error) = connection.await {
+                    ended.lock().unwrap().push(format!("{error:?}"));
+                }
+            });
+        }
+    };
+    std::thread::spawn(move || {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(serve);
+    });
+    (address, errors)
+}
+
+/// Send requests for `/never` in groups of 20, and reset each group after 2 ms, until `stop` is set. `flags` are the flags
+/// of the HEADERS frames, and `body` is the part of the body that follows them. Count the requests in `requests`.
+fn reset_requests(gateway: &Gateway, stop: &AtomicBool, requests: &AtomicUsize, (flags, body): (u8, &[u8])) {
+    while !stop.load(Ordering::Relaxed) {
+        let mut client = Http2::connect(gateway.address, &[]);
+        let mut reader = client.stream.try_clone().unwrap();
+        let discard = std::thread::spawn(move || drop(std::io::copy(&mut reader, &mut std::io::sink())));
+        for group in (0..).map(|group| group * 20..group * 20 + 20) {
+            let head = frames::block("POST", "/never", &[]);
+            let start = |n: u32| [frame(HEADERS, flags, 2 * n + 1, &head), body_frame(2 * n + 1, body)].concat();
+            let reset = |n: u32| frame(RST_STREAM, 0, 2 * n + 1, &8u32.to_be_bytes());
+            let is_sent = client.send(&group.clone().flat_map(start).collect::<Vec<_>>());
+            std::thread::sleep(Duration::from_millis(2));
+            let is_reset = client.send(&group.flat_map(reset).collect::<Vec<_>>());
+            if is_sent.and(is_reset).is_err() || stop.load(Ordering::Relaxed) {
+                break;
+            }
+            requests.fetch_add(20, Ordering::Relaxed);
+            // Leave the server some time for the requests of others.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = client.stream.shutdown(std::net::Shutdown::Both);
+        discard.join().unwrap();
+    }
+}
+
+fn body_frame(stream: u32, body: &[u8]) -> Vec<u8> {
+    if body.is_empty() { Vec::new() } else { frame(DATA, 0, stream, body) }
+}
+
+#[test]
+fn resets_of_one_client_fail_no_request_of_others() {
+    const OTHERS: usize = 20;
+    for (what, flags, body) in
+        [("without a body", END_HEADERS | END_STREAM, &b""[..]), ("with an unfinished body", END_HEADERS, &b"part"[..])]
+    {
+        let (server, errors) = busy_hyper_server(Duration::from_millis(1));
+        let gateway = gateway(server, "response_timeout = \"1m\"\n");
+        let (stop, requests) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let (gateway, requests) = (&gateway, &requests);
+        let statuses: Vec<_> = std::thread::scope(|scope| {
+            scope.spawn(|| reset_requests(gateway, &stop, requests, (flags, body)));
+            let _stop = SetOnDrop(&stop);
+            let others = (0..OTHERS).map(|index| {
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    let method = if index % 2 == 0 { "GET" } else { "POST" };
+                    let mut statuses = Vec::new();
+                    while statuses.len() < 5 || requests.load(Ordering::Relaxed) < 1000 {
+                        statuses.push(client.request(method, "/", &[], b"").status);
+                    }
+                    statuses
+                })
+            });
+            let others: Vec<_> = others.collect();
+            others.into_iter().flat_map(|other| other.join().unwrap()).collect()
+        });
+        println!("{what}: {requests:?} requests reset, {} requests of others", statuses.len());
+        let failed = statuses.iter().filter(|status| **status != 200).count();
+        assert_eq!(failed, 0, "{what}: of {} requests", statuses.len());
+        let errors = errors.lock().unwrap();
+        assert!(!errors.iter().any(|error| error.contains("too_many_resets")), "{what}: {errors:?}");
+    }
+}
+
+/// Resets of requests without a response are paced on a connection with requests of other clients, and sent at once if
+/// there are none.
+#[test]
+fn resets_are_paced_while_others_use_the_connection() {
+    const CLIENTS: usize = 25;
+    for is_shared in [true, false] {
+        let (server, ended) = silent();
+        let gateway = gateway(server.address, "");
+        let ask = || {
+            let mut client = gateway.client();
+            client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
+            client
+        };
+        let other = is_shared.then(ask);
+        let clients: Vec<_> = (0..CLIENTS).map(|_| ask()).collect();
+        let requests = CLIENTS + usize::from(is_shared);
+        eventually("all requests have arrived", || server.connections().len() == requests);
+        let left = monotonic();
+        drop(clients);
+        let times: Vec<_> = (0..CLIENTS)
+            .map(|_| {
+                assert_eq!(ended.recv_timeout(MAX_WAIT).expect("the stream is reset"), Reason::CANCEL);
+                left.elapsed()
+            })
+            .collect();
+        assert!(times[9] < Duration::from_secs(2), "the first resets are sent soon: {times:?}");
+        if is_shared {
+            assert!(times[10] - times[9] > Duration::from_millis(900), "10 resets per second: {times:?}");
+            assert!(times[20] - times[19] > Duration::from_millis(900), "10 resets per second: {times:?}");
+        } else {
+            assert!(times[CLIENTS - 1] < Duration::from_secs(2), "{times:?}");
+        }
+        // The other request continues, and new requests use another connection.
+        assert!(ended.try_recv().is_err(), "the request of the other client is not reset");
+        assert_eq!(gateway.get("/ok").status, 200);
+        assert_eq!(server.connections().last(), Some(&1));
+        drop(other);
+    }
+}
+
+#[test]
+fn response_shows_that_earlier_streams_may_be_reset() {
+    const CLIENTS: usize = 25;
+    let (server, ended) = silent();
+    let gateway = gateway(server.address, "");
+    let clients: Vec<_> = (0..=CLIENTS)
+        .map(|_| {
+            let mut client = gateway.client();
+            client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
+            client
+        })
+        .collect();
+    eventually("all requests have arrived", || server.connections().len() == CLIENTS + 1);
+    assert_eq!(gateway.get("/ok").status, 200);
+    let mut clients = clients.into_iter();
+    let _other = clients.next();
+    let left = monotonic();
+    drop(clients);
+    for _ in 0..CLIENTS {
+        assert_eq!(ended.recv_timeout(MAX_WAIT).expect("the stream is reset"), Reason::CANCEL);
+    }
+    assert!(left.elapsed() < Duration::from_secs(1), "no reset is delayed: {:?}", left.elapsed());
+    assert_eq!(gateway.get("/ok").status, 200);
+    assert_eq!(server.connections().last(), Some(&0));
+}
+
+#[test]
+fn connection_without_free_streams_is_joined_by_others_up_to_a_maximum() {
+    const STREAMS: usize = 2;
+    const CONNECTIONS: usize = 4;
+    let (server, _ended) = silent_with(h2::server::Builder::new().max_concurrent_streams(STREAMS as u32));
+    let gateway = gateway(server.address, "");
+    assert_eq!(gateway.get("/ok").status, 200);
+    let mut held = Vec::new();
+    for number in 0..STREAMS * CONNECTIONS {
+        let mut client = gateway.client();
+        client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
+        held.push(client);
+        eventually("the request has arrived", || server.connections().len() == number + 2);
+    }
+    assert_eq!(server.connections(), [0, 0, 0, 1, 1, 2, 2, 3, 3]);
+    // All streams are in use. Another request waits until one is free.
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_silent(waiting.stream.get_mut(), Duration::from_millis(300));
+    held.clear();
+    assert_eq!(waiting.reply().unwrap().status, 200);
+    assert!(server.connections().into_iter().all(|connection| connection < CONNECTIONS));
+}
+
+#[test]
+fn request_that_opened_a_shared_connection_is_retried_as_well() {
+    let (sender, arrived) = channel();
+    let server = Server::start(
+        |number| if number == 1 { Then::Drop } else { Then::GoOn },
+        move |number, request, respond| {
+            let sender: Sender<_> = sender.clone();
+            async move {
+                if number == 0 {
+                    sender.send(()).unwrap();
+                    // Hold the request until the connection is closed.
+                    let _ = read(&mut request.into_body()).await;
+                    std::future::pending::<()>().await;
+                }
+                answer(respond, "ok");
+            }
+        },
+    );
+    let gateway = gateway(server.address, "");
+    let mut first = gateway.client();
+    first.send(b"GET /first HTTP/1.1\r\nHost: a\r\n\r\n");
+    arrived.recv_timeout(MAX_WAIT).unwrap();
+    assert_eq!(gateway.get("/second").status, 200);
+    assert_eq!(first.reply().unwrap().status, 200);
+    assert_eq!(server.connections(), [0, 0, 1, 1]);
+}
+
+#[test]
+fn cancelled_grpc_streams_are_cancelled_at_the_upstream_within_a_second() {
+    const CALLS: usize = 50;
+    let (sender, ended) = channel();
+    let server = Server::start(
+        |_| Then::GoOn,
+        move |_, request, mut respond| {
+            let sender: Sender<_> = sender.clone();
+            async move {
+                // Half of the calls get response headers, and no call gets a message.
+                let reason = if request.uri().path().ends_with("/Headers") {
+                    let mut stream = respond.send_response(Response::new(()), false).unwrap();
+                    poll_fn(|cx| stream.poll_reset(cx)).await
+                } else {
+                    poll_fn(|cx| respond.poll_reset(cx)).await
+                };
+                if let Ok(reason) = reason {
+                    sender.send(reason).unwrap();
+                }
+            }
+        },
+    );
+    let gateway = gateway(server.address, "");
+    block_on(async {
+        let mut client = client(&gateway).await;
+        let mut calls = Vec::new();
+        for number in 0..CALLS {
+            client = client.ready().await.unwrap();
+            let method = if number % 2 == 0 { "NoHeaders" } else { "Headers" };
+            calls.push(client.send_request(call(method), false).unwrap());
+        }
+        let server = server.seen.clone();
+        let all_arrived = move || eventually("all calls have arrived", || server.lock().unwrap().len() == CALLS);
+        tokio::task::spawn_blocking(all_arrived).await.unwrap();
+        let left = monotonic();
+        drop(calls);
+        let reasons = move || (0..CALLS).map(|_| ended.recv_timeout(MAX_WAIT).unwrap()).collect::<Vec<_>>();
+        let reasons = tokio::task::spawn_blocking(reasons).await.unwrap();
+        assert_eq!(reasons, [Reason::CANCEL; CALLS]);
+        assert!(left.elapsed() < Duration::from_secs(1), "{:?}", left.elapsed());
+    });
 }

@@ -668,6 +668,58 @@ fn slow_uploads_hold_no_request_permit_of_an_upstream() {
     }
 }
 
+/// Uploads that have not ended use at most half of the request permits of an upstream per client network.
+#[test]
+fn slow_uploads_of_one_network_leave_request_permits_to_others() {
+    const PERMITS: usize = 4;
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n\
+         {}max_requests = {PERMITS}\nmax_queue = 2\n",
+        routes(upstream.address, "")
+    ));
+    let post = |from: &str| {
+        let mut client = gateway.client();
+        client.send(format!("PROXY TCP4 {from} 192.0.2.9 1 80\r\n").as_bytes());
+        client.send(b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n");
+        client
+    };
+    let uploads = || upstream.heads.lock().unwrap().len();
+    let mut slow: Vec<_> = (0..PERMITS / 2).map(|_| post("192.0.2.1")).collect();
+    eventually("half of the permits are in use", || uploads() == PERMITS / 2);
+    for _ in 0..3 {
+        let mut rejected = post("192.0.2.1");
+        let reply = rejected.reply().expect("a response");
+        reply.assert_problem(503, "the network has half of the permits");
+        assert_eq!(reply.header("retry-after"), Some("1"));
+    }
+    assert_eq!(uploads(), PERMITS / 2, "no further upload reaches the upstream");
+    // The same network can send other requests, and other networks can upload.
+    let mut other = gateway.client();
+    other.send(b"PROXY TCP4 192.0.2.1 192.0.2.9 1 80\r\n");
+    assert_eq!(other.get("/up/").status, 200);
+    slow.extend((0..PERMITS / 2).map(|_| post("192.0.2.2")));
+    eventually("another network has the other half", || uploads() == PERMITS + 1);
+    // An upload counts until it ends.
+    for client in &mut slow {
+        client.send(b"0\r\n\r\n");
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    let mut next = post("192.0.2.1");
+    next.send(b"0\r\n\r\n");
+    assert_eq!(next.reply().unwrap().status, 200);
+    // A client that disconnects releases its share.
+    let left: Vec<_> = (0..PERMITS / 2).map(|_| post("192.0.2.1")).collect();
+    eventually("the uploads have begun", || uploads() == PERMITS + 2 + PERMITS / 2);
+    drop(left);
+    eventually("the share is free again", || {
+        let mut next = post("192.0.2.1");
+        next.send(b"0\r\n\r\n");
+        next.reply().is_some_and(|reply| reply.status == 200)
+    });
+}
+
 #[test]
 fn body_slower_than_min_body_rate_is_408() {
     let upstream = Upstream::start();

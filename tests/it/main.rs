@@ -19,6 +19,7 @@ mod basic_auth;
 mod batching;
 mod bounds;
 mod client_certificates;
+mod client_resets;
 mod concurrency;
 mod config;
 mod cors;
