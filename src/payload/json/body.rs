@@ -19,7 +19,7 @@ pub const MAX_VALUE: usize = 1024;
 pub const MAX_POINTERS: usize = 64;
 
 /// Maximum number of object members in a body. Together with [`MAX_ELEMENTS`], it bounds the time to read a body that
-/// consists of many short members: about 5 ms.
+/// consists of many short members to about 10 ms.
 pub const MAX_MEMBERS: usize = 100_000;
 
 /// Maximum number of array elements in a body. An element takes less time than a member, and an LLM API may receive a
