@@ -357,8 +357,13 @@ impl Shard {
         if self.entry_count < capacity {
             return Room::Available(0);
         }
-        let limits = self.limits.len() + usize::from(limit_index.is_none());
-        let guaranteed = (capacity / limits).max(1);
+        // A limit whose states have all expired has no guaranteed part.
+        let others = self
+            .limits
+            .iter()
+            .enumerate()
+            .filter(|(index, states)| Some(*index) != limit_index && !states.entries.is_empty());
+        let guaranteed = (capacity / (others.count() + 1)).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
             // This limit has fewer states than its guaranteed part, so another limit has more than its own part. Evict
             // a state of the limit with the most states.
@@ -492,6 +497,109 @@ impl LimitStates {
                     self.entries.swap_remove(&key);
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::key::{Identity, IdentityHasher};
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::verdict::ChargeMode;
+
+    const START_US: u64 = 1_000_000_000;
+
+    fn store(states_per_shard: usize) -> (MemoryStore, Clock) {
+        let clock = Clock::manual(START_US);
+        (MemoryStore::new(SHARDS * states_per_shard, clock.clone()), clock)
+    }
+
+    fn limit(name: &str, quota: &str) -> LimitSpec {
+        LimitSpec::token_bucket(&IdentityHasher::new(""), name, quota.parse().unwrap()).unwrap()
+    }
+
+    /// Return a charge of the identity with this number. The states of all these identities belong to the first shard.
+    fn charge(limit: &LimitSpec, number: u128, cost: u64) -> Charge<'_> {
+        let variant = &limit.default_variant;
+        let state_hash = Key { identity: Identity(0), state_name: &variant.state_name }.local_hash();
+        let identity = Identity(number * SHARDS as u128 ^ state_hash);
+        let key = Key { identity, state_name: &variant.state_name };
+        let mode = ChargeMode::Enforced;
+        Charge { key, rule: &variant.rule, cost, mode, permit_id: 0, debt_before_us: 0, usage: None }
+    }
+
+    fn check(store: &MemoryStore, charge: Charge<'_>) -> bool {
+        store.decide(Operation::Check, &[charge]).granted > 0
+    }
+
+    fn remaining(store: &MemoryStore, limit: &LimitSpec, number: u128) -> u64 {
+        store.decide(Operation::Peek, &[charge(limit, number, 0)]).outcomes[0].remaining
+    }
+
+    #[test]
+    fn removed_state_makes_room() {
+        let (store, _) = store(2);
+        let limit = limit("limit", "10/day");
+        (0..2).for_each(|number| assert!(check(&store, charge(&limit, number, 1))));
+        let removed = charge(&limit, 0, 1).key.local_hash();
+        assert!(store.remove(removed) && !store.remove(removed));
+        assert!(check(&store, charge(&limit, 2, 1)));
+        assert_eq!((store.len(), store.evictions_and_rejections()), (2, [0, 0]));
+    }
+
+    #[test]
+    fn expired_state_makes_room_among_states_that_are_not_evicted() {
+        const STATES: u128 = 20;
+        let limit = limit("limit", "10/s");
+        for expired in 0..STATES {
+            let (store, clock) = store(STATES as usize);
+            for number in 0..STATES {
+                let cost = if number == expired { 5 } else { 10 };
+                assert!(check(&store, charge(&limit, number, cost)));
+            }
+            assert!(!check(&store, charge(&limit, STATES, 1)), "all states have used half of their quota");
+            assert_eq!(store.evictions_and_rejections(), [0, 1]);
+            clock.set(START_US + 600_000);
+            assert!(check(&store, charge(&limit, STATES, 1)), "state {expired} has expired");
+        }
+    }
+
+    #[test]
+    fn expired_states_of_an_unused_limit_are_removed() {
+        let (store, clock) = store(1000);
+        let (unused, used) = (limit("unused", "10/s"), limit("used", "10/day"));
+        (0..5).for_each(|number| assert!(check(&store, charge(&unused, number, 10))));
+        clock.set(START_US + 2_000_000);
+        (0..20).for_each(|number| assert!(check(&store, charge(&used, number, 1))));
+        assert_eq!(store.len(), 20);
+    }
+
+    #[test]
+    fn limit_gets_its_share_from_the_largest_limit() {
+        let (store, clock) = store(8);
+        let (large, small) = (limit("large", "10/day"), limit("small", "10/day"));
+        let expired = limit("expired", "10/s");
+        (0..2).for_each(|number| assert!(check(&store, charge(&expired, number, 10))));
+        clock.set(START_US + 2_000_000);
+        (0..8).for_each(|number| assert!(check(&store, charge(&large, number, 10))));
+        (0..4).for_each(|number| assert!(check(&store, charge(&small, number, 10))));
+        let kept = |limit: &LimitSpec| (0..8).filter(|number| remaining(&store, limit, *number) == 0).count();
+        assert_eq!((kept(&large), kept(&small)), (4, 4));
+        assert!(!check(&store, charge(&small, 4, 10)), "the limit has used its share");
+    }
+
+    #[test]
+    fn limit_without_room_leaves_the_other_limits_of_the_request_uncharged() {
+        let (store, _) = store(4);
+        let (full, other) = (limit("full", "10/day"), limit("other", "10/day"));
+        assert!(check(&store, charge(&other, 0, 1)));
+        (0..3).for_each(|number| assert!(check(&store, charge(&full, number, 10))));
+        let new = charge(&full, 3, 1);
+        for (charges, full_limits) in [([new, charge(&other, 0, 1)], 0b01), ([charge(&other, 0, 1), new], 0b10)] {
+            let verdict = store.decide(Operation::Check, &charges);
+            assert_eq!((verdict.granted, verdict.full_limits), (0, full_limits));
+            assert_eq!(remaining(&store, &other, 0), 9);
         }
     }
 }
