@@ -3,6 +3,7 @@
 //! time to parse hostile bodies, in ms per MiB.
 #![allow(missing_docs)] // criterion's macros generate public items
 
+#[allow(unreachable_pub)] // tests use the module, too
 #[path = "../tests/support/hostile_bodies.rs"]
 mod hostile_bodies;
 
