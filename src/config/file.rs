@@ -533,7 +533,10 @@ impl<'s> Document<'s> {
 /// Return whether the value is a valid item of the list that its key requires.
 fn is_list_item(faulty: &TypeError<'_, '_>) -> bool {
     match faulty.value {
-        DeValue::Table(_) => !faulty.file.keys(faulty.path).is_empty(),
+        DeValue::Table(table) => {
+            let known = faulty.file.keys(faulty.path);
+            table.keys().any(|key| known.contains(&&**key.get_ref()))
+        }
         DeValue::String(_) => faulty.file.value_schema(faulty.path).is_some_and(has_text_items),
         _ => false,
     }

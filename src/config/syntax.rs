@@ -40,8 +40,14 @@ pub(super) fn parse(text: &str, file: FileKind) -> Result<DeTable<'_>, Vec<Issue
         }
         last_line = Some(line);
         let message = error.message().replace('\n', ", ");
-        let is_unclosed = message.starts_with("unclosed") || message.contains("invalid multi-line");
-        issues.push(issue(text, message, span, file));
+        let is_unclosed = message.starts_with("unclosed")
+            || message.starts_with("missing comma between array elements")
+            || message.contains("invalid multi-line");
+        let issue = issue(text, message, span, file);
+        let is_repeated = issue.hint.is_some() && issues.last().is_some_and(|last| last.hint == issue.hint);
+        if !is_repeated {
+            issues.push(issue);
+        }
         if is_unclosed {
             break;
         }
@@ -59,8 +65,13 @@ fn issue(text: &str, message: String, span: Range<usize>, file: FileKind) -> Iss
         line.first_definition(text).map(|first| format!("the first one is in line {first}"))
     } else if message.starts_with("invalid basic string") || message.starts_with("invalid literal string") {
         Some("a string ends on its line with the quote with which it starts; in \"…\", write \\ as \\\\".to_owned())
+    } else if message.starts_with("missing comma between array elements") {
+        Some("separate the items with commas, and end the list with ]".to_owned())
     } else {
-        line.hint(text, &span, file)
+        line.header_hint().or_else(|| line.hint(text, &span, file)).or_else(|| {
+            let is_directive = line.text.trim_end().ends_with(';');
+            is_directive.then(|| "remove the `;` at the end of the line".to_owned())
+        })
     };
     Issue { span: Some(span), message, hint }
 }
@@ -136,6 +147,17 @@ impl<'t> Line<'t> {
         Line { text: text[start..].lines().next().unwrap_or_default(), start }
     }
 
+    /// Return a hint for a table header with missing or surplus brackets.
+    fn header_hint(&self) -> Option<String> {
+        let line = self.text.trim();
+        let name = line.trim_matches(['[', ']']).trim();
+        let is_header = line.starts_with('[') && is_key(name) && !name.is_empty();
+        let own = line.split(name).map(str::len).collect::<Vec<_>>();
+        let is_list = matches!(name, "route" | "listener" | "consumer");
+        let right = if is_list { format!("[[{name}]]") } else { format!("[{name}]") };
+        (is_header && own != [1, 1] && own != [2, 2]).then(|| format!("write {right}"))
+    }
+
     /// Return a hint for a value without quotes, or for a colon in place of an equals sign.
     fn hint(&self, text: &str, span: &Range<usize>, file: FileKind) -> Option<String> {
         if let Some((key, value)) = self.text.trim().split_once(':').filter(|(key, _)| is_key(key)) {
@@ -153,13 +175,16 @@ impl<'t> Line<'t> {
         }
         let required = RequiredType::from_schema(schema);
         Some(match required {
-            RequiredType::Boolean | RequiredType::Integer | RequiredType::Number if value.starts_with("${") => {
-                format!("variables work in strings: {key} = \"{value}\"")
+            RequiredType::Boolean | RequiredType::Integer | RequiredType::Number if value.starts_with('$') => {
+                let name = value.trim_matches(['$', '{', '}']);
+                format!("variables work in strings: {key} = \"${{{name}}}\"")
             }
             RequiredType::Boolean => boolean_hint(key, value).unwrap_or("write `true` or `false`".to_owned()),
             RequiredType::Integer | RequiredType::Number => {
+                let digits = value.split(|c: char| !c.is_ascii_digit()).find(|part| !part.is_empty());
                 let example = schema["minimum"].as_i64().unwrap_or_default().max(1);
-                format!("write a number: {key} = {example}")
+                let number = digits.and_then(|digits| digits.parse().ok()).unwrap_or(example);
+                format!("write a number: {key} = {number}")
             }
             RequiredType::List if value.starts_with("${") => {
                 format!("variables work in strings: {key} = [\"{value}\"]")
@@ -183,6 +208,7 @@ impl<'t> Line<'t> {
         let is_item = line[equals + 1..].trim_start().starts_with('[');
         let start = if is_item { equals + 1 + before[equals + 1..].rfind(['[', ','])? + 1 } else { equals + 1 };
         let value = value_text(&line[start..], before[..equals].contains('{') || is_item);
+        let value = value.trim_end_matches(';');
         let is_quoted = value.starts_with(['"', '\'', '[', '{']) || value.ends_with(['"', '\'']);
         (!value.is_empty() && !is_quoted).then_some(Unquoted { key, value, is_item })
     }

@@ -110,7 +110,10 @@ pub(super) struct TypeError<'e, 'd> {
 impl TypeError<'_, '_> {
     /// Return the type that the key requires. `None` if the error is not about the type.
     pub(super) fn required_type(&self) -> Option<RequiredType> {
-        self.expected().map(RequiredType::from_message)
+        let required = self.expected().map(RequiredType::from_message)?;
+        // serde accepts a list in place of a table, and reports the type of the table's first key.
+        let is_table = || self.file.value_schema(self.path).is_some_and(|schema| schema["type"] == "object");
+        Some(if self.value.is_array() && is_table() { RequiredType::Table } else { required })
     }
 
     fn expected(&self) -> Option<&str> {
@@ -155,6 +158,11 @@ impl TypeError<'_, '_> {
     fn hint(&self, required: RequiredType, key: &str, keys: &[&str]) -> Option<String> {
         let written = quoted(self.written, keys);
         let text = self.value.as_str().filter(|text| !is_secret(keys, text));
+        // A table in place of the name of an upstream.
+        if let ["route", "upstream", "servers" | "server" | "url" | "urls" | "host" | "address"] = keys {
+            let hint = "define [upstream.NAME] with servers = [\"http://HOST:PORT\"], and write upstream = \"NAME\"";
+            return Some(hint.to_owned());
+        }
         Some(match (required, self.value) {
             (RequiredType::Boolean, _) => {
                 boolean_hint(key, text.unwrap_or(self.written)).unwrap_or("write `true` or `false`".to_owned())
@@ -164,12 +172,18 @@ impl TypeError<'_, '_> {
             (RequiredType::Text, DeValue::Array(items)) if items.len() == 1 => {
                 format!("remove the brackets: {key} = {}", written.trim_matches(['[', ']', ' ']))
             }
+            (RequiredType::Text, DeValue::Table(_)) if key == "limits" => {
+                "define [limit.NAME] with this table, and write limits = [\"NAME\"]".to_owned()
+            }
             (RequiredType::Text, _) => match self.words() {
                 Some(words) => format!("write one of {words}"),
                 None => format!("write a string: {key} = {}", self.example().unwrap_or("\"…\"".to_owned())),
             },
-            (RequiredType::List, DeValue::Table(_)) if keys.len() == 1 => {
-                "an array of tables has two brackets: [[route]], [[listener]]".to_owned()
+            (RequiredType::List, DeValue::Table(table)) if keys.len() == 1 => {
+                match table.keys().next().filter(|name| !self.file.keys(&[key]).contains(&&**name.get_ref())) {
+                    Some(name) => format!("write [[{key}]] with name = \"{}\"", name.get_ref()),
+                    None => "an array of tables has two brackets: [[route]], [[listener]]".to_owned(),
+                }
             }
             (RequiredType::List, _) if keys.len() == 1 && key != "include" => {
                 format!("write a table:\n[[{key}]]\n{}", main_key(key, &written))
@@ -181,7 +195,15 @@ impl TypeError<'_, '_> {
             (RequiredType::Table, DeValue::String(_)) if keys.len() == 2 && NAMED_TABLES.contains(&keys[0]) => {
                 format!("write a table:\n[{}.{key}]\n{}", keys[0], main_key(keys[0], &written))
             }
-            (RequiredType::List, _) => format!("write a list in brackets: {key} = [{written}]"),
+            (RequiredType::List, DeValue::String(_) | DeValue::Table(_)) => {
+                format!("write a list in brackets: {key} = [{written}]")
+            }
+            (RequiredType::List, _) => {
+                format!("write a list: {key} = {}", self.example().unwrap_or("[\"…\"]".to_owned()))
+            }
+            (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && !NAMED_TABLES.contains(&key) => {
+                format!("the table occurs once and has single brackets: [{key}]")
+            }
             (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && NAMED_TABLES.contains(&key) => {
                 format!("each {key} has a name instead of two brackets: [{key}.NAME]")
             }
@@ -224,8 +246,9 @@ impl TypeError<'_, '_> {
 /// Return the first value in the documentation of a key, otherwise its default.
 pub(super) fn example(schema: &Value) -> Option<String> {
     let quoted = schema["description"].as_str().unwrap_or_default().split('`').skip(1).step_by(2);
-    let values = quoted.filter(|quoted| quoted.starts_with(['{', '[', '"'])).map(str::to_owned);
-    values.into_iter().next().or_else(|| Some(schema.get("default")?.to_string()))
+    // `[auth.NAME]` is a table, not a value.
+    let is_value = |text: &&str| text.starts_with(['{', '"']) || text.starts_with("[\"");
+    quoted.into_iter().find(is_value).map(str::to_owned).or_else(|| Some(schema.get("default")?.to_string()))
 }
 
 /// Return a hint for the text of a boolean that TOML does not know, such as `True`, `yes` or `1`.

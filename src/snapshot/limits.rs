@@ -278,7 +278,14 @@ fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Opti
     let is_valid = (1..=MAX_UNIT_LENGTH).contains(&unit.len())
         && unit.starts_with(|c: char| c.is_ascii_lowercase())
         && unit.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
-    let (message, hint) = if !is_valid {
+    let is_time = matches!(
+        unit.to_ascii_lowercase().trim_end_matches('s'),
+        "s" | "sec" | "second" | "min" | "minute" | "hour" | "day" | "week" | "month" | "year"
+    );
+    let (message, hint) = if is_time {
+        let hint = "write the unit of time in `quota`, such as quota = \"100/min\"; `unit` names what the quota counts";
+        (format!("`{unit}` is a unit of time"), hint.to_owned())
+    } else if !is_valid {
         let hint = "use 1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\", because units \
                     appear in headers";
         (format!("`{unit}` is not a valid unit"), hint.to_owned())

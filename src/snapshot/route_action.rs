@@ -97,7 +97,7 @@ fn weighted_upstreams(
     }
     if weights.values().all(|weight| *weight.get_ref() == 0) {
         let issue = Issue::new(span.clone(), "all upstreams have weight 0");
-        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 } sends nine of ten requests to `api`"));
+        reader.push_missing(issue.with_hint("{ api = 9, canary = 1 } sends nine of ten requests to `api`"));
     }
     WeightedUpstreams::new(known)
 }

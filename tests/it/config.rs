@@ -421,6 +421,22 @@ const MISTAKES: &[(&str, &[&str])] = &[
         "[server]\nidle_timeout = \"30 seconds\"\nheader_timeout = \"5\"\nmax_uri = \"8k\"\nrequest_buffer = \"1MB\"",
         &["did you mean \"30s\"?", "did you mean \"5s\"?", "did you mean \"8KiB\"?", "did you mean \"1MiB\"?"],
     ),
+    (
+        "[server]\nworkers = 4;\nidle_timeout = 5s;\n[log]\nlevel = \"info\";",
+        &["workers = 4", "idle_timeout = \"5s\"", "remove the `;`"],
+    ),
+    ("[server]\nworkers = $WORKERS", &["variables work in strings: workers = \"${WORKERS}\""]),
+    ("[server\nworkers = 1", &["write [server]"]),
+    ("[client_ip]\ntrusted_proxies = [\"10.0.0.0/8\"\nheader = \"forwarded\"", &["end the list with ]"]),
+    ("[[server]]\nworkers = 1", &["`server` must be a table, not a list", "single brackets: [server]"]),
+    (
+        "[route.api]\nname = \"r\"\n[[listener]]\naddress = \"127.0.0.1:0\"",
+        &["`route` must be a list, not a table", "write [[route]] with name = \"api\""],
+    ),
+    (
+        "[limit.l]\nby = \"ip\"\nrequests_per_unit = 5\nunit = \"MINUTE\"",
+        &["write quota = \"5/min\"", "`MINUTE` is a unit of time"],
+    ),
     // Characters that look like others.
     (
         "[log]\nlevel = \u{201c}info\u{201d}",
@@ -572,6 +588,12 @@ const MISTAKES_IN_ROUTES: &[(&str, &[&str])] = &[
     (
         "respond = { status = \"200\" }",
         &["`status` must be an integer, not a string", "remove the quotes: status = 200"],
+    ),
+    ("upstream = { servers = [\"http://127.0.0.1:1\"] }", &["define [upstream.NAME] with servers"]),
+    ("respond = { status = 200 }\nlimits = [{ by = \"ip\" }]", &["define [limit.NAME] with this table"]),
+    (
+        "respond = { status = 200 }\nrequire = true",
+        &["`require` must be a list, not a boolean", "write a list: require = [\"keys\""],
     ),
     ("respond = { status = 200 }\nenabled = true", &["to disable a table, remove it"]),
 ];
