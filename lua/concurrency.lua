@@ -7,9 +7,12 @@
 -- State: a ZSET of permit ids. The score of a permit is the time at which it expires, in microseconds. If a stored
 -- permit expires later than a new permit would, the clock was set back. The next charge, renewal or denial then reduces
 -- its expiry to that of a new permit.
+-- So that a script run stays short, it removes at most 100 expired permits, and reduces the expiry of at most 100
+-- permits. Expired permits do not count, and later runs remove the others.
 -- The script cannot know when requests will release their permits. A denial therefore has status 3, and retry_us is the
 -- time until enough permits expire.
 local call, ceil, format = redis.call, math.ceil, string.format
+local unpack_list = table.unpack or unpack
 local KEY_SLACK_MS
 local key, operation, op, cost, a, b, d, now
 local status, remaining, reset_us, retry_us, free, free_reset_us, commit
@@ -19,9 +22,12 @@ if operation == 'T' then return redis.error_reply('RLARG operation T does not su
 local now_text, expires_at = format('%d', now), format('%d', now + ttl)
 local live = call('ZCOUNT', key, '(' .. now_text, '+inf')
 local clock_went_back = call('ZCOUNT', key, '(' .. expires_at, '+inf') > 0
-local function remove_expired() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
+local function remove_expired()
+  local expired = call('ZRANGEBYSCORE', key, '-inf', now_text, 'LIMIT', '0', '100')
+  if #expired > 0 then call('ZREM', key, unpack_list(expired)) end
+end
 local function repair_and_expire()
-  local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf')
+  local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf', 'LIMIT', '0', '100')
   for i = 1, #late do call('ZADD', key, expires_at, late[i]) end
   call('PEXPIRE', key, format('%d', ceil(ttl / 1000) + KEY_SLACK_MS))
 end

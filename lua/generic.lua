@@ -61,6 +61,7 @@
 -- Input    `key, kind, cost, a, b, c, d, now, charged_at`  Arguments of the request.
 --          `op`  C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
 --          `key_expires_at, field1, field2, field3`  The state, or nil if the key does not exist.
+--          `memo`  A table for parsed states by key, or nil. For T, the second run reads what the first run has stored.
 -- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
 --          values after the charge. Otherwise they are the values without the charge.
 --          `free, free_reset_us`  Remaining and reset_us without the charge.
@@ -90,6 +91,8 @@
 -- The scripts format numbers with %d. `..` and tostring would write a large number as 1e+15. %.0f is three times as
 -- slow, and can write -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+-- The function `unpack` of Lua 5.1 is `table.unpack` in later versions.
+local unpack_list = table.unpack or unpack
 local pack, unpack = struct.pack, struct.unpack
 -- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
 -- STATE_BYTES is the size of a state with three fields.
@@ -195,8 +198,9 @@ local function decide(key_offset)
   end
   --@end usage
   -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
-  -- them.
-  if operation == 'T' then op, requested = 'P', 0 end
+  -- them. `memo` keeps the states that the first run has parsed.
+  local memo
+  if operation == 'T' then op, requested, memo = 'P', 0, {} end
   repeat
     admitted = true
     for i = 1, #checks do

@@ -8,37 +8,45 @@
 -- the oldest bucket that has tokens.
 local call, floor, match, format = redis.call, math.floor, string.match, string.format
 local MAX_STATE
+local memo
 local key, op, cost, a, b, c, now, charged_at
 local status, remaining, reset_us, retry_us, free, free_reset_us, ttl_us, new_state
 --@body
 local limit, window, buckets = a, b, c
-local width, counts, total, clock_went_back = floor(window / buckets), {[0] = 0}, 0, false
+local width = floor(window / buckets)
 local index = floor(now / width)
-for age = 1, buckets do counts[age] = 0 end
-local state = call('GET', key)
-if state then
-  local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
-  local age = index - tonumber(stored_index)
-  if age < 0 then age, clock_went_back = 0, true end
-  for stored_count in string.gmatch(stored_counts, '%d+') do
-    if age > buckets then break end
-    local count = tonumber(stored_count)
-    counts[age], total, age = count, total + count, age + 1
+-- The number of tokens in each bucket by age, as text. The newest bucket has age 0. A script that converts these texts
+-- to numbers and back would need twice as much time.
+local counts, total, clock_went_back = {}, 0, false
+local parsed = memo and memo[key]
+if parsed then counts, total, clock_went_back = parsed.counts, parsed.total, parsed.clock_went_back
+else
+  local age, state = 0, call('GET', key)
+  if state then
+    local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
+    local elapsed = index - tonumber(stored_index)
+    if elapsed < 0 then elapsed, clock_went_back = 0, true end
+    while age < elapsed and age <= buckets do counts[age], age = '0', age + 1 end
+    for count in string.gmatch(stored_counts, '%d+') do
+      if age > buckets then break end
+      counts[age], total, age = count, total + count, age + 1
+    end
   end
+  while age <= buckets do counts[age], age = '0', age + 1 end
+  if memo then memo[key] = { counts = counts, total = total, clock_went_back = clock_went_back } end
 end
--- Return the time in microseconds until a bucket is completely outside the window. The newest bucket has age 0.
+-- Return the time in microseconds until a bucket is completely outside the window.
 local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
 local function until_empty()
   for age = 0, buckets do
-    if counts[age] > 0 then return dropped_after_us(age) end
+    if counts[age] ~= '0' then return dropped_after_us(age) end
   end
   return 0
 end
 local function encode()
-  local texts, last = {}, buckets
-  while counts[last] == 0 do last = last - 1 end
-  for age = 0, last do texts[age + 1] = format('%d', counts[age]) end
-  return format('%d:', index) .. table.concat(texts, ',')
+  local last = buckets
+  while counts[last] == '0' do last = last - 1 end
+  return format('%d:', index) .. table.concat(counts, ',', 0, last)
 end
 free, free_reset_us = limit - total, until_empty()
 
@@ -49,7 +57,7 @@ if total + cost > limit and (op == 'C' or op == 'P') then
     -- Find the newest bucket that must leave the window so that the cost fits. The loop ends, because the cost alone
     -- does not exceed the limit.
     local excess, age = total + cost - limit, buckets
-    while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
+    while excess > tonumber(counts[age]) do excess, age = excess - counts[age], age - 1 end
     status, retry_us = 1, dropped_after_us(age)
   end
   if clock_went_back and total > 0 then new_state, ttl_us = encode(), reset_us end
@@ -57,10 +65,11 @@ else
   local age, change = 0, cost
   if op == 'R' then
     age = index - floor(charged_at / width)
-    change = age >= 0 and age <= buckets and -(counts[age] < cost and counts[age] or cost) or 0
+    local count = age >= 0 and age <= buckets and tonumber(counts[age]) or 0
+    change = -(count < cost and count or cost)
   end
   if total + change > MAX_STATE then change = MAX_STATE - total end
-  if change ~= 0 then counts[age], total = counts[age] + change, total + change end
+  if change ~= 0 then counts[age], total = format('%d', counts[age] + change), total + change end
   remaining, reset_us, ttl_us = limit - total, until_empty(), false
-  if total > 0 then new_state, ttl_us = encode(), reset_us end
+  if total > 0 and op ~= 'P' then new_state, ttl_us = encode(), reset_us end
 end

@@ -5,6 +5,7 @@
 -- State: a LIST with one time per token, in microseconds, oldest first. If the clock was set back, a stored time may be
 -- in the future. Such a time counts as the current time.
 local call, floor, ceil, format = redis.call, math.floor, math.ceil, string.format
+local unpack_list = table.unpack or unpack
 local KEY_SLACK_MS
 local key, op, cost, a, b, now, charged_at
 local status, remaining, reset_us, retry_us, free, free_reset_us, commit
@@ -29,15 +30,29 @@ if active > 0 then
 end
 free, free_reset_us = limit - active, newest and newest + window - now or 0
 local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
--- The first write of a repair or charge is RPUSH, so that Redis can reject it beyond `maxmemory`. After another write,
--- such as LTRIM, Redis would accept RPUSH.
-local function repair()
-  local times = call('LRANGE', key, '0', '-1')
-  for i = 1, #times do
-    call('RPUSH', key, tonumber(times[i]) > now and format('%d', now) or times[i])
+-- Append the current time `count` times. One RPUSH appends up to 1,000 values: with more values, the function `unpack`
+-- of Lua 5.1 would soon run out of stack.
+local function append(count)
+  local times, now_text = {}, format('%d', now)
+  for i = 1, count < 1000 and count or 1000 do times[i] = now_text end
+  while count > 0 do
+    call('RPUSH', key, unpack_list(times, 1, count < 1000 and count or 1000))
+    count = count - 1000
   end
-  call('LTRIM', key, format('%d', #times), '-1')
-  expire()
+end
+-- Drop the oldest `dropped` times, replace the times in the future with the current time, and append the current time
+-- `count` times. Times in the future are the last ones of the list. The first write of a repair or charge is RPUSH, so
+-- that Redis can reject it beyond `maxmemory`. After another write, such as LTRIM, Redis would accept RPUSH.
+local function repair(dropped, count)
+  local first_late, end_of_search = first_active, length
+  while first_late < end_of_search do
+    local middle = floor((first_late + end_of_search) / 2)
+    if tonumber(call('LINDEX', key, format('%d', middle))) > now then end_of_search = middle else first_late = middle + 1 end
+  end
+  append(1)
+  if first_late > dropped then call('LTRIM', key, format('%d', dropped), format('%d', first_late - 1))
+  else call('DEL', key) end
+  append(length - first_late + count)
 end
 
 remaining, reset_us = free, free_reset_us
@@ -53,13 +68,20 @@ if op == 'R' then
 elseif op ~= 'A' and active + cost > limit then
   if cost > limit then status, retry_us = 2, -1
   else status, retry_us = 1, time_at(first_active + active + cost - limit - 1) + window - now end
-  if clock_went_back then commit = repair end
+  if clock_went_back then
+    commit = function()
+      repair(0, 0)
+      expire()
+    end
+  end
 elseif cost > 0 then
   remaining, reset_us = free - cost, window
   commit = function()
-    if clock_went_back then repair() end
-    for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
-    if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
+    if clock_went_back then repair(first_active, cost)
+    else
+      append(cost)
+      if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
+    end
     expire()
   end
 end

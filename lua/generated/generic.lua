@@ -64,6 +64,7 @@
 -- Input    `key, kind, cost, a, b, c, d, now, charged_at`  Arguments of the request.
 --          `op`  C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
 --          `key_expires_at, field1, field2, field3`  The state, or nil if the key does not exist.
+--          `memo`  A table for parsed states by key, or nil. For T, the second run reads what the first run has stored.
 -- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
 --          values after the charge. Otherwise they are the values without the charge.
 --          `free, free_reset_us`  Remaining and reset_us without the charge.
@@ -93,6 +94,8 @@
 -- The scripts format numbers with %d. `..` and tostring would write a large number as 1e+15. %.0f is three times as
 -- slow, and can write -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+-- The function `unpack` of Lua 5.1 is `table.unpack` in later versions.
+local unpack_list = table.unpack or unpack
 local pack, unpack = struct.pack, struct.unpack
 -- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
 -- STATE_BYTES is the size of a state with three fields.
@@ -153,8 +156,9 @@ local operation, charged_at, checks
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
-  -- them.
-  if operation == 'T' then op, requested = 'P', 0 end
+  -- them. `memo` keeps the states that the first run has parsed.
+  local memo
+  if operation == 'T' then op, requested, memo = 'P', 0, {} end
   repeat
     admitted = true
     for i = 1, #checks do
@@ -302,15 +306,29 @@ local function decide(key_offset)
         end
         free, free_reset_us = limit - active, newest and newest + window - now or 0
         local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
-        -- The first write of a repair or charge is RPUSH, so that Redis can reject it beyond `maxmemory`. After another write,
-        -- such as LTRIM, Redis would accept RPUSH.
-        local function repair()
-          local times = call('LRANGE', key, '0', '-1')
-          for i = 1, #times do
-            call('RPUSH', key, tonumber(times[i]) > now and format('%d', now) or times[i])
+        -- Append the current time `count` times. One RPUSH appends up to 1,000 values: with more values, the function `unpack`
+        -- of Lua 5.1 would soon run out of stack.
+        local function append(count)
+          local times, now_text = {}, format('%d', now)
+          for i = 1, count < 1000 and count or 1000 do times[i] = now_text end
+          while count > 0 do
+            call('RPUSH', key, unpack_list(times, 1, count < 1000 and count or 1000))
+            count = count - 1000
           end
-          call('LTRIM', key, format('%d', #times), '-1')
-          expire()
+        end
+        -- Drop the oldest `dropped` times, replace the times in the future with the current time, and append the current time
+        -- `count` times. Times in the future are the last ones of the list. The first write of a repair or charge is RPUSH, so
+        -- that Redis can reject it beyond `maxmemory`. After another write, such as LTRIM, Redis would accept RPUSH.
+        local function repair(dropped, count)
+          local first_late, end_of_search = first_active, length
+          while first_late < end_of_search do
+            local middle = floor((first_late + end_of_search) / 2)
+            if tonumber(call('LINDEX', key, format('%d', middle))) > now then end_of_search = middle else first_late = middle + 1 end
+          end
+          append(1)
+          if first_late > dropped then call('LTRIM', key, format('%d', dropped), format('%d', first_late - 1))
+          else call('DEL', key) end
+          append(length - first_late + count)
         end
 
         remaining, reset_us = free, free_reset_us
@@ -326,13 +344,20 @@ local function decide(key_offset)
         elseif op ~= 'A' and active + cost > limit then
           if cost > limit then status, retry_us = 2, -1
           else status, retry_us = 1, time_at(first_active + active + cost - limit - 1) + window - now end
-          if clock_went_back then commit = repair end
+          if clock_went_back then
+            commit = function()
+              repair(0, 0)
+              expire()
+            end
+          end
         elseif cost > 0 then
           remaining, reset_us = free - cost, window
           commit = function()
-            if clock_went_back then repair() end
-            for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
-            if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
+            if clock_went_back then repair(first_active, cost)
+            else
+              append(cost)
+              if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
+            end
             expire()
           end
         end
@@ -370,33 +395,40 @@ local function decide(key_offset)
         end
       elseif kind == 'S' then
         local limit, window, buckets = a, b, c
-        local width, counts, total, clock_went_back = floor(window / buckets), {[0] = 0}, 0, false
+        local width = floor(window / buckets)
         local index = floor(now / width)
-        for age = 1, buckets do counts[age] = 0 end
-        local state = call('GET', key)
-        if state then
-          local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
-          local age = index - tonumber(stored_index)
-          if age < 0 then age, clock_went_back = 0, true end
-          for stored_count in string.gmatch(stored_counts, '%d+') do
-            if age > buckets then break end
-            local count = tonumber(stored_count)
-            counts[age], total, age = count, total + count, age + 1
+        -- The number of tokens in each bucket by age, as text. The newest bucket has age 0. A script that converts these texts
+        -- to numbers and back would need twice as much time.
+        local counts, total, clock_went_back = {}, 0, false
+        local parsed = memo and memo[key]
+        if parsed then counts, total, clock_went_back = parsed.counts, parsed.total, parsed.clock_went_back
+        else
+          local age, state = 0, call('GET', key)
+          if state then
+            local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
+            local elapsed = index - tonumber(stored_index)
+            if elapsed < 0 then elapsed, clock_went_back = 0, true end
+            while age < elapsed and age <= buckets do counts[age], age = '0', age + 1 end
+            for count in string.gmatch(stored_counts, '%d+') do
+              if age > buckets then break end
+              counts[age], total, age = count, total + count, age + 1
+            end
           end
+          while age <= buckets do counts[age], age = '0', age + 1 end
+          if memo then memo[key] = { counts = counts, total = total, clock_went_back = clock_went_back } end
         end
-        -- Return the time in microseconds until a bucket is completely outside the window. The newest bucket has age 0.
+        -- Return the time in microseconds until a bucket is completely outside the window.
         local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
         local function until_empty()
           for age = 0, buckets do
-            if counts[age] > 0 then return dropped_after_us(age) end
+            if counts[age] ~= '0' then return dropped_after_us(age) end
           end
           return 0
         end
         local function encode()
-          local texts, last = {}, buckets
-          while counts[last] == 0 do last = last - 1 end
-          for age = 0, last do texts[age + 1] = format('%d', counts[age]) end
-          return format('%d:', index) .. table.concat(texts, ',')
+          local last = buckets
+          while counts[last] == '0' do last = last - 1 end
+          return format('%d:', index) .. table.concat(counts, ',', 0, last)
         end
         free, free_reset_us = limit - total, until_empty()
 
@@ -407,7 +439,7 @@ local function decide(key_offset)
             -- Find the newest bucket that must leave the window so that the cost fits. The loop ends, because the cost alone
             -- does not exceed the limit.
             local excess, age = total + cost - limit, buckets
-            while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
+            while excess > tonumber(counts[age]) do excess, age = excess - counts[age], age - 1 end
             status, retry_us = 1, dropped_after_us(age)
           end
           if clock_went_back and total > 0 then new_state, ttl_us = encode(), reset_us end
@@ -415,12 +447,13 @@ local function decide(key_offset)
           local age, change = 0, cost
           if op == 'R' then
             age = index - floor(charged_at / width)
-            change = age >= 0 and age <= buckets and -(counts[age] < cost and counts[age] or cost) or 0
+            local count = age >= 0 and age <= buckets and tonumber(counts[age]) or 0
+            change = -(count < cost and count or cost)
           end
           if total + change > MAX_STATE then change = MAX_STATE - total end
-          if change ~= 0 then counts[age], total = counts[age] + change, total + change end
+          if change ~= 0 then counts[age], total = format('%d', counts[age] + change), total + change end
           remaining, reset_us, ttl_us = limit - total, until_empty(), false
-          if total > 0 then new_state, ttl_us = encode(), reset_us end
+          if total > 0 and op ~= 'P' then new_state, ttl_us = encode(), reset_us end
         end
       elseif kind == 'C' then
         local limit, ttl, permit_id = a, b, d
@@ -428,9 +461,12 @@ local function decide(key_offset)
         local now_text, expires_at = format('%d', now), format('%d', now + ttl)
         local live = call('ZCOUNT', key, '(' .. now_text, '+inf')
         local clock_went_back = call('ZCOUNT', key, '(' .. expires_at, '+inf') > 0
-        local function remove_expired() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
+        local function remove_expired()
+          local expired = call('ZRANGEBYSCORE', key, '-inf', now_text, 'LIMIT', '0', '100')
+          if #expired > 0 then call('ZREM', key, unpack_list(expired)) end
+        end
         local function repair_and_expire()
-          local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf')
+          local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf', 'LIMIT', '0', '100')
           for i = 1, #late do call('ZADD', key, expires_at, late[i]) end
           call('PEXPIRE', key, format('%d', ceil(ttl / 1000) + KEY_SLACK_MS))
         end

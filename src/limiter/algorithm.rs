@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use crate::limiter::algorithm::concurrency::{Concurrency, Permit, PermitAction};
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::sliding_buckets::SlidingBuckets;
-use crate::limiter::algorithm::sliding_log::SlidingLog;
+use crate::limiter::algorithm::sliding_log::{MAX_LOG_ENTRIES, SlidingLog};
 use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::quota::{Quota, QuotaError};
@@ -145,6 +145,12 @@ impl Rule {
         })
     }
 
+    /// Return the weight of a check in Redis ([`AlgorithmKind::weight`]) that writes or searches this number of tokens.
+    pub fn weight(&self, tokens: u64) -> usize {
+        let buckets = if let Rule::SlidingBuckets(rule) = self { rule.buckets } else { 0 };
+        self.kind().weight(tokens, buckets)
+    }
+
     /// Parse a quota in the syntax of this algorithm.
     ///
     /// # Errors
@@ -235,7 +241,29 @@ impl AlgorithmKind {
             AlgorithmKind::Concurrency => "C",
         }
     }
+
+    /// Return the weight of a check: the time that Redis needs, as a multiple of the time for a token bucket, which is
+    /// about 3 µs. A sliding log has an entry for each token. `tokens` is the number of entries that the check adds,
+    /// removes or searches. `buckets` is the number of sliding buckets, all of which a check reads.
+    pub fn weight(self, tokens: u64, buckets: u64) -> usize {
+        let weight = match self {
+            AlgorithmKind::TokenBucket
+            | AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingWindow => 1,
+            AlgorithmKind::SlidingBuckets => 2 + buckets / 8,
+            // A log has at most `MAX_LOG_ENTRIES` entries. If the cost is higher, the check is denied.
+            AlgorithmKind::SlidingLog => 6 + tokens.min(MAX_LOG_ENTRIES) / 32,
+            AlgorithmKind::Concurrency => 4,
+        };
+        weight as usize
+    }
 }
+
+/// Maximum [weight](AlgorithmKind::weight) of the checks of one request. Redis runs these checks in one script call,
+/// without interruption. The configuration bounds the weight, so that a call takes at most 5 ms.
+pub const MAX_REQUEST_WEIGHT: usize = 1024;
 
 // === Input and output of one step ===
 

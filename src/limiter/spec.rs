@@ -194,6 +194,12 @@ impl LimitSpec {
         if prefetch > capacity { Err(QuotaError::Prefetch { prefetch, capacity }) } else { Ok(()) }
     }
 
+    /// Return the maximum [weight](Rule::weight) of a check or refund of this limit, including its usage total.
+    pub fn max_weight(&self) -> usize {
+        let weights = self.variants().map(|(_, variant)| variant.rule.weight(variant.rule.capacity()));
+        weights.max().unwrap_or(0) + usize::from(self.usage.is_some())
+    }
+
     /// Return all variants with their tiers. The default variant comes first and has no tier.
     pub fn variants(&self) -> impl Iterator<Item = (Option<&str>, &LimitVariant)> {
         let tiers = self.tiers.iter().map(|(tier, variant)| (Some(&**tier), &**variant));

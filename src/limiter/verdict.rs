@@ -224,11 +224,12 @@ pub enum StoreError {
     /// The connection was lost. The store may or may not have executed the call.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// Redis did not reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
+    /// Redis did not reply within `store.timeout`, and it does not reply to PING either. The store may still execute the
+    /// call.
     #[error("the store did not answer in time")]
     Timeout,
-    /// Redis did not reply within `store.timeout`, but it replies to other calls. The store may still execute the call,
-    /// and its charges are then refunded.
+    /// Redis did not reply within `store.timeout`, but the circuit breaker is closed: Redis is busy. The store may still
+    /// execute the call, and its charges are then refunded.
     #[error("the store did not answer this check in time, although it answers others")]
     LateReply,
     /// The circuit breaker is open, so the call was not sent.

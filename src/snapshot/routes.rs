@@ -25,7 +25,7 @@ use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
-use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Rule, Status};
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
@@ -627,6 +627,7 @@ fn route_limits(
     if let Some(text) = route.limits.get(MAX_LIMITS) {
         reader.push_issue(Issue::new(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
     }
+    check_weight(route, &used, reader);
     let enforced: Vec<_> = used
         .iter()
         .filter(|route_limit| !route_limit.limit.shadow)
@@ -655,6 +656,19 @@ fn route_limits(
         header_styles,
         expose_header: expose,
         policy_header: policy,
+    }
+}
+
+/// Report a route whose limits need too much time of Redis. Redis checks all limits of a request in one call, and
+/// performs no other call in this time.
+fn check_weight(route: &config::tables::Route, used: &[RouteLimit], reader: &mut Validator<'_>) {
+    let weight: usize = used.iter().map(|route_limit| route_limit.limit.max_weight()).sum();
+    if let Some(first) = route.limits.first().filter(|_| weight > MAX_REQUEST_WEIGHT) {
+        let issue = Issue::new(first.span(), "a check of the limits of this route would occupy Redis for too long");
+        reader.push_issue(issue.with_hint(
+            "use fewer `buckets`, or smaller quotas of `sliding-log`: a route may have eight limits with 1000 buckets, \
+             or three sliding logs with a quota of 10000",
+        ));
     }
 }
 

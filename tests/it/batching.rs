@@ -4,8 +4,12 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::support::MAX_WAIT;
+use crate::support::redis::Redis;
 use crate::support::resp::{Answer, FakeRedis, error};
-use crate::support::stores::{Limit, SECOND, all as all_of, bucket, call, quota};
+use crate::support::stores::{
+    Limit, SECOND, START, Stores, all as all_of, bucket, buckets, call, concurrency, log, quota,
+};
+use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
 use sluicegate::limiter::memory::MemoryStore;
@@ -356,4 +360,79 @@ async fn refund_whose_script_is_not_loaded_is_sent_with_its_source() {
 fn plan() -> LimitVariant {
     let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
     LimitVariant { id: 1, quota: quota(10, SECOND), local_rule: rule.clone(), rule, state_name: bucket }
+}
+
+/// Return the CPU time that the main thread of Redis has used, in µs.
+fn cpu_time_us(connection: &mut redis::Connection) -> u64 {
+    let info: String = redis::cmd("INFO").arg("cpu").query(connection).unwrap();
+    let seconds = ["used_cpu_user_main_thread:", "used_cpu_sys_main_thread:"]
+        .map(|name| info.lines().find_map(|line| line.strip_prefix(name)).unwrap().parse::<f64>().unwrap());
+    (seconds.iter().sum::<f64>() * 1e6) as u64
+}
+
+#[tokio::test]
+async fn longest_script_call_takes_at_most_5_ms() {
+    const CALLS: u128 = 20;
+    let server = Redis::start();
+    let stores = Stores::new(&server, "rl");
+    let mut connection = server.connection();
+    let limits = |count: usize, rule: Rule| -> Vec<_> {
+        (0..count).map(|number| Limit::new(&format!("l{number}"), rule.clone())).collect()
+    };
+    // A busy machine slows down some of the calls, also in CPU time.
+    let within_bound = |what: &str, calls_us: &[u64]| {
+        let (least, most) = (calls_us.iter().min().unwrap(), calls_us.iter().max().unwrap());
+        println!("{what}: {least} to {most} µs of CPU time");
+        assert!(*least <= 5000, "{what}: {least} µs");
+    };
+
+    // The most expensive limits that a route may have.
+    let eight = limits(8, buckets(1 << 50, 1000 * SECOND, 1000));
+    let full = format!("{}:{}", START / SECOND, vec!["123456"; 1001].join(","));
+    for limit in &eight {
+        redis::cmd("SET").arg(limit.key("rl", 1)).arg(&full).exec(&mut server.connection()).unwrap();
+    }
+    let refund = Operation::Refund { charged_at: START - 500 * SECOND };
+    for operation in [Operation::Check, Operation::TakeUpTo, refund] {
+        let mut calls_us = Vec::new();
+        for _ in 0..CALLS {
+            let charges: Vec<_> = eight.iter().map(|limit| limit.charge(1, 2)).collect();
+            let before = cpu_time_us(&mut connection);
+            assert_eq!(call(&stores.redis, operation, &charges).await.unwrap().outcomes.len(), 8);
+            calls_us.push(cpu_time_us(&mut connection) - before);
+        }
+        within_bound(&format!("{operation:?} of eight limits with 1,000 buckets"), &calls_us);
+    }
+    let three = limits(3, log(10_000, 3600 * SECOND));
+    let refund = Operation::Refund { charged_at: START + 7200 * SECOND };
+    for (operation, now) in [(Operation::Check, 0), (Operation::Check, 7200), (refund, 7300)] {
+        stores.clock.set(START + now * SECOND);
+        let mut calls_us = Vec::new();
+        for identity in 0..CALLS {
+            let charges: Vec<_> = three.iter().map(|limit| limit.charge(identity, 10_000)).collect();
+            let before = cpu_time_us(&mut connection);
+            let verdict = call(&stores.redis, operation, &charges).await.unwrap();
+            calls_us.push(cpu_time_us(&mut connection) - before);
+            assert_eq!(verdict.outcomes[2].remaining, if operation == refund { 10_000 } else { 0 });
+        }
+        within_bound(&format!("{operation:?} of 10,000 tokens in three sliding logs after {now} s"), &calls_us);
+    }
+
+    // Full batches.
+    let rules = [
+        ("token-bucket", bucket(1000, SECOND, 1000), 1),
+        ("sliding-log", log(10_000, SECOND), 200),
+        ("sliding-log", log(10_000, SECOND), 10_000),
+        ("sliding-buckets", buckets(10_000, 1000 * SECOND, 1000), 200),
+        ("concurrency", concurrency(10_000, SECOND), 1),
+    ];
+    for (name, rule, cost) in rules {
+        let limit = Limit::new(&format!("{name}{cost}"), rule);
+        let checks: Vec<_> = (0..1000).map(|identity| [limit.charge(identity, cost)]).collect();
+        let (before, calls) = (cpu_time_us(&mut connection), server.calls("evalsha"));
+        let verdicts = all_of(checks.iter().map(|charges| call(&stores.redis, Operation::Check, charges))).await;
+        assert!(verdicts.into_iter().all(|verdict| verdict.unwrap().granted == 1));
+        let mean_us = (cpu_time_us(&mut connection) - before) / (server.calls("evalsha") - calls);
+        within_bound(&format!("calls with checks of {name} with a cost of {cost}"), &[mean_us]);
+    }
 }

@@ -18,11 +18,20 @@ use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
 use crate::support::{SetOnDrop, eventually, signal};
 
-/// A wrk script that counts responses by status. wrk has one script state per thread.
+/// A wrk script that counts responses by status. The header `x-new`, if there is one, gets a new value with each
+/// request. wrk has one script state per thread.
 const SCRIPT: &str = r#"
 local threads = {}
-function setup(thread) table.insert(threads, thread) end
-function init() admitted, denied, rejected, other = 0, 0, 0, 0 end
+function setup(thread)
+  table.insert(threads, thread)
+  thread:set("number", #threads)
+end
+function init() admitted, denied, rejected, other, sent = 0, 0, 0, 0, 0 end
+function request()
+  sent = sent + 1
+  if wrk.headers["x-new"] then wrk.headers["x-new"] = number .. "-" .. sent end
+  return wrk.format()
+end
 function response(status)
   if status == 200 then admitted = admitted + 1
   elseif status == 429 then denied = denied + 1
@@ -71,22 +80,21 @@ fn config(url: &str, store: &str, limits: &[&str], response: &str) -> String {
     )
 }
 
-/// Number of values of each factor. A run is one combination of these values.
+/// Number of values of each factor of [`overload_admits_no_more_than_the_limit`]. A run is one combination of these
+/// values.
 const FACTORS: [usize; 7] = [ALGORITHMS.len(), ON_STORE_ERROR.len(), 2, 2, 2, TIMEOUTS.len(), 2];
 const ALGORITHMS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 const ON_STORE_ERROR: [&str; 3] = ["local", "allow", "deny"];
 const TIMEOUTS: [&str; 3] = ["", "timeout = \"20ms\"", "timeout = \"5s\""];
 
-/// A run: the index of the value of each factor.
-type Run = [usize; FACTORS.len()];
-
-/// Return all runs. If `all` is false, return a few runs that together contain each pair of values of any two factors.
-fn runs(all: bool) -> Vec<Run> {
-    let product: Vec<Run> = (0..FACTORS.iter().product())
+/// Return all runs: the index of the value of each factor. If `all` is false, return a few runs that together contain
+/// each pair of values of any two factors.
+fn runs<const N: usize>(factors: [usize; N], all: bool) -> Vec<[usize; N]> {
+    let product: Vec<[usize; N]> = (0..factors.iter().product())
         .map(|number: usize| {
             let mut rest = number;
-            FACTORS.map(|values| {
+            factors.map(|values| {
                 let value = rest % values;
                 rest /= values;
                 value
@@ -96,14 +104,14 @@ fn runs(all: bool) -> Vec<Run> {
     if all {
         return product;
     }
-    let pairs = |run: &Run| -> Vec<_> {
+    let pairs = |run: &[usize; N]| -> Vec<_> {
         let values: Vec<_> = run.iter().copied().enumerate().collect();
         (1..values.len()).flat_map(|at| values[..at].iter().map(|one| (*one, values[at])).collect::<Vec<_>>()).collect()
     };
     let mut missing: BTreeSet<_> = product.iter().flat_map(pairs).collect();
     let mut chosen = Vec::new();
     while !missing.is_empty() {
-        let news = |run: &&Run| pairs(run).iter().filter(|pair| missing.contains(pair)).count();
+        let news = |run: &&[usize; N]| pairs(run).iter().filter(|pair| missing.contains(pair)).count();
         let run = *product.iter().max_by_key(news).unwrap();
         missing.retain(|pair| !pairs(&run).contains(pair));
         chosen.push(run);
@@ -135,7 +143,7 @@ fn overload_admits_no_more_than_the_limit() {
     const LIMIT: u64 = 1000;
     const PERMITS: u64 = 20;
     let redis = Redis::start();
-    for run in runs(std::env::var_os("LONG").is_some()) {
+    for run in runs(FACTORS, std::env::var_os("LONG").is_some()) {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let [algorithm, on_error, connections, cached, cost, timeout, identities] = run;
         let (algorithm, on_error) = (ALGORITHMS[algorithm], ON_STORE_ERROR[on_error]);
@@ -187,6 +195,76 @@ fn overload_admits_no_more_than_the_limit() {
             "{what}: overload must not count as an outage: {}",
             gateway.log()
         );
+    }
+}
+
+#[test]
+fn costly_checks_admit_no_more_than_the_limit_and_open_no_breaker() {
+    const LIMIT: u64 = 1000;
+    const COSTS: [u64; 3] = [200, 10_000, 1];
+    const CONNECTIONS: [usize; 5] = [300, 20, 1500, 700, 100];
+    let connection_values = if std::env::var_os("LONG").is_some() { CONNECTIONS.len() } else { 2 };
+    let redis = Redis::start();
+    let factors = [ALGORITHMS.len(), ON_STORE_ERROR.len(), COSTS.len(), connection_values, 2, 2];
+    for [algorithm, on_error, cost, connections, gateways, limits] in runs(factors, false) {
+        redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+        let (algorithm, on_error) = (ALGORITHMS[algorithm], ON_STORE_ERROR[on_error]);
+        let (cost, connections, gateways) = (COSTS[cost], CONNECTIONS[connections], 1 + gateways);
+        let account = format!("by = \"header:x-id\"\nquota = \"{LIMIT}/30d\"\non_store_error = \"{on_error}\"");
+        // Each request has a new identity for the other limits, so that all of its checks charge their cost.
+        let costly = |number: usize| {
+            let detail = match algorithm {
+                "sliding-buckets" => format!("quota = \"{}/min\"\nbuckets = 1000\ncost = {cost}", 20_000 + number),
+                "concurrency" => "quota = \"1000\"".to_owned(),
+                _ => format!("quota = \"{}/min\"\ncost = {cost}", cost.max(500)),
+            };
+            format!("by = \"header:x-new\"\nalgorithm = \"{algorithm}\"\non_store_error = \"{on_error}\"\n{detail}")
+        };
+        // A route may have eight limits with 1,000 buckets, or three sliding logs with a quota of 10,000.
+        let count = match (limits, algorithm) {
+            (0, _) => 1,
+            (_, "sliding-log") => 3,
+            (..) => 8,
+        };
+        let limits: Vec<_> = std::iter::once(account).chain((0..count).map(costly)).collect();
+        let limits: Vec<_> = limits.iter().map(String::as_str).collect();
+        let gateways: Vec<_> = (0..gateways).map(|_| gateway(&redis.url(), "", &limits, RESPOND)).collect();
+        let over = AtomicBool::new(false);
+        let ([mut admitted, denied, rejected, other], light) = std::thread::scope(|scope| {
+            // The second gateway gets one request at a time.
+            let light = gateways.get(1).map(|gateway| {
+                scope.spawn(|| {
+                    let mut client = gateway.client();
+                    let mut statuses = Vec::new();
+                    while !over.load(Ordering::SeqCst) {
+                        let identity = format!("light {}", statuses.len());
+                        statuses.push(client.get_with("/r", &[("x-id", "a"), ("x-new", &identity)]).status);
+                    }
+                    statuses.iter().filter(|status| **status == 200).count() as u64
+                })
+            });
+            let _raise = SetOnDrop(&over);
+            let sums = load_with_wrk(gateways[0].address, connections, &["x-id: a", "x-new: a"]);
+            over.store(true, Ordering::SeqCst);
+            (sums, light.map_or(0, |light| light.join().unwrap()))
+        });
+        admitted += light;
+        let what = format!(
+            "{algorithm}, {on_error}, {count} limits of cost {cost}, {connections} connections, {} gateways: {admitted} \
+             admitted, {denied} denied, {rejected} rejected",
+            gateways.len()
+        );
+        println!("{what}");
+        assert_eq!(other, 0, "{what}");
+        for gateway in &gateways {
+            assert!(!gateway.log().contains("the store is down"), "{what}: Redis replies to PING: {}", gateway.log());
+        }
+        eventually("Redis decides again", || {
+            let status = gateways[0].client().get_with("/r", &[("x-id", "a"), ("x-new", "last")]).status;
+            admitted += u64::from(status == 200);
+            [200, 429].contains(&status)
+        });
+        assert!(admitted <= LIMIT, "{what}");
     }
 }
 

@@ -160,6 +160,10 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     let gateway = Gateway::start(&with_admin(&config("one", "1/day")));
     let mut client = gateway.client();
     assert_eq!([(); 3].map(|()| client.get("/says").status), [200, 429, 429]);
+    eventually("the connections for calls and for PING are open", || {
+        // The test itself has the third connection.
+        redis.info_number("clients", "connected_clients:") == 3
+    });
     let remembered = || metric(&gateway, "checks_total{answered_by=\"denial-cache\"}");
     let (before, connected) = (remembered(), redis.info_number("stats", "total_connections_received:"));
     reloads(&gateway, &config("two", "1/day"));

@@ -123,8 +123,7 @@ impl History<'_> {
             let denied_without_store =
                 matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
-            // If two of three connections are slow, the circuit breaker may open.
-            let closed = !matches!(class, Class::Slow | Class::Uneven) || observed.breaker_closed;
+            let closed = *class != Class::Slow || observed.breaker_closed;
             // After an outage, the local share also decides about permits until all gateways have registered their
             // permits in the store.
             let settling = matches!(observed.outcome, ClientOutcome::Denied { .. })
@@ -157,8 +156,7 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        // If two of three connections are slow, nine of ten calls may be late.
-        if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
+        if !matches!(class, Class::Slow | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.open_counts.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
                 violated("the breaker stays closed while the store replies", message);
@@ -203,8 +201,14 @@ impl History<'_> {
         // In a cluster, a request may be charged on one master and denied on another one. Until this charge is
         // refunded, it may cause the denial of another request.
         let may_be_refunded = |observed: &ObservedRequest| {
-            matches!(observed.outcome, ClientOutcome::Cancelled | ClientOutcome::Unavailable)
-                || self.schedule.nodes > 1 && observed.limits.len() == 1
+            // After a late reply, the charge of a request that was decided without the store is refunded, too.
+            matches!(
+                observed.outcome,
+                ClientOutcome::Cancelled
+                    | ClientOutcome::Unavailable
+                    | ClientOutcome::Admitted(DecidedBy::Local)
+                    | ClientOutcome::Denied { decided_by: DecidedBy::Local, .. }
+            ) || self.schedule.nodes > 1 && observed.limits.len() == 1
         };
         let excused = self.requests.iter().any(may_be_refunded);
         for observed in self.requests.iter().filter(|observed| observed.stale_denial) {

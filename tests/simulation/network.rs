@@ -34,6 +34,8 @@ pub struct SimulatedNetwork {
     jitter: Duration,
     service_us: u64,
     idle_close: Option<Duration>,
+    /// For each server, the right to run a command. The waiting connections get it in the order of their commands.
+    server_turns: Vec<tokio::sync::Mutex<()>>,
     state: Mutex<State>,
 }
 
@@ -130,6 +132,7 @@ impl SimulatedNetwork {
             jitter: schedule.jitter,
             service_us: schedule.service_us,
             idle_close: schedule.idle_close,
+            server_turns: (0..schedule.nodes).map(|_| tokio::sync::Mutex::default()).collect(),
             state: Mutex::new(state),
         }
     }
@@ -287,7 +290,8 @@ impl SimulatedNetwork {
 
     fn reply_delay(&self, connection: &SimulatedConnection) -> Duration {
         let delay = |active: &Incident| match active.fault {
-            Fault::DelaySome(delay) if !connection.number_before.is_multiple_of(3) => delay,
+            // The first connection for calls and the connection for PING are prompt.
+            Fault::DelaySome(delay) if connection.number_before % 4 >= 2 => delay,
             _ => Duration::ZERO,
         };
         self.state().active_incidents.iter().map(delay).sum()
@@ -319,18 +323,21 @@ impl SimulatedNetwork {
             sleep_until(at).await;
             let running = self.state().running[node].clone();
             running.cancelled().await;
+            // The server runs one command at a time, and its connections in turn. Timers have a resolution of 1 ms, so a
+            // command may run up to 1 ms too early, but it still delays the commands after it by its whole time.
+            let turn = self.server_turns[node].lock().await;
             let until = self.state().busy_until[node];
-            if until > Instant::now() {
+            if until > Instant::now() + Duration::from_millis(1) {
                 sleep_until(until).await;
             }
-            let reply = {
+            let (reply, done_at) = {
                 let (now, now_us) = (Instant::now(), self.now_us());
                 let state = &mut *self.state();
                 let before = state.store.history.len();
                 let written = state.store.overrides.len();
-                let (reply, limits) = state.store.run(now_us, gateway, node, &command);
+                let (reply, work) = state.store.run(now_us, gateway, node, &command);
                 state.busy_until[node] =
-                    state.busy_until[node].max(now) + Duration::from_micros(self.service_us * limits);
+                    state.busy_until[node].max(now) + Duration::from_micros(self.service_us * work);
                 if let Some(trace) = &mut state.trace {
                     for written in &state.store.overrides[written..] {
                         trace.push((self.started_at.elapsed(), format!("store: {written:?}")));
@@ -351,13 +358,14 @@ impl SimulatedNetwork {
                         );
                         trace.push((self.started_at.elapsed(), event));
                     }
-                    if before == state.store.history.len() && limits > 0 {
+                    if before == state.store.history.len() && work > 0 {
                         trace.push((self.started_at.elapsed(), format!("store: gateway {gateway}, error reply")));
                     }
                 }
-                reply
+                (reply, state.busy_until[node].max(now))
             };
-            arrives_at = arrives_at.max(Instant::now() + self.half_round_trip() + self.reply_delay(connection));
+            drop(turn);
+            arrives_at = arrives_at.max(done_at + self.half_round_trip() + self.reply_delay(connection));
             if !connection.draining.is_cancelled() {
                 let _ = to_gateway.send((arrives_at, reply));
             }

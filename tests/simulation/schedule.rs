@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
-use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::sliding_log::{MAX_LOG_ENTRIES, SlidingLog};
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Rule};
 use sluicegate::limiter::key::{Identity, IdentityHasher};
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
 use sluicegate::limiter::spec::{LimitSpec, LocalShare, OnStoreError};
@@ -33,13 +33,17 @@ pub enum Class {
     Slow,
     /// The store is healthy, but gets more requests at once than it can process within the timeout.
     Overload,
+    /// The store is healthy, but gets more requests with expensive checks than it can process within the timeout. Each
+    /// request has its own identity for the expensive limits.
+    Costly,
     /// The store is healthy and closes idle connections.
     IdleClose,
     /// The store is a healthy cluster of three masters.
     Cluster,
     /// The store is healthy, but the event loops of the gateways stall repeatedly, for longer than the timeout.
     Stalled,
-    /// Each gateway has one healthy connection of three. On the other two, replies take longer than the timeout.
+    /// Each gateway has one healthy connection for calls and one for PING. On the others, replies take longer than the
+    /// timeout.
     Uneven,
     /// The store fails.
     Faulty,
@@ -52,7 +56,7 @@ pub enum Class {
 pub enum Fault {
     /// Commands arrive this much later.
     Delay(Duration),
-    /// On two of three connections of each gateway, replies take this much longer.
+    /// On the connections of each gateway except the first and the one for PING, replies take this much longer.
     DelaySome(Duration),
     /// Event loops stall for this time, then run for some milliseconds, repeatedly.
     Stall(Duration),
@@ -188,7 +192,7 @@ pub struct Schedule {
     pub round_trip: Duration,
     /// The maximum random addition to the round-trip time.
     pub jitter: Duration,
-    /// The time in which the store decides one limit, µs.
+    /// The time in which the store decides a token bucket, µs. Other algorithms need a multiple of this time.
     pub service_us: u64,
     /// The idle time after which the store closes a connection.
     pub idle_close: Option<Duration>,
@@ -224,7 +228,8 @@ impl Schedule {
     pub fn new(seed: u64) -> Schedule {
         let random = &mut Random::new(seed);
         let class = match random.in_range(0..100) {
-            0..32 => Class::Healthy,
+            0..28 => Class::Healthy,
+            28..32 => Class::Costly,
             32..36 => Class::Far,
             36..44 => Class::Slow,
             44..46 => Class::Overload,
@@ -246,9 +251,6 @@ impl Schedule {
         let timeout = match class {
             // Use short timeouts, so that connecting takes at most 1 s even while the store is slow.
             Class::Slow => millis(random.pick(&[50, 100])),
-            // With a longer timeout, more calls would be in flight when the store becomes slow, and nine of ten would
-            // be late.
-            Class::Uneven => millis(50),
             _ => millis(random.pick(&[50, 50, 100, 250])),
         };
         let (round_trip, jitter) = match class {
@@ -269,7 +271,11 @@ impl Schedule {
             timeout,
             round_trip,
             jitter,
-            service_us: if class == Class::Overload { 60 } else { random.pick(&[0, 5]) },
+            service_us: match class {
+                Class::Overload => 20,
+                Class::Costly => random.in_range(3..7),
+                _ => random.pick(&[0, 5]),
+            },
             idle_close: (class == Class::IdleClose).then(|| millis(random.in_range(50..1500))),
             lua: false,
             skews_us: Vec::new(),
@@ -289,10 +295,15 @@ impl Schedule {
             schedule.round_trip /= 2;
             schedule.skews_us.fill_with(|| more.pick(&[0, 4_000_000, -4_000_000, 200_000_000_000]));
         }
-        schedule.add_limits(random, theme, calendar);
+        if class == Class::Costly {
+            schedule.add_costly_limits(random);
+        } else {
+            schedule.add_limits(random, theme, calendar);
+        }
         schedule.add_requests(random, theme);
         match class {
             Class::Overload => schedule.add_overload(random),
+            Class::Costly => schedule.add_costly_requests(random),
             Class::Slow => {
                 let fault = Fault::Delay(timeout + millis(random.in_range(1..50)));
                 schedule.incidents.push(Incident {
@@ -312,7 +323,13 @@ impl Schedule {
             Class::Healthy | Class::Cluster => 5,
             Class::FaultyMaster => 20,
             Class::Faulty => 35,
-            Class::Far | Class::Slow | Class::Overload | Class::IdleClose | Class::Stalled | Class::Uneven => 0,
+            Class::Far
+            | Class::Slow
+            | Class::Overload
+            | Class::Costly
+            | Class::IdleClose
+            | Class::Stalled
+            | Class::Uneven => 0,
         };
         if more.is_chosen(share) {
             schedule.add_overrides(more);
@@ -428,6 +445,60 @@ impl Schedule {
                 ..limit
             };
             self.limits.push(ScheduledLimit { limit: Arc::new(limit), cost_mode, is_global, cost });
+        }
+    }
+
+    /// Add a limit that all requests share, and expensive limits. Together, they are as expensive as a route may be.
+    fn add_costly_limits(&mut self, random: &mut Random) {
+        let quota = |count, window_ms: u64| Quota { count, window_us: Some(window_ms * 1000), calendar: None };
+        let shared = quota(random.in_range(50..500), 30_000);
+        let shared_rule = match random.in_range(0..3) {
+            0 => Rule::FixedWindow(FixedWindow::new(shared, WindowStart::Aligned { phase: 0 }).unwrap()),
+            1 => Rule::SlidingLog(SlidingLog::new(shared).unwrap()),
+            _ => Rule::TokenBucket(TokenBucket::new(shared, shared.count).unwrap()),
+        };
+        let mut weight = shared_rule.weight(shared_rule.capacity());
+        self.push_costly_limit(random, shared, shared_rule, 1, true);
+        let cost = random.pick(&[1, 1, 200, 1000, 10_000]);
+        for _ in 0..random.in_range(1..9) {
+            let own = quota(cost * random.in_range(1..3).min(MAX_LOG_ENTRIES / cost), random.pick(&[2000, 60_000]));
+            let rule = match random.in_range(0..4) {
+                0 => Rule::SlidingBuckets(SlidingBuckets::new(own, 1000).unwrap()),
+                1 => Rule::TokenBucket(TokenBucket::new(own, own.count).unwrap()),
+                _ => Rule::SlidingLog(SlidingLog::new(own).unwrap()),
+            };
+            weight += rule.weight(rule.capacity());
+            if weight <= MAX_REQUEST_WEIGHT {
+                self.push_costly_limit(random, own, rule, cost, false);
+            }
+        }
+    }
+
+    fn push_costly_limit(&mut self, random: &mut Random, quota: Quota, rule: Rule, cost: u64, is_global: bool) {
+        let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
+        let (name, hasher) = (format!("limit{}", self.limits.len()), IdentityHasher::new("simulation"));
+        let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+        let on_store_error = random.pick(&[OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny]);
+        let limit = Arc::new(LimitSpec { on_store_error, ..limit });
+        self.limits.push(ScheduledLimit { limit, cost_mode: CostMode::Upfront, is_global, cost });
+    }
+
+    /// Send requests with new identities to the first gateway, up to 20 each millisecond, for some hundred milliseconds.
+    fn add_costly_requests(&mut self, random: &mut Random) {
+        let (at, route) = (self.random_time(random), (0..self.limits.len()).collect::<Vec<_>>());
+        let per_ms = random.in_range(1..21);
+        for client in 0..random.in_range(500..3000) {
+            self.requests.push(Request {
+                at: at + millis(client / per_ms),
+                gateway: 0,
+                worker: random.in_range(0..self.workers as u64) as usize,
+                route: route.clone(),
+                client: 1000 + client,
+                response_time: Some(millis(10)),
+                client_timeout: None,
+                response_cost: 1,
+                is_refunded: false,
+            });
         }
     }
 

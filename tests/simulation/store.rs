@@ -318,7 +318,8 @@ impl SimulatedRedis {
         live.intersection(&released.collect()).count() as u64
     }
 
-    /// Run a command on a server. Return the reply and the number of limits that it decided.
+    /// Run a command on a server. Return the reply, and the time that a script needs as a multiple of the time for a
+    /// token bucket.
     pub fn run(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
         let mode = if self.nodes.len() > 1 { "cluster" } else { "standalone" };
         let out_of_memory = self.out_of_memory;
@@ -361,7 +362,7 @@ impl SimulatedRedis {
         if self.lua {
             return self.evaluate_in_lua(now_us, gateway, node, sha, command);
         }
-        let (requests, limits) = decode(command);
+        let (requests, work) = decode(command);
         let mut numbers = vec![now_us as f64];
         self.clock.set(now_us);
         for (operation, received) in requests {
@@ -384,7 +385,7 @@ impl SimulatedRedis {
         let mut reply = format!("${}\r\n", 8 * numbers.len()).into_bytes();
         reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
         reply.extend(b"\r\n");
-        (reply, limits)
+        (reply, work)
     }
 
     fn record(&mut self, node: usize, done: DecidedRequest) {
@@ -400,7 +401,7 @@ impl SimulatedRedis {
         sha: &str,
         command: &[Vec<u8>],
     ) -> (Reply, u64) {
-        let (requests, count) = decode(command);
+        let (requests, work) = decode(command);
         let (keys, arguments) = keys_and_arguments(command);
         let script = &self.nodes[node].scripts[sha];
         let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, (sha, script), keys, arguments).encode();
@@ -414,7 +415,7 @@ impl SimulatedRedis {
                 );
             }
         }
-        (reply, count)
+        (reply, work)
     }
 
     /// Run the script that writes overrides.
@@ -508,8 +509,22 @@ fn script_sha(script: &str) -> String {
     sha
 }
 
-/// Decode the keys and the argument of a script call, as `lua/generic.lua` defines them. Return the requests and the
-/// number of their limits.
+/// Return the time that Redis needs for a charge, as a multiple of the time for a token bucket. These are measured
+/// times. The gateway estimates them without knowing the state.
+fn work(operation: Operation, charge: &ReceivedCharge) -> u64 {
+    match (&charge.rule, operation) {
+        (Rule::SlidingLog(rule), Operation::Refund { .. }) => 5 + rule.limit / 20,
+        // A charge beyond the limit adds no entry.
+        (Rule::SlidingLog(rule), _) if charge.cost > rule.limit => 5,
+        (Rule::SlidingLog(_), _) => 5 + charge.cost / 30,
+        (Rule::SlidingBuckets(rule), _) => 2 + rule.buckets / 7,
+        (Rule::Concurrency(_), _) => 3,
+        (Rule::TokenBucket(_) | Rule::FixedWindow(_) | Rule::SlidingWindow(_), _) => 1,
+    }
+}
+
+/// Decode the keys and the argument of a script call, as `lua/generic.lua` defines them. Return the requests and their
+/// [`work`].
 fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);
@@ -604,7 +619,11 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
         }
     }
     assert!(totals.next().is_none(), "a key for each total");
-    (requests, state_count as u64)
+    let of = |(operation, asked): &(Operation, Vec<ReceivedCharge>)| {
+        asked.iter().map(|charge| work(*operation, charge)).sum::<u64>()
+    };
+    let work = requests.iter().map(of).sum();
+    (requests, work)
 }
 
 /// Parse a key of the form `<prefix>:{<identity>}:<limit>:<shape>`.

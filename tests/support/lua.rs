@@ -16,7 +16,7 @@ const OUT_OF_MEMORY: &str = "OOM command not allowed when used memory > 'maxmemo
 const NEED_MEMORY: [&str; 6] = ["SET", "SETRANGE", "ZADD", "RPUSH", "HSET", "HINCRBY"];
 
 /// Write commands that Redis accepts while it is out of memory.
-const FREE_MEMORY: [&str; 7] = ["DEL", "PEXPIRE", "ZREM", "ZREMRANGEBYSCORE", "LTRIM", "LREM", "HDEL"];
+const FREE_MEMORY: [&str; 6] = ["DEL", "PEXPIRE", "ZREM", "LTRIM", "LREM", "HDEL"];
 
 /// An in-process database with the Redis commands that the scripts use, for strings, lists, sorted sets and hashes.
 /// Each character of a string stands for a byte. Keys never expire, because the scripts compare times themselves.
@@ -148,20 +148,24 @@ impl Database {
             }
             ["ZADD", key, score, member] => self.add(key, score, member, true),
             ["ZADD", key, "XX", score, member] => self.add(key, score, member, false),
-            ["ZREM", key, member] => self.keep(key, |(_, other)| other != member),
-            ["ZREMRANGEBYSCORE", key, "-inf", last] => {
-                let last: u64 = last.parse().unwrap();
-                self.keep(key, |(score, _)| *score > last)
-            }
+            ["ZREM", key, ref members @ ..] => self.keep(key, |(_, other)| !members.contains(&other.as_str())),
             ["ZCOUNT", key, first, "+inf"] => Replied::Integer(self.after(key, first).count() as i64),
-            ["ZRANGEBYSCORE", key, first, "+inf"] => array(self.after(key, first).map(|(_, member)| member.clone())),
+            ["ZRANGEBYSCORE", key, first, "+inf", "LIMIT", "0", count] => {
+                let found = self.after(key, first).take(count.parse().unwrap());
+                array(found.map(|(_, member)| member.clone()))
+            }
+            ["ZRANGEBYSCORE", key, "-inf", last, "LIMIT", "0", count] => {
+                let last: u64 = last.parse().unwrap();
+                let found = self.sets.get(key).into_iter().flatten().take_while(|(score, _)| *score <= last);
+                array(found.take(count.parse().unwrap()).map(|(_, member)| member.clone()))
+            }
             ["ZRANGEBYSCORE", key, first, "+inf", "WITHSCORES", "LIMIT", skip, "1"] => {
                 let found = self.after(key, first).nth(skip.parse().unwrap());
                 array(found.into_iter().flat_map(|(score, member)| [member.clone(), score.to_string()]))
             }
-            ["RPUSH", key, value] => {
+            ["RPUSH", key, ref values @ ..] => {
                 let list = self.lists.entry(key.to_owned()).or_default();
-                list.push(value.to_owned());
+                list.extend(values.iter().map(|value| (*value).to_owned()));
                 Replied::Integer(list.len() as i64)
             }
             ["LLEN", key] => Replied::Integer(self.list(key).len() as i64),
@@ -170,10 +174,9 @@ impl Database {
                 let index = place(index, list.len());
                 list.get(index).cloned().map_or(Replied::Nil, Replied::Bulk)
             }
-            ["LRANGE", key, "0", "-1"] => array(self.list(key).iter().cloned()),
-            ["LTRIM", key, first, "-1"] => {
-                let first = place(first, self.list(key).len());
-                self.edit(key, |list| drop(list.drain(..first)));
+            ["LTRIM", key, first, last] => {
+                let [first, last] = [first, last].map(|index| place(index, self.list(key).len()));
+                self.edit(key, |list| *list = list[first..(last + 1).min(list.len())].to_vec());
                 Replied::Status("OK")
             }
             ["LREM", key, count, value] => {

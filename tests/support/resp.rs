@@ -1,5 +1,6 @@
 //! A fake Redis that speaks the Redis protocol and sends the replies that the test chooses.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -205,6 +206,14 @@ impl FakeRedis {
     /// Return the number of connections that were opened so far.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
+    }
+
+    /// Return the number of connections for calls that were opened so far. Unlike the connections for PING, they have
+    /// loaded the scripts or called one.
+    pub fn call_connections(&self) -> usize {
+        let seen = self.seen.lock().unwrap();
+        let calls = seen.iter().filter(|command| command.is("SCRIPT") || command.is_script());
+        calls.map(|command| command.connection).collect::<BTreeSet<_>>().len()
     }
 
     /// Return the script calls so far, without probes of the circuit breaker.

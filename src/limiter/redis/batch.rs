@@ -17,9 +17,27 @@ use crate::limiter::usage;
 use crate::limiter::usage::{UsageDay, UsageDays};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Maximum number of keys of a call. Redis runs a script without interruption. The maximum ensures that a script delays
-/// other commands no longer than a few hundred single commands would.
-pub(super) const MAX_KEYS: usize = 128;
+/// Maximum weight of a call with several requests ([`request_weight`]). Redis runs a script without interruption. The
+/// maximum ensures that such a call takes less than 1 ms. Because each key has a weight of at least 1, it also bounds
+/// the number of keys.
+pub(super) const MAX_WEIGHT: usize = 128;
+
+/// Return the weight of a request: the time that Redis needs for it, as a multiple of the time for a token bucket (see
+/// [`AlgorithmKind::weight`](crate::limiter::algorithm::AlgorithmKind::weight)). The usage total of a limit has a
+/// weight of 1.
+pub(super) fn request_weight(operation: Operation, charges: &[Charge<'_>]) -> usize {
+    let weight = |charge: &Charge<'_>| {
+        let tokens = match operation {
+            // A refund searches the whole log for the refunded tokens.
+            Operation::Refund { .. } => charge.rule.capacity(),
+            Operation::Check | Operation::Peek | Operation::Charge | Operation::TakeUpTo | Operation::Renew => {
+                charge.cost
+            }
+        };
+        charge.rule.weight(tokens) + usize::from(charge.usage.is_some())
+    };
+    charges.iter().map(weight).sum()
+}
 
 /// The reason why a request has no verdict.
 #[derive(Debug, Clone)]
@@ -39,6 +57,8 @@ pub(super) struct Batch {
     /// [`BatchGroup::may_delete`]). Apart from this, groups are in the order of their first request.
     groups: Vec<BatchGroup>,
     key_count: usize,
+    /// Sum of the weights of the requests ([`request_weight`]).
+    weight: usize,
     algorithms: AlgorithmSet,
     /// Whether the call contains the source of the script, because Redis has not loaded the script.
     sends_source: bool,
@@ -89,8 +109,8 @@ pub(super) struct BatchOutcome {
     pub(super) is_valid: bool,
     /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
-    /// A batch that refunds the charges of requests that no longer wait for their results.
-    pub(super) refunds: Option<Refunds>,
+    /// Batches that refund the charges of requests that no longer wait for their results.
+    pub(super) refunds: Vec<Refunds>,
 }
 
 /// A batch of refunds for which no request waits.
@@ -111,6 +131,8 @@ pub(super) struct PendingRefund {
 struct BatchGroup {
     operation: Operation,
     limits: Vec<LimitArgs>,
+    /// The weight of each request ([`request_weight`]).
+    request_weight: usize,
     /// The keys of the states of all requests.
     keys: KeyBuffer,
     /// The keys of the usage totals of all requests: one key for each limit whose usage is counted.
@@ -158,15 +180,14 @@ impl Batch {
         self.key_count == 0
     }
 
-    /// Return whether the batch would have too many keys if these charges were added.
-    pub(super) fn would_overflow(&self, charges: &[Charge<'_>]) -> bool {
-        let keys: usize = charges.iter().map(|charge| 1 + usize::from(charge.usage.is_some())).sum();
-        !self.is_empty() && self.key_count + keys > MAX_KEYS
+    /// Return whether the batch would become too heavy if a request of this weight was added.
+    pub(super) fn would_overflow(&self, weight: usize) -> bool {
+        !self.is_empty() && self.weight + weight > MAX_WEIGHT
     }
 
-    /// Return the number of keys.
-    pub(super) fn key_count(&self) -> usize {
-        self.key_count
+    /// Return the sum of the weights of the requests ([`request_weight`]).
+    pub(super) fn weight(&self) -> usize {
+        self.weight
     }
 
     /// Return the total size of the keys, in bytes.
@@ -199,12 +220,13 @@ impl Batch {
         !std::mem::replace(&mut self.sends_source, true)
     }
 
-    /// Add a request. Return the receiver of its result.
+    /// Add a request of the weight `weight` ([`request_weight`]). Return the receiver of its result.
     pub(super) fn push(
         &mut self,
         prefix: &str,
         operation: Operation,
         charges: &[Charge<'_>],
+        weight: usize,
         assumed_now_us: u64,
     ) -> Receiver<BatchResult> {
         let has_usage = charges.iter().any(|charge| charge.usage.is_some());
@@ -222,7 +244,7 @@ impl Batch {
             let charges = charges.iter().enumerate();
             charges.map(|(index, charge)| LimitArgs::from_charge(charge, assumed_now_us).with_usage(day(index)))
         };
-        let (group, reply) = self.join_group(operation, limits);
+        let (group, reply) = self.join_group(operation, weight, limits);
         let mut written = 0;
         for (index, charge) in charges.iter().enumerate() {
             written += group.keys.push_with(|bytes| charge.key.write(prefix, bytes));
@@ -240,6 +262,7 @@ impl Batch {
     fn join_group<T: Iterator<Item = LimitArgs>>(
         &mut self,
         operation: Operation,
+        request_weight: usize,
         limits: impl Fn() -> T,
     ) -> (&mut BatchGroup, Receiver<BatchResult>) {
         let (sender, receiver) = oneshot::channel();
@@ -249,6 +272,7 @@ impl Batch {
             let group = BatchGroup {
                 operation,
                 limits: limits().collect(),
+                request_weight,
                 keys: KeyBuffer::default(),
                 usage_keys: KeyBuffer::default(),
                 waiters: Vec::new(),
@@ -262,6 +286,7 @@ impl Batch {
         });
         let group = &mut self.groups[group_index];
         self.key_count += group.limits.len() + group.usages_per_request();
+        self.weight += group.request_weight;
         group.waiters.push(sender);
         (group, receiver)
     }
@@ -275,6 +300,7 @@ impl Batch {
         }
         self.groups.retain(|group| !group.waiters.is_empty());
         self.key_count = self.groups.iter().map(|group| group.keys.len() + group.usage_keys.len()).sum();
+        self.weight = self.groups.iter().map(|group| group.request_weight * group.waiters.len()).sum();
         !self.is_empty()
     }
 
@@ -348,12 +374,11 @@ impl Batch {
         let limits = self.groups.iter().map(|group| group.keys.len()).sum();
         let Some(mut reply) = ScriptReply::new(reply, limits) else {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
-            return BatchOutcome { is_valid: false, has_verdict: false, refunds: None };
+            return BatchOutcome { is_valid: false, has_verdict: false, refunds: Vec::new() };
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        let batch = Batch { algorithms: self.algorithms, ..Batch::default() };
-        let mut refunds = Refunds { batch, pending: Vec::new() };
+        let mut refunds: Vec<Refunds> = Vec::new();
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
                 let result = match reply.next_verdict(group.limits.len()) {
@@ -368,11 +393,18 @@ impl Batch {
                 };
                 has_verdict |= result.is_ok();
                 if let Err(Ok(verdict)) = waiting.send(result) {
-                    refunds.pending.extend(refunds.batch.push_refund(&group, index, &verdict));
+                    if refunds.last().is_none_or(|last| last.batch.weight >= MAX_WEIGHT) {
+                        let batch = Batch { algorithms: self.algorithms, ..Batch::default() };
+                        refunds.push(Refunds { batch, pending: Vec::new() });
+                    }
+                    if let Some(last) = refunds.last_mut() {
+                        last.pending.extend(last.batch.push_refund(&group, index, &verdict));
+                    }
                 }
             }
         }
-        BatchOutcome { is_valid, has_verdict, refunds: Some(refunds).filter(|refunds| !refunds.pending.is_empty()) }
+        refunds.retain(|refunds| !refunds.pending.is_empty());
+        BatchOutcome { is_valid, has_verdict, refunds }
     }
 
     /// Add a refund of the charges that a request of `group` made according to `verdict`. Return `None` if there is
@@ -401,7 +433,8 @@ impl Batch {
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let cost = refunded.iter().map(|(terms, ..)| terms.lasting_cost()).sum();
-        let (group, result) = self.join_group(refund, || refunded.iter().map(|(terms, ..)| *terms));
+        let weight = refunded.iter().map(|(terms, ..)| terms.refund_weight()).sum();
+        let (group, result) = self.join_group(refund, weight, || refunded.iter().map(|(terms, ..)| *terms));
         for (_, key, usage_key) in refunded {
             group.keys.push(key);
             if let Some(usage_key) = usage_key {
@@ -465,24 +498,24 @@ mod tests {
         let refund = Operation::Refund { charged_at: 1 };
         let mut batch = Batch::default();
         let pushed = [refund, Operation::Check, Operation::Renew, Operation::Charge, Operation::TakeUpTo, refund];
-        let _receivers = pushed.map(|operation| batch.push("rl", operation, &[charge], 0));
+        let _receivers = pushed.map(|operation| batch.push("rl", operation, &[charge], 1, 0));
         let order: Vec<_> = batch.groups.iter().map(|group| (group.operation, group.waiters.len())).collect();
         let first = [Operation::Check, Operation::Charge, Operation::TakeUpTo].map(|operation| (operation, 1));
         assert_eq!(order, [&first[..], &[(refund, 2), (Operation::Renew, 1)]].concat());
     }
 }
 
-// A congestion window limits the requests that one worker has in flight to one server. As in TCP Vegas, the window
-// grows additively and shrinks multiplicatively, depending on the delay that the requests of the worker add to the
+// A congestion window limits the work that one worker has in flight to one server. As in TCP Vegas, the window
+// grows additively and shrinks multiplicatively, depending on the delay that the calls of the worker add to the
 // round trip.
 
-/// Weight of a call without keys, in keys. The smallest script costs Redis as much CPU time as this number of keys.
+/// Weight of a call without requests. The smallest script costs Redis as much CPU time as this number of token buckets.
 const CALL_WEIGHT: usize = 8;
 
-/// The minimum and initial size of the window, in keys. One full batch fits into the window.
-const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
+/// The minimum and initial size of the window, as a weight. One full batch fits into the window.
+const MIN_WINDOW: usize = MAX_WEIGHT + CALL_WEIGHT;
 
-/// The maximum size of the window, in keys. 16 full batches fit into the window. With a round trip of 40 ms, this is
+/// The maximum size of the window, as a weight. 16 full batches fit into the window. With a round trip of 40 ms, this is
 /// enough for 50,000 checks/s.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
@@ -490,7 +523,8 @@ const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 /// server.
 const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 
-/// A congestion window, in keys.
+/// A congestion window. It bounds the weight of the calls in flight, so that cheap and expensive checks delay Redis
+/// equally.
 #[derive(Debug)]
 pub(super) struct InFlightWindow {
     size: usize,
@@ -509,14 +543,14 @@ impl Default for InFlightWindow {
 }
 
 impl InFlightWindow {
-    /// Return the weight of a call with this many keys.
-    pub(super) fn weight(keys: usize) -> usize {
-        keys + CALL_WEIGHT
+    /// Return the weight of the call of a batch.
+    pub(super) fn weight(batch: &Batch) -> usize {
+        batch.weight() + CALL_WEIGHT
     }
 
-    /// Return whether a call with this number of keys fits in addition to the weight in flight.
-    pub(super) fn has_room(&self, in_flight: usize, keys: usize) -> bool {
-        in_flight + InFlightWindow::weight(keys) <= self.size
+    /// Return whether a call of this weight fits in addition to the weight in flight.
+    pub(super) fn has_room(&self, in_flight: usize, weight: usize) -> bool {
+        in_flight + weight <= self.size
     }
 
     /// Record a reply. The delay is the round trip minus the minimum round trip. If the delay is more than a quarter of
@@ -550,7 +584,7 @@ mod window_tests {
     #[test]
     fn window_grows_on_prompt_replies_and_halves_on_slow_ones() {
         let mut window = InFlightWindow::default();
-        assert!(window.has_room(0, 128) && !window.has_room(1, 128), "exactly one full batch fits");
+        assert!(window.has_room(0, MIN_WINDOW) && !window.has_room(1, MIN_WINDOW), "exactly one full batch fits");
         assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start adds the weight of each reply");
         assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "a delay of 12 ms is less than a quarter of 49 ms");
         assert_eq!(size_after(&mut window, &[14]), 5 * MIN_WINDOW / 2);

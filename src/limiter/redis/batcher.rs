@@ -12,7 +12,6 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -31,7 +30,7 @@ use crate::limiter::pacing::{
     MAX_WAITING_CHECKS, OUTAGE_RETRY_INTERVAL, SETTLEMENT_TIMEOUT, latency_target, wait_until, worker_delay,
 };
 use crate::limiter::redis::batch::{
-    Batch, BatchError, BatchResult, InFlightWindow, PendingRefund, ProbeCall, Purpose, Refunds,
+    Batch, BatchError, BatchResult, InFlightWindow, PendingRefund, ProbeCall, Purpose, Refunds, request_weight,
 };
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::topology::SlotMap;
@@ -92,8 +91,6 @@ pub(super) struct Batcher {
     /// The address of the server if it is a node of a cluster.
     pub(super) node: Option<Address>,
     queue: Mutex<BatchQueue>,
-    /// Number of replies from the server.
-    reply_count: AtomicU64,
 }
 
 /// The batches that wait to be sent.
@@ -183,7 +180,6 @@ impl Batcher {
             breaker,
             node,
             queue: Mutex::default(),
-            reply_count: AtomicU64::new(0),
         }
     }
 
@@ -305,7 +301,7 @@ impl Batcher {
         let mut in_flight = InFlightGuard {
             batcher: self,
             requests: pending_batch.check_count(),
-            weight: InFlightWindow::weight(pending_batch.batch.key_count()),
+            weight: InFlightWindow::weight(&pending_batch.batch),
             sent_at: began,
         };
         let batch = &mut pending_batch.batch;
@@ -330,7 +326,6 @@ impl Batcher {
                 self.call_failed(epoch, error, batch.probe_call());
             }
         };
-        let replies = self.reply_count.load(Ordering::Relaxed);
         let exchange = match self.exchange_script(batch, due, &mut in_flight.sent_at).await {
             Ok(exchange) => exchange,
             Err(error) => {
@@ -340,20 +335,15 @@ impl Batcher {
                 return self.fail_unexecuted(pending_batch, &BatchError::Store(error));
             }
         };
-        if exchange.is_ok() {
-            self.reply_count.fetch_add(1, Ordering::Relaxed);
-        }
         let answered = elapsed_since(in_flight.sent_at);
         let weight = in_flight.weight;
         let limited = self.lock_queue().is_limited();
         drop(in_flight);
         match exchange {
+            // The checks have been rejected. A late reply is not a failure of the server, which may be busy: whether the
+            // server hangs is decided by the task that watches it.
             Err(late_call) => {
-                if self.reply_count.load(Ordering::Relaxed) == replies {
-                    failed(&StoreError::Timeout, batch);
-                } else if let Some(epoch) = epoch {
-                    self.reply_late(epoch);
-                }
+                self.lock_queue().window.record_reply(weight, answered, self.timeout, limited);
                 self.await_late_reply(late_call, pending_batch.batch);
             }
             Ok((Ok(reply), connection)) => {
@@ -387,9 +377,7 @@ impl Batcher {
             // have become a replica.
             connection.request_replacement();
         }
-        if let Some(refunds) = outcome.refunds {
-            self.send_refunds(refunds);
-        }
+        outcome.refunds.into_iter().for_each(|refunds| self.send_refunds(refunds));
         outcome.has_verdict
     }
 }
@@ -478,6 +466,7 @@ impl Batcher {
             return Some(reply);
         }
         self.release_batch();
+        self.suspect();
         if let Some(reply) = wait_until(deadline, call.as_mut()).await {
             return Some(reply);
         }
@@ -501,9 +490,7 @@ impl Batcher {
         tokio::spawn(async move {
             match timeout(SETTLEMENT_TIMEOUT, call).await {
                 Ok(Ok(reply)) => {
-                    if let Some(refunds) = batch.complete(reply).refunds {
-                        batcher.send_refunds(refunds);
-                    }
+                    batch.complete(reply).refunds.into_iter().for_each(|refunds| batcher.send_refunds(refunds));
                 }
                 Ok(Err(_)) | Err(_) => batch.count_unanswered(&batcher.metrics),
             }
@@ -553,11 +540,11 @@ impl Batcher {
             let deadline = {
                 let mut queue = self.lock_queue();
                 let now = monotonic();
-                while let Some(first) = queue.checks.pop_front_if(|first| first.is_expired(now)) {
-                    queue.subtract(&first.batch);
-                    first.batch.fail(&BatchError::Store(StoreError::Overloaded));
+                let horizon = now + latency_target(self.timeout);
+                for expired in queue.take_expired(now, horizon) {
+                    expired.batch.fail(&BatchError::Store(StoreError::Overloaded));
                 }
-                match queue.checks.front().and_then(|first| first.deadline) {
+                match queue.next_expiry(horizon) {
                     Some(due) => due,
                     None => {
                         queue.is_sweeping = false;
@@ -579,17 +566,18 @@ impl BatchQueue {
         if !is_settlement && (self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES) {
             return None;
         }
+        let weight = request_weight(operation, charges);
         let batches = if is_settlement { &mut self.settlements } else { &mut self.checks };
         let fits = |last: &PendingBatch| {
             let is_same_purpose = purpose == Purpose::Checks && last.batch.purpose() == purpose;
-            batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(charges)
+            batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(weight)
         };
         if !batches.back().is_some_and(fits) {
             batches.push_back(PendingBatch { batch: Batch::for_purpose(purpose), ..PendingBatch::default() });
         }
         let last = batches.back_mut()?;
         let bytes_before = last.batch.key_bytes();
-        let receiver = last.batch.push(&batcher.prefix, operation, charges, assumed_now_us);
+        let receiver = last.batch.push(&batcher.prefix, operation, charges, weight, assumed_now_us);
         if is_settlement {
             return Some(receiver);
         }
@@ -597,6 +585,28 @@ impl BatchQueue {
         self.requests += 1;
         self.bytes += last.batch.key_bytes() - bytes_before;
         Some(receiver)
+    }
+
+    /// Remove the checks that have expired at `now`. A coalesced check is queued up to one latency target after it was
+    /// made, so the deadlines are not in order. All batches after the first one whose deadline is after `horizon` have
+    /// not expired.
+    fn take_expired(&mut self, now: Instant, horizon: Instant) -> Vec<PendingBatch> {
+        let searched = self.checks.iter().take_while(|pending| pending.is_expired(horizon)).count();
+        let (mut expired, mut index) = (Vec::new(), 0);
+        for _ in 0..searched {
+            match self.checks.get(index) {
+                Some(pending) if pending.is_expired(now) => expired.extend(self.checks.remove(index)),
+                Some(_) | None => index += 1,
+            }
+        }
+        expired.iter().for_each(|pending| self.subtract(&pending.batch));
+        expired
+    }
+
+    /// Return the earliest deadline of a check. See [`BatchQueue::take_expired`].
+    fn next_expiry(&self, horizon: Instant) -> Option<Instant> {
+        let early = self.checks.iter().take_while(|pending| pending.is_expired(horizon));
+        early.chain(self.checks.front()).filter_map(|pending| pending.deadline).min()
     }
 
     fn subtract(&mut self, batch: &Batch) {
@@ -612,7 +622,8 @@ impl BatchQueue {
     /// Return whether the next batch fits into the window.
     fn has_room(&self) -> bool {
         self.front().is_none_or(|first| {
-            self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.key_count())
+            self.in_flight.calls == 0
+                || self.window.has_room(self.in_flight.weight, InFlightWindow::weight(&first.batch))
         })
     }
 
@@ -648,7 +659,7 @@ impl BatchQueue {
         };
         self.in_flight.calls += 1;
         self.in_flight.requests += pending_batch.check_count();
-        self.in_flight.weight += InFlightWindow::weight(pending_batch.batch.key_count());
+        self.in_flight.weight += InFlightWindow::weight(&pending_batch.batch);
         Some(pending_batch)
     }
 }
@@ -745,8 +756,9 @@ impl ServerStore {
     /// cannot be reached, open the circuit breaker at once.
     pub async fn connect(&self) {
         let epoch = self.batcher.breaker.epoch();
-        if let Err(error) = checkout(&self.batcher.connections).await {
-            self.batcher.open_breaker(epoch, &error, None);
+        match checkout(&self.batcher.connections).await {
+            Ok(_) => self.batcher.start_watch().await,
+            Err(error) => self.batcher.open_breaker(epoch, &error, None),
         }
         let batcher = Arc::downgrade(&self.batcher);
         tokio::spawn(async move {
@@ -755,6 +767,7 @@ impl ServerStore {
                 let Some(batcher) = batcher.upgrade() else { return };
                 if !batcher.breaker.is_open() {
                     batcher.connections.maintain().await;
+                    batcher.start_watch().await;
                 }
             }
         });
@@ -820,6 +833,7 @@ impl ServerStore {
         let Some(epoch) = self.batcher.breaker.closed_epoch() else { return Err(StoreError::BreakerOpen) };
         let slots = self.query_slots(address).await;
         match &slots {
+            Err(StoreError::Timeout) => self.batcher.suspect(),
             Err(error) if self.batcher.is_failure(error) => self.batcher.call_failed(epoch, error, None),
             Ok(_) | Err(_) => self.batcher.breaker.record_reply(epoch),
         }
@@ -840,7 +854,11 @@ impl ServerStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limiter::algorithm::Rule;
+    use crate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+    use crate::limiter::algorithm::sliding_log::SlidingLog;
     use crate::limiter::key::{IdentityHasher, Key};
+    use crate::limiter::quota::Quota;
     use crate::limiter::spec::LimitSpec;
     use crate::limiter::verdict::ChargeMode;
 
@@ -881,7 +899,7 @@ mod tests {
         let charges = [charge(&limit)];
         let mut queue = BatchQueue::default();
         let mut receivers: Vec<_> = (0..300).map(|_| queue.push_item(&batcher, item(&charges)).unwrap()).collect();
-        let sizes: Vec<_> = queue.checks.iter().map(|pending| pending.batch.key_count()).collect();
+        let sizes: Vec<_> = queue.checks.iter().map(|pending| pending.batch.weight()).collect();
         assert_eq!((sizes, queue.requests), (vec![128, 128, 44], 300));
         let key_bytes = queue.bytes / 300;
         for waiting in [172, 44, 0] {
@@ -918,6 +936,49 @@ mod tests {
         assert!(queue.try_claim(true), "a full batch of checks is sent");
         assert_eq!(queue.take_next().unwrap().batch.request_count(), 128);
         assert_eq!(queue.requests, MAX_WAITING_CHECKS - 128);
+    }
+
+    #[tokio::test]
+    async fn batch_is_bounded_by_the_work_of_its_checks() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let window = |quota: &str| -> Quota { quota.parse().unwrap() };
+        let log = Rule::SlidingLog(SlidingLog::new(window("10000/min")).unwrap());
+        let buckets = Rule::SlidingBuckets(SlidingBuckets::new(window("10000/min"), 1000).unwrap());
+        let refund = Operation::Refund { charged_at: 1 };
+        for (rule, cost, operation, most_requests) in [
+            (&limit.default_variant.rule, 1000, Operation::Check, 128),
+            (&log, 1, Operation::Check, 128 / 6),
+            (&log, 200, Operation::Check, 128 / 12),
+            (&log, 10_000, Operation::Check, 1),
+            (&log, 1, refund, 1),
+            (&buckets, 1, Operation::Check, 1),
+        ] {
+            let charges = [Charge { rule, cost, ..charge(&limit) }];
+            let mut queue = BatchQueue::default();
+            let _receivers: Vec<_> = (0..300)
+                .map(|_| queue.push_item(&batcher, BatchItem { operation, ..item(&charges) }).unwrap())
+                .collect();
+            let batches = queue.checks.iter().chain(&queue.settlements);
+            let most = batches.map(|pending| pending.batch.request_count()).max();
+            assert_eq!(most, Some(most_requests), "{operation:?} of {cost} tokens, {rule:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn expired_batch_behind_a_batch_with_a_later_deadline_is_removed() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let charges = [charge(&limit)];
+        let now = monotonic();
+        let mut queue = BatchQueue::default();
+        let later = |ms| now + Duration::from_millis(ms);
+        // Checks with this purpose do not share a batch.
+        let push = |queue: &mut BatchQueue, deadline| {
+            queue.push_item(&batcher, BatchItem { deadline, purpose: Purpose::Asking, ..item(&charges) })
+        };
+        let _receivers = [2, 0, 1, 100].map(|ms| push(&mut queue, later(ms)));
+        let expired = queue.take_expired(later(1), later(3));
+        assert_eq!(expired.iter().map(|pending| pending.deadline).collect::<Vec<_>>(), [Some(now), Some(later(1))]);
+        assert_eq!((queue.requests, queue.next_expiry(later(4))), (2, Some(later(2))));
     }
 
     #[tokio::test]

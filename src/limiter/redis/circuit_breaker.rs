@@ -10,7 +10,6 @@ use tracing::field::display;
 use tracing::{info, warn};
 
 use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
-use crate::limiter::redis::connection::MAX_UNANSWERED_CALLS;
 use crate::limiter::redis::error::diagnose_reply;
 use crate::limiter::redis::server::Address;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
@@ -55,11 +54,31 @@ pub struct CircuitBreaker {
     /// open. Results of calls from an earlier epoch are ignored.
     epoch: AtomicU32,
     failures: FailureWindow,
-    /// Whether a task probes a store that did not reply to a call.
-    is_probing: AtomicBool,
+    /// Notified when a call has waited for its reply for longer than the latency target.
+    suspicion: Notify,
+    /// Whether a task watches the server ([`Watch`]).
+    is_watched: AtomicBool,
     write_health: WriteHealth,
     recovery: Arc<RecoverySignal>,
     created_at: Instant,
+}
+
+/// The right to watch a server: to probe it when a call gets no reply. One task of the process has this right until it
+/// drops this value.
+#[derive(Debug)]
+pub(super) struct Watch(Arc<CircuitBreaker>);
+
+impl Watch {
+    /// Return the circuit breaker of the server.
+    pub(super) fn breaker(&self) -> &CircuitBreaker {
+        &self.0
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.0.is_watched.store(false, Ordering::Relaxed);
+    }
 }
 
 /// The assessment of a failed call.
@@ -86,7 +105,8 @@ impl CircuitBreaker {
         CircuitBreaker {
             epoch: AtomicU32::new(0),
             failures: FailureWindow::default(),
-            is_probing: AtomicBool::new(false),
+            suspicion: Notify::new(),
+            is_watched: AtomicBool::new(false),
             write_health: WriteHealth::default(),
             recovery,
             created_at: monotonic(),
@@ -125,12 +145,6 @@ impl CircuitBreaker {
         }
     }
 
-    /// Record a call of this epoch that got no reply in time, although other calls got a reply. Return whether the
-    /// breaker must open.
-    pub(super) fn record_late_reply(&self, epoch: u32) -> bool {
-        self.is_current(epoch) && self.failures.record_late_reply(self.age())
-    }
-
     /// Record a failed call of this epoch.
     pub(super) fn record_failure(&self, epoch: u32) -> Assessment {
         match self.is_current(epoch) {
@@ -164,14 +178,20 @@ impl CircuitBreaker {
         self.recovery.announce();
     }
 
-    /// Return whether the caller must probe a store that did not reply, because no other task does.
-    pub(super) fn begin_probing(&self) -> bool {
-        !self.is_probing.swap(true, Ordering::Relaxed)
+    /// Report that a call has waited for its reply for longer than the latency target.
+    pub(super) fn suspect(&self) {
+        self.suspicion.notify_one();
     }
 
-    /// End the probing that [`CircuitBreaker::begin_probing`] began.
-    pub(super) fn end_probing(&self) {
-        self.is_probing.store(false, Ordering::Relaxed);
+    /// Wait until a call has waited for its reply for longer than the latency target.
+    pub(super) async fn suspected(&self) {
+        self.suspicion.notified().await;
+    }
+
+    /// Return the right to watch the server, or `None` if another task watches it.
+    pub(super) fn try_watch(self: &Arc<Self>) -> Option<Watch> {
+        let is_taken = self.is_watched.load(Ordering::Relaxed) || self.is_watched.swap(true, Ordering::Relaxed);
+        (!is_taken).then(|| Watch(self.clone()))
     }
 
     /// Return a jitter of up to a tenth of a probe delay. Without jitter, gateways that lost the store at the same time
@@ -189,45 +209,26 @@ impl CircuitBreaker {
     }
 }
 
-// Conditions for opening the circuit breaker: consecutive failures, or a share of failed calls.
+// Conditions for opening the circuit breaker: consecutive failures, or a share of failed calls. A failure is a refused
+// or lost connection, or an error reply that other calls get as well. A late reply is not a failure, because a busy
+// server replies late.
 
-/// Number of consecutive failures that open the circuit breaker. After the same number of failures, the connection is
-/// replaced, so that the first probe uses a new connection.
-const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
+/// Number of consecutive failures that open the circuit breaker.
+const MAX_CONSECUTIVE_FAILURES: u32 = 5;
 
-/// Length of the window in which a [`FailureRatio`] counts calls. With fewer than [`MIN_CALLS`] calls in the window,
-/// the ratio does not open the circuit breaker.
+/// Length of the window in which a [`FailureWindow`] counts calls. With fewer than [`MIN_CALLS`] calls in the window,
+/// the share of failed calls does not open the circuit breaker.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
-/// Statistics of recent failures. As long as no call has failed, recording a successful call takes three atomic loads.
-#[derive(Debug)]
+/// Statistics of recent failures. As long as no call has failed, recording a successful call takes two atomic loads.
+#[derive(Debug, Default)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
-    /// Opens the circuit breaker if at least half of the calls failed.
-    failed_ratio: FailureRatio,
-    /// Opens the circuit breaker if at least nine of ten calls failed or were late. The threshold is high, because an
-    /// overloaded store still replies to some calls in time, and its circuit breaker must stay closed.
-    late_ratio: FailureRatio,
-}
-
-/// The share of bad calls in a window of the length [`WINDOW`]. The caller decides which calls are bad: failed calls,
-/// or failed and late calls. A window begins with a bad call.
-#[derive(Debug)]
-struct FailureRatio {
-    /// The circuit breaker opens if at least this share of the calls, in tenths, is bad.
-    max_tenths: u64,
     /// From the highest to the lowest bits: start of the window in ms after the creation of the circuit breaker (32
-    /// bits), number of calls (16 bits) and number of bad calls (16 bits). 0: no window. The window begins with a bad
-    /// call, because earlier good calls could only reduce the share of bad calls.
+    /// bits), number of calls (16 bits) and number of failed calls (16 bits). 0: no window. The window begins with a
+    /// failed call, because earlier successful calls could only reduce the share of failed calls.
     packed_window: AtomicU64,
-}
-
-impl Default for FailureWindow {
-    fn default() -> Self {
-        let ratio = |most| FailureRatio { max_tenths: most, packed_window: AtomicU64::new(0) };
-        FailureWindow { consecutive: AtomicU32::new(0), failed_ratio: ratio(5), late_ratio: ratio(9) }
-    }
 }
 
 impl FailureWindow {
@@ -236,58 +237,37 @@ impl FailureWindow {
         if self.consecutive.load(Ordering::Relaxed) != 0 {
             self.consecutive.store(0, Ordering::Relaxed);
         }
-        self.failed_ratio.record_good(&now);
-        self.late_ratio.record_good(&now);
-    }
-
-    /// Record a failed call. Return whether the breaker must open.
-    pub(crate) fn record_failure(&self, now: Duration) -> bool {
-        let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed) + 1;
-        let is_failed_exceeded = self.failed_ratio.record_bad(now);
-        let late = self.late_ratio.record_bad(now);
-        consecutive >= MAX_CONSECUTIVE_FAILURES || is_failed_exceeded || late
-    }
-
-    /// Record a call that got no reply in time, although other calls got a reply. Return whether the breaker must open.
-    pub(crate) fn record_late_reply(&self, now: Duration) -> bool {
-        self.failed_ratio.record_good(&|| now);
-        self.late_ratio.record_bad(now)
-    }
-
-    /// Forget all recorded failures.
-    pub(crate) fn reset(&self) {
-        self.consecutive.store(0, Ordering::Relaxed);
-        self.failed_ratio.packed_window.store(0, Ordering::Relaxed);
-        self.late_ratio.packed_window.store(0, Ordering::Relaxed);
-    }
-}
-
-impl FailureRatio {
-    fn record_good(&self, now: &impl Fn() -> Duration) {
         if self.packed_window.load(Ordering::Relaxed) != 0 {
             self.record(now(), 0);
         }
     }
 
-    /// Record a bad call. Return whether the share of bad calls is too large.
-    fn record_bad(&self, now: Duration) -> bool {
-        let (calls, bad) = self.record(now, 1);
-        calls >= MIN_CALLS && 10 * bad >= self.max_tenths * calls
+    /// Record a failed call. Return whether the breaker must open.
+    pub(crate) fn record_failure(&self, now: Duration) -> bool {
+        let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed) + 1;
+        let (calls, failed) = self.record(now, 1);
+        consecutive >= MAX_CONSECUTIVE_FAILURES || calls >= MIN_CALLS && 2 * failed >= calls
     }
 
-    /// Record a call as bad (1) or good (0). Return the number of calls and of bad calls in the window.
-    fn record(&self, now: Duration, bad: u64) -> (u64, u64) {
+    /// Forget all recorded failures.
+    pub(crate) fn reset(&self) {
+        self.consecutive.store(0, Ordering::Relaxed);
+        self.packed_window.store(0, Ordering::Relaxed);
+    }
+
+    /// Record a call as failed (1) or successful (0). Return the number of calls and of failed calls in the window.
+    fn record(&self, now: Duration, failed: u64) -> (u64, u64) {
         // A 32-bit number of ms wraps after 49 days, which does not matter because only differences are used.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
             let started_ms = (window >> 32) as u32;
             let calls = window >> 16 & 0xFFFF;
-            let bad_before = window & 0xFFFF;
+            let failed_before = window & 0xFFFF;
             let is_over = u128::from(now_ms.wrapping_sub(started_ms)) >= WINDOW.as_millis() || calls == 0xFFFF;
-            match (is_over || window == 0, bad) {
+            match (is_over || window == 0, failed) {
                 (true, 0) => 0,
                 (true, _) => u64::from(now_ms) << 32 | 1 << 16 | 1,
-                (false, _) => u64::from(started_ms) << 32 | (calls + 1) << 16 | (bad_before + bad),
+                (false, _) => u64::from(started_ms) << 32 | (calls + 1) << 16 | (failed_before + failed),
             }
         };
         let before =
@@ -424,15 +404,14 @@ mod failures_tests {
         Duration::from_millis(ms)
     }
 
-    /// Record calls at intervals of `gap_ms` from `start_ms` on: `F` failed, `L` late, others successful. Return the
-    /// number of calls after which the circuit breaker opens.
+    /// Record calls at intervals of `gap_ms` from `start_ms` on: `F` failed, others successful. Return the number of
+    /// calls after which the circuit breaker opens.
     fn calls_until_open(outcomes: &str, start_ms: u64, gap_ms: u64) -> Option<usize> {
         let failures = FailureWindow::default();
         outcomes.bytes().enumerate().find_map(|(index, call)| {
             let now = millis(start_ms + index as u64 * gap_ms);
             let too_many = match call {
                 b'F' => failures.record_failure(now),
-                b'L' => failures.record_late_reply(now),
                 _ => {
                     failures.record_success(|| now);
                     false
@@ -470,19 +449,6 @@ mod failures_tests {
     }
 
     #[test]
-    fn nine_in_ten_late_replies_open_the_breaker() {
-        assert_eq!(calls_until_open(&"L".repeat(100), 0, 1), Some(20));
-        assert_eq!(calls_until_open(&"L".repeat(100), 0, 60), None, "fewer than twenty calls in a second");
-        assert_eq!(calls_until_open(&"LLLLS".repeat(100), 0, 1), None, "one of five calls is in time");
-        assert_eq!(calls_until_open(&format!("{}S", "L".repeat(18)).repeat(100), 0, 1), Some(20), "1 of 19 in time");
-        assert_eq!(
-            calls_until_open("LLLLFFFFLLLLF", 0, 1),
-            Some(13),
-            "a late reply does not reset the consecutive failures"
-        );
-    }
-
-    #[test]
     fn window_starts_with_a_failure() {
         // The calls are three windows with one failure each, and a window in which half of the calls fail.
         let quiet = format!("F{}", "S".repeat(1099));
@@ -490,7 +456,7 @@ mod failures_tests {
         let failures = FailureWindow::default();
         assert!(!failures.record_failure(millis(5)));
         failures.record_success(|| millis(1005));
-        assert_eq!(failures.failed_ratio.packed_window.load(Ordering::Relaxed), 0, "the window has ended");
+        assert_eq!(failures.packed_window.load(Ordering::Relaxed), 0, "the window has ended");
     }
 
     #[test]

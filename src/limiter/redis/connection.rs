@@ -23,7 +23,7 @@ use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
 /// Number of consecutive calls without a reply after which a connection counts as hung and is replaced.
-pub const MAX_UNANSWERED_CALLS: u32 = 5;
+const MAX_UNANSWERED_CALLS: u32 = 5;
 
 /// Maximum number of calls that are queued on one connection. Further senders wait.
 const PIPELINE_CAPACITY: usize = 1024;
@@ -130,10 +130,6 @@ impl Connections {
     /// Open missing connections. Replace idle connections that the server has closed, and connections to a server that
     /// is not the master. Requests use the previous connections until the new ones are open.
     pub async fn maintain(&self) {
-        let master = self.manager.server.current_master(self.manager.connect_timeout).await;
-        let is_outdated = |connection: &Connection| {
-            master.as_ref().is_some_and(|master| *master.get_connection_info().addr() != connection.health.address)
-        };
         let open_connections = self.pool.state().connections;
         if open_connections == 0 && checkout(self).await.is_err() {
             return;
@@ -151,11 +147,29 @@ impl Connections {
             let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
             let pooled = Pooled::clone(&pooled);
             let connection = pooled.current();
-            if connection.is_closed() || is_outdated(&connection) {
+            if !self.is_usable(&connection).await {
                 let Ok(replacement) = self.manager.connect().await else { return };
                 pooled.replace(&replacement);
             }
         }
+    }
+
+    /// Return whether a connection is open and leads to the master that the Sentinels report.
+    pub async fn is_usable(&self, connection: &Connection) -> bool {
+        let master = self.manager.server.current_master(self.manager.connect_timeout).await;
+        !connection.is_closed()
+            && master.is_none_or(|master| *master.get_connection_info().addr() == connection.health.address)
+    }
+
+    /// Open a connection that is not in the pool, for probes. It has loaded no scripts.
+    ///
+    /// # Errors
+    /// [`StoreError::Timeout`] if the server did not reply within the connect timeout. [`StoreError::NotConnected`] if
+    /// the attempt to connect failed, or if an attempt has failed just before.
+    pub async fn open_probe(&self) -> Result<Connection, StoreError> {
+        let manager = Manager { algorithms: AlgorithmSet::default(), ..self.manager.clone() };
+        let opened = timeout(self.manager.connect_timeout, manager.connect()).await.map_err(|_| StoreError::Timeout)?;
+        opened.map(|pooled| pooled.current()).map_err(|error| StoreError::NotConnected(error.to_string()))
     }
 }
 

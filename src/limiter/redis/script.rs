@@ -338,6 +338,12 @@ impl LimitArgs {
         if self.kind == AlgorithmKind::Concurrency { 0 } else { self.cost }
     }
 
+    /// Return the weight of a refund with these arguments ([`AlgorithmKind::weight`]).
+    pub fn refund_weight(&self) -> usize {
+        let [limit, _, buckets] = self.parameters;
+        self.kind.weight(limit, buckets) + usize::from(self.counts_usage())
+    }
+
     /// Return whether the cost is charged after the response.
     pub fn is_post_paid(&self) -> bool {
         self.mode.is_deferred()
