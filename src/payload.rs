@@ -10,6 +10,7 @@ pub mod json {
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {
     pub mod json_scanner;
+    pub mod provider;
     pub mod request;
     pub mod response;
     pub mod usage;

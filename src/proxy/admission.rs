@@ -404,7 +404,7 @@ async fn inspect<'a, I: AdmissionIo>(
     facts.rpc_id = content.rpc_id(body_use);
     content.check(body_use, head.headers, max_values).map_err(Rejection::Inspect)?;
     let Some(inspection) = llm else { return Ok(None) };
-    let llm = llm::request(content, inspection, &target.upstream_path(route)?, head.headers)?;
+    let llm = llm::request(content, inspection, &target.upstream_path(route)?)?;
     io.counts_tokens(&llm);
     Ok(Some(Box::new(llm)))
 }

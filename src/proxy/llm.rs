@@ -4,18 +4,19 @@
 use std::ops::ControlFlow;
 
 use bytes::Bytes;
+use http::Response;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, Response};
 
 use crate::http::body::Body;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
 use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
+use crate::payload::llm::provider::{Billing, Provider, operation};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::payload::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
-use crate::payload::llm::usage::{Provider, Weights, operation};
+use crate::payload::llm::usage::Weights;
 use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
@@ -31,6 +32,7 @@ pub struct LlmRequest {
     pub(super) model: Option<Box<str>>,
     /// The LLM API, which determines the format of error responses.
     pub provider: Provider,
+    billing: Billing,
     path: Box<str>,
     /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
     /// removes this event from the response.
@@ -41,16 +43,11 @@ pub struct LlmRequest {
 
 #[derive(Debug)]
 enum Content {
-    /// The request has no body, so its response contains no generated tokens.
+    /// The request has no body or its operation is free, so its response contains no tokens that are billed.
     Empty,
     /// The body cannot be read.
     Unread,
     Read(RequestInfo),
-}
-
-/// Return the LLM API to which a request is addressed. `path` is the canonical path of the upstream request.
-pub fn provider(path: &str, headers: &HeaderMap) -> Provider {
-    Provider::from_request(path, headers.contains_key("anthropic-version"))
 }
 
 /// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical
@@ -62,10 +59,13 @@ pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
     path: &str,
-    headers: &HeaderMap,
 ) -> Result<LlmRequest, Rejection<'static>> {
-    let provider = provider(path, headers);
-    let content = Content::from_body(content, inspection.max_body);
+    let provider = Provider::of(path);
+    let billing = Billing::of(path);
+    let content = match billing {
+        Billing::Free => Ok(Content::Empty),
+        Billing::Generation | Billing::Embedding => Content::from_body(content, inspection.max_body),
+    };
     let hides_usage = inspection.includes_usage
         && provider == Provider::OpenAi
         && operation(path) == "completions"
@@ -84,7 +84,7 @@ pub fn request(
     // Providers with the model in the path ignore the model in the body.
     let model = request::model_in_path(path).map(|model| model.into()).or(named);
     let (path, clients) = (path.into(), Vec::new());
-    Ok(LlmRequest { content, model, provider, path, hides_usage, clients })
+    Ok(LlmRequest { content, model, provider, billing, path, hides_usage, clients })
 }
 
 impl Content {
@@ -147,7 +147,11 @@ impl LlmRequest {
             Content::Empty => 0,
             Content::Unread => llm.unread_cost.unwrap_or(0),
             Content::Read(info) => {
-                self.weights(llm).reservation(llm.estimate.input(info), llm.estimate.output(info, self.provider))
+                let output = match self.billing {
+                    Billing::Generation => llm.estimate.output(info, self.provider),
+                    Billing::Embedding | Billing::Free => 0,
+                };
+                self.weights(llm).reservation(llm.estimate.input(info), output)
             }
         }
     }

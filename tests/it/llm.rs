@@ -322,6 +322,160 @@ fn reported_usage_replaces_the_reservation_for_every_provider() {
     assert_eq!(policy.header("ratelimit-policy"), Some("\"tokens\";q=100000;qu=\"tokens\";w=3600"));
 }
 
+/// Usage objects from public bug reports and from the documentation of providers, with the tokens that are right to
+/// charge. `None`: nothing is known about the usage, so the reservation stays charged.
+#[test]
+fn usage_objects_of_the_field_are_charged_as_providers_bill_them() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let chat = |usage: Value| json!({"choices": [{"message": {"content": "tok"}}], "usage": usage});
+    let details = |reasoning: u64| json!({"reasoning_tokens": reasoning});
+    let mut expected = QUOTA;
+    for (name, path, response, right) in [
+        (
+            "xAI, reasoning tokens outside completion_tokens",
+            CHAT,
+            chat(
+                json!({"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 399, "completion_tokens_details": details(386)}),
+            ),
+            Some(399),
+        ),
+        (
+            "Gemini behind an OpenAI-compatible server",
+            CHAT,
+            chat(
+                json!({"prompt_tokens": 21, "completion_tokens": 0, "total_tokens": 81, "completion_tokens_details": details(60)}),
+            ),
+            Some(81),
+        ),
+        (
+            "OpenAI, reasoning tokens inside completion_tokens",
+            CHAT,
+            chat(
+                json!({"prompt_tokens": 75, "completion_tokens": 1186, "total_tokens": 1261, "completion_tokens_details": details(1024)}),
+            ),
+            Some(1261),
+        ),
+        (
+            "Responses API, only the total is complete",
+            "/v1/responses",
+            json!({"output": [], "usage": {"input_tokens": 10, "output_tokens": 20, "total_tokens": 1000}}),
+            Some(1000),
+        ),
+        (
+            "Anthropic, cache writes and reads",
+            "/v1/messages",
+            json!({"content": [], "usage": {"input_tokens": 21, "cache_creation_input_tokens": 1880, "cache_read_input_tokens": 1000, "output_tokens": 393}}),
+            Some(3294),
+        ),
+        (
+            "Gemini, thoughts",
+            "/v1beta/models/m:generateContent",
+            json!({"usageMetadata": {"promptTokenCount": 20, "candidatesTokenCount": 30, "thoughtsTokenCount": 50, "totalTokenCount": 100}}),
+            Some(100),
+        ),
+        (
+            "Bedrock Converse",
+            "/model/anthropic.claude-x/converse",
+            json!({"output": {"message": {"content": [{"text": "tok"}]}}, "usage": {"inputTokens": 185, "outputTokens": 1000, "totalTokens": 1185}}),
+            Some(1185),
+        ),
+        (
+            "embeddings",
+            "/v1/embeddings",
+            json!({"data": [], "usage": {"prompt_tokens": 8, "total_tokens": 8}}),
+            Some(8),
+        ),
+        (
+            "reported zero is zero",
+            CHAT,
+            json!({"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}),
+            Some(0),
+        ),
+        ("a usage object without known counts", CHAT, chat(json!({"units": 7})), None),
+        ("count_tokens of Anthropic", "/v1/messages/count_tokens", json!({"input_tokens": 14}), Some(0)),
+        ("countTokens of Gemini", "/v1beta/models/m:countTokens", json!({"totalTokens": 31}), Some(0)),
+        (
+            "input_tokens of OpenAI",
+            "/v1/responses/input_tokens",
+            json!({"object": "response.input_tokens", "input_tokens": 11}),
+            Some(0),
+        ),
+        ("moderation", "/v1/moderations", json!({"id": "modr-1", "results": []}), Some(0)),
+        ("tokenize of vLLM", "/tokenize", json!({"count": 3, "tokens": [1, 2, 3]}), Some(0)),
+    ] {
+        let body = json!({"max_tokens": 2000, "generationConfig": {"maxOutputTokens": 2000}, "input": "text", "mock": {"raw": response.to_string()}});
+        let reply = post(&gateway, path, &body);
+        assert_eq!(reply.status, 200, "{name}");
+        let reserved = expected - reply.remaining("tokens");
+        let input = (body.to_string().len() as u64).div_ceil(4);
+        assert_eq!(
+            reserved,
+            match (right, path) {
+                (_, "/v1/embeddings") => input,
+                // The body has no maximum at the position of Bedrock.
+                (_, path) if path.ends_with("/converse") => input + 1024,
+                (Some(0), path) if path != CHAT => 0,
+                _ => input + 2000,
+            },
+            "{name}: the reservation"
+        );
+        expected -= right.unwrap_or(reserved);
+        assert_remaining(&gateway, expected, name);
+    }
+}
+
+/// Only the path decides how a request is read: no header, and no maximum at the position of another API, lowers the
+/// reservation.
+#[test]
+fn headers_and_other_positions_do_not_lower_the_reservation() {
+    let provider = Provider::start();
+    let gateway = start(&provider, 1_000_000, "");
+    let mut expected = 1_000_000;
+    for (path, body) in [
+        (
+            "/v1beta/models/m:generateContent",
+            json!({"generationConfig": {"maxOutputTokens": 9000}, "max_tokens": 1, "options": {"num_predict": 1}}),
+        ),
+        (
+            "/api/chat",
+            json!({"options": {"num_predict": 9000}, "max_tokens": 1, "generationConfig": {"maxOutputTokens": 1}}),
+        ),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 9000, "options": {"num_predict": 1}, "generationConfig": {"maxOutputTokens": 1}}),
+        ),
+        (
+            "/model/m/converse",
+            json!({"inferenceConfig": {"maxTokens": 9000}, "max_tokens": 1, "mock": {"raw": "{\"usage\":{\"inputTokens\":1,\"outputTokens\":1}}"}}),
+        ),
+        (CHAT, json!({"max_tokens": 1, "options": {"num_predict": 9000}})),
+        ("/unknown/operation/completions", json!({"max_tokens": 1, "generationConfig": {"maxOutputTokens": 9000}})),
+    ] {
+        for header in [
+            ("accept", "*/*"),
+            ("anthropic-version", "2023-06-01"),
+            ("anthropic-beta", "output-128k"),
+            ("x-goog-api-key", "k"),
+            ("openai-beta", "assistants=v2"),
+            ("user-agent", "ollama-python"),
+        ] {
+            let text = body.to_string();
+            let reply = gateway.client().request("POST", path, &[ID, header], text.as_bytes());
+            let reserved = 9000 + (text.len() as u64).div_ceil(4);
+            assert_eq!((reply.status, expected - reply.remaining("tokens")), (200, reserved), "{path} {header:?}");
+            eventually("the reservation is settled", || {
+                let left = remaining(&gateway);
+                let is_settled = left > expected - reserved;
+                if is_settled {
+                    expected = left;
+                }
+                is_settled
+            });
+        }
+    }
+}
+
 #[test]
 fn reservations_in_flight_hold_the_limit() {
     let provider = Provider::start();

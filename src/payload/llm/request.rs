@@ -13,7 +13,7 @@ use crate::payload::json::body::{
     Collector, JsonBody, JsonError, JsonValue, Position, SeenMembers, Skip, Skipped, deserialize, shortened, text_value,
 };
 use crate::payload::json::names::{NameIndex, bits};
-use crate::payload::llm::usage::Provider;
+use crate::payload::llm::provider::Provider;
 
 /// Maximum length of a model name in bytes. Requests with longer names are rejected, because the access log contains
 /// the name.
@@ -56,17 +56,23 @@ pub struct OutputBounds {
     pub generation_config: Option<u64>,
     /// The maximum in `options`, as for Ollama.
     pub options: Option<u64>,
+    /// The maximum in `inferenceConfig`, as for Bedrock Converse.
+    pub inference_config: Option<u64>,
 }
 
 impl OutputBounds {
-    /// Return the maximum that a provider uses. For OpenAI, return the largest of the three, because the server may be
-    /// an OpenAI-compatible server that uses any of them.
-    fn of(self, provider: Provider) -> Option<u64> {
+    /// Return the maximum that a provider uses, or `default` if the body has none. For OpenAI, return the largest of all
+    /// values, because the server may be an OpenAI-compatible server that uses any of the positions.
+    fn of(self, provider: Provider, default: u64) -> u64 {
         match provider {
-            Provider::OpenAi => self.root.max(self.generation_config).max(self.options),
-            Provider::Anthropic => self.root,
-            Provider::Gemini => self.generation_config,
-            Provider::Ollama => self.options,
+            Provider::OpenAi => {
+                let others = self.generation_config.max(self.options).max(self.inference_config);
+                self.root.unwrap_or(default).max(others.unwrap_or(0))
+            }
+            Provider::Anthropic => self.root.unwrap_or(default),
+            Provider::Gemini => self.generation_config.unwrap_or(default),
+            Provider::Ollama => self.options.unwrap_or(default),
+            Provider::Bedrock => self.inference_config.unwrap_or(default),
         }
     }
 }
@@ -108,7 +114,7 @@ impl InputEstimate {
 
     /// Return the maximum number of output tokens of all choices of a request to this provider.
     pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
-        info.bounds.of(provider).unwrap_or(self.default_output).saturating_mul(info.choices)
+        info.bounds.of(provider, self.default_output).saturating_mul(info.choices)
     }
 }
 
@@ -272,6 +278,8 @@ enum Place {
     GenerationConfig,
     /// `options` of Ollama.
     Options,
+    /// `inferenceConfig` of Bedrock Converse.
+    InferenceConfig,
     /// `stream_options` of OpenAI.
     StreamOptions,
     /// The value is within the messages. Only messages can contain images and audio.
@@ -306,19 +314,21 @@ enum Known {
     NPredict,
     GenerationMaxOutputTokens,
     NumPredict,
+    InferenceMaxTokens,
     N,
     BestOf,
     CandidateCount,
     NumGenerations,
     GenerationConfig,
     Options,
+    InferenceConfig,
     StreamOptions,
     Prompt,
 }
 
 /// The keys that determine the cost, in the spellings that providers document. Gemini accepts keys in camel case and in
 /// snake case, as Protocol Buffers do.
-const KNOWN_KEYS: [(Place, &str, Known); 22] = [
+const KNOWN_KEYS: [(Place, &str, Known); 24] = [
     (Place::Root, "model", Known::Model),
     (Place::Root, "stream", Known::Stream),
     (Place::Root, "background", Known::Background),
@@ -333,6 +343,7 @@ const KNOWN_KEYS: [(Place, &str, Known); 22] = [
     (Place::Root, "generation_config", Known::GenerationConfig),
     (Place::Root, "generationConfig", Known::GenerationConfig),
     (Place::Root, "options", Known::Options),
+    (Place::Root, "inferenceConfig", Known::InferenceConfig),
     (Place::Root, "stream_options", Known::StreamOptions),
     (Place::Root, "prompt", Known::Prompt),
     (Place::GenerationConfig, "max_output_tokens", Known::GenerationMaxOutputTokens),
@@ -340,16 +351,17 @@ const KNOWN_KEYS: [(Place, &str, Known); 22] = [
     (Place::GenerationConfig, "candidate_count", Known::CandidateCount),
     (Place::GenerationConfig, "candidateCount", Known::CandidateCount),
     (Place::Options, "num_predict", Known::NumPredict),
+    (Place::InferenceConfig, "maxTokens", Known::InferenceMaxTokens),
     (Place::StreamOptions, "include_usage", Known::IncludeUsage),
 ];
 
 /// For each place that has [`KNOWN_KEYS`], an index of their names. The number of a name is its index in the list.
-static KNOWN_NAMES: LazyLock<[(Place, NameIndex); 4]> = LazyLock::new(|| {
+static KNOWN_NAMES: LazyLock<[(Place, NameIndex); 5]> = LazyLock::new(|| {
     let index = |place| {
         let names = KNOWN_KEYS.iter().map(|(at, name, _)| (*at == place).then_some(*name));
         (place, NameIndex::new(names, Some('_')))
     };
-    [Place::Root, Place::GenerationConfig, Place::Options, Place::StreamOptions].map(index)
+    [Place::Root, Place::GenerationConfig, Place::Options, Place::InferenceConfig, Place::StreamOptions].map(index)
 });
 
 /// The result of comparing a key with [`KNOWN_KEYS`].
@@ -666,6 +678,7 @@ impl Reader {
         let place = match known {
             Known::GenerationConfig => Place::GenerationConfig,
             Known::Options => Place::Options,
+            Known::InferenceConfig => Place::InferenceConfig,
             Known::StreamOptions => Place::StreamOptions,
             _ => Place::Elsewhere,
         };
@@ -681,7 +694,11 @@ impl Reader {
                     self.prompts = prompts;
                 }
             }
-            (Known::GenerationConfig | Known::Options | Known::StreamOptions, Found::Object) | (_, Found::Null) => {}
+            (
+                Known::GenerationConfig | Known::Options | Known::InferenceConfig | Known::StreamOptions,
+                Found::Object,
+            )
+            | (_, Found::Null) => {}
             (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => self.info.model = Some(model.into()),
             (Known::Model, Found::Text(_)) => self.fail(|| format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
@@ -696,6 +713,7 @@ impl Reader {
                 | Known::MaxNewTokens
                 | Known::NPredict
                 | Known::GenerationMaxOutputTokens
+                | Known::InferenceMaxTokens
                 | Known::NumPredict,
                 // 0 means no maximum, as in some servers.
                 Found::Count(Some(0)),
@@ -715,6 +733,7 @@ impl Reader {
                 self.info.bounds.generation_config = bound;
             }
             (Known::NumPredict, Found::Count(bound @ Some(_))) => self.info.bounds.options = bound,
+            (Known::InferenceMaxTokens, Found::Count(bound @ Some(_))) => self.info.bounds.inference_config = bound,
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
                 self.info.choices = self.info.choices.max(choices);
             }
@@ -722,7 +741,7 @@ impl Reader {
             (Known::Stream | Known::Background | Known::IncludeUsage, _) => {
                 self.fail(|| format!("`{key}` is not true or false"));
             }
-            (Known::GenerationConfig | Known::Options | Known::StreamOptions, _) => {
+            (Known::GenerationConfig | Known::Options | Known::InferenceConfig | Known::StreamOptions, _) => {
                 self.fail(|| format!("`{key}` is not an object"));
             }
             (_, _) => self.fail(|| format!("`{key}` must be an integer of 0 or more")),
@@ -745,7 +764,10 @@ mod tests {
     const ESTIMATE: InputEstimate = InputEstimate { bytes_per_token: 4, image: 1000, audio: 500, default_output: 1024 };
 
     fn bound(body: &str) -> Result<(Option<u64>, u64), String> {
-        let bound = |info: RequestInfo| (info.bounds.of(Provider::OpenAi), info.choices);
+        let largest = |bounds: OutputBounds| {
+            bounds.root.max(bounds.generation_config).max(bounds.options).max(bounds.inference_config)
+        };
+        let bound = |info: RequestInfo| (largest(info.bounds), info.choices);
         inspect(body.as_bytes()).map(bound).map_err(|error| error.to_string())
     }
 
@@ -758,6 +780,7 @@ mod tests {
             (r#"{"generationConfig":{"maxOutputTokens":7,"candidateCount":2}}"#, (Some(7), 2)),
             (r#"{"generation_config":{"max_output_tokens":7}}"#, (Some(7), 1)),
             (r#"{"options":{"num_predict":7}}"#, (Some(7), 1)),
+            (r#"{"inferenceConfig":{"maxTokens":7}}"#, (Some(7), 1)),
             (r#"{"options":{"num_predict":-1}}"#, (None, 1)),
             (r#"{"options":{"num_predict":0}}"#, (None, 1)),
             (r#"{"max_tokens":0}"#, (None, 1)),
@@ -971,6 +994,31 @@ mod tests {
         let info = RequestInfo { images: u64::MAX, choices: u64::MAX, bounds, ..RequestInfo::default() };
         assert_eq!((ESTIMATE.input(&info), ESTIMATE.output(&info, Provider::OpenAi)), (u64::MAX, u64::MAX));
         assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);
+    }
+
+    /// A maximum at a position that the API does not use never lowers the reservation.
+    #[test]
+    fn each_api_has_its_position_and_an_unknown_api_reserves_the_largest_reading() {
+        let one = Some(1);
+        let all = OutputBounds { root: one, generation_config: one, options: one, inference_config: one };
+        let large = Some(9000);
+        for (provider, bounds) in [
+            (Provider::OpenAi, OutputBounds { root: large, ..all }),
+            (Provider::OpenAi, OutputBounds { generation_config: large, ..all }),
+            (Provider::OpenAi, OutputBounds { options: large, ..all }),
+            (Provider::OpenAi, OutputBounds { inference_config: large, ..all }),
+            (Provider::OpenAi, OutputBounds { root: None, ..all }),
+            (Provider::Anthropic, OutputBounds { root: large, ..all }),
+            (Provider::Anthropic, OutputBounds { root: None, ..all }),
+            (Provider::Gemini, OutputBounds { generation_config: large, ..all }),
+            (Provider::Gemini, OutputBounds { generation_config: None, ..all }),
+            (Provider::Ollama, OutputBounds { options: large, ..all }),
+            (Provider::Ollama, OutputBounds { options: None, ..all }),
+            (Provider::Bedrock, OutputBounds { inference_config: large, ..all }),
+            (Provider::Bedrock, OutputBounds { inference_config: None, ..all }),
+        ] {
+            assert_eq!(bounds.of(provider, 9000), 9000, "{provider:?} {bounds:?}");
+        }
     }
 
     proptest! {

@@ -95,6 +95,8 @@ struct Tally {
     unreported_output: u64,
     /// Number of documents with generated text (deltas).
     deltas: u64,
+    /// Whether the response has a usage object that has no known count.
+    has_unknown_usage: bool,
     document: Document,
 }
 
@@ -134,6 +136,7 @@ impl ResponseMeter {
             reported: None,
             unreported_output: 0,
             deltas: 0,
+            has_unknown_usage: false,
             document: Document::default(),
         };
         Some(ResponseMeter { framing, scanner: JsonScanner::new(paths), tally })
@@ -187,12 +190,18 @@ impl ResponseMeter {
         self.tally.reported.map_or(0, |reported| reported.output).max(self.tally.deltas)
     }
 
-    /// Return the usage so far. `input` is the estimated number of input tokens that was reserved. Return `None` if the
-    /// response contains neither usage nor generated text.
+    /// Return the usage so far. `input` is the estimated number of input tokens that was reserved. Return `None` if
+    /// nothing is known about the usage: the response contains neither usage nor generated text, or a usage object whose
+    /// counts are unknown.
     pub fn usage(&self, input: u64) -> Option<MeasuredUsage> {
-        let Tally { reported, unreported_output, deltas, .. } = self.tally;
-        if reported.is_none() && deltas == 0 {
+        let Tally { reported, unreported_output, deltas, has_unknown_usage, .. } = self.tally;
+        if reported.is_none() && (deltas == 0 || has_unknown_usage) {
             return None;
+        }
+        // A complete document without generated text may report that it used no tokens. In a stream, such a report may
+        // be preliminary.
+        if reported == Some(TokenUsage::default()) && deltas == 0 && !self.is_event_stream() {
+            return Some(MeasuredUsage { usage: TokenUsage::default(), is_estimated: false });
         }
         let mut usage = reported.unwrap_or_default();
         // Use the estimate if the reported input is 0, because every request has input tokens.
@@ -232,7 +241,11 @@ impl JsonSink for Tally {
                     }
                 }
                 _ => {
-                    let Some(usage) = parse_usage(json) else { return };
+                    let Some(usage) = parse_usage(json) else {
+                        let is_usage = USAGE_PATHS[path].last().is_some_and(|name| name.starts_with("usage"));
+                        self.has_unknown_usage |= is_usage && json.starts_with(b"{") && json != b"{}";
+                        return;
+                    };
                     current.max(usage)
                 }
             },

@@ -1,7 +1,8 @@
-//! Token counts and error bodies in the formats of LLM providers, and the weights of tokens.
+//! Token counts in the formats of LLM providers, and the weights of tokens.
 //!
 //! | provider | location of the token counts | cached input tokens |
 //! |---|---|---|
+//! | Bedrock Converse | `usage` with `inputTokens`, `cacheReadInputTokens` and `cacheWriteInputTokens` | added to the input |
 //! | OpenAI Chat Completions, Mistral, DeepSeek, most compatible servers | `usage` with `prompt_tokens` | part of the input |
 //! | OpenAI Responses | `usage` or `response.usage` with `input_tokens` and `input_tokens_details` | part of the input |
 //! | Anthropic Messages | `usage` or `message.usage` with `cache_read_input_tokens` | added to the input |
@@ -13,7 +14,6 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::{Value, json};
 
 /// Maximum plausible number of tokens. The gateway ignores a report with a larger count, because this count would use
 /// up a quota for years.
@@ -85,6 +85,19 @@ struct UsageObject {
     candidates_token_count: Count,
     #[serde(rename = "thoughtsTokenCount")]
     thoughts_token_count: Count,
+    #[serde(rename = "totalTokenCount")]
+    total_token_count: Count,
+    // Fields of Bedrock Converse, which reports cached tokens in addition to `inputTokens`.
+    #[serde(rename = "inputTokens")]
+    bedrock_input: Count,
+    #[serde(rename = "outputTokens")]
+    bedrock_output: Count,
+    #[serde(rename = "totalTokens")]
+    bedrock_total: Count,
+    #[serde(rename = "cacheReadInputTokens")]
+    bedrock_cache_read: Count,
+    #[serde(rename = "cacheWriteInputTokens")]
+    bedrock_cache_write: Count,
     // Fields of Cohere.
     billed_units: Option<Units>,
     tokens: Option<Units>,
@@ -106,7 +119,9 @@ struct Units {
 impl UsageObject {
     fn tokens(self) -> Option<TokenUsage> {
         let cached_tokens = |details: Option<Details>| details.unwrap_or_default().cached_tokens;
-        let usage = if self.prompt_token_count.is_present() || self.candidates_token_count.is_present() {
+        let mut total = self.total_tokens;
+        let mut usage = if self.prompt_token_count.is_present() || self.candidates_token_count.is_present() {
+            total = self.total_token_count;
             TokenUsage {
                 input: self.prompt_token_count.get()? + self.tool_use_prompt_token_count.get()?,
                 cached_input: self.cached_content_token_count.get()?,
@@ -122,6 +137,14 @@ impl UsageObject {
                 cached_input: cache_read + cached_tokens(self.input_tokens_details).get()?,
                 output: self.output_tokens.get()?,
             }
+        } else if self.bedrock_input.is_present() || self.bedrock_output.is_present() {
+            total = self.bedrock_total;
+            let cache_read = self.bedrock_cache_read.get()?;
+            TokenUsage {
+                input: self.bedrock_input.get()? + self.bedrock_cache_write.get()? + cache_read,
+                cached_input: cache_read,
+                output: self.bedrock_output.get()?,
+            }
         } else if let Some(units) = self.billed_units.or(self.tokens) {
             if !units.input_tokens.is_present() && !units.output_tokens.is_present() {
                 return None;
@@ -132,6 +155,8 @@ impl UsageObject {
         } else {
             return None;
         };
+        // Some servers count reasoning tokens only in the total: xAI, and Gemini behind OpenAI-compatible servers.
+        usage.output += total.get()?.saturating_sub(usage.input + usage.output);
         Some(usage)
     }
 }
@@ -302,117 +327,6 @@ impl NamePattern {
     }
 }
 
-// === Providers: the error bodies and final events that their SDKs understand ===
-
-/// Maximum number of choices in the final event of a stream.
-const MAX_FINAL_CHOICES: u64 = 128;
-
-/// The LLM API that a client uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Provider {
-    /// The API of OpenAI, or an API that is compatible with it.
-    OpenAi,
-    /// The Messages API of Anthropic.
-    Anthropic,
-    /// The API of Google Gemini.
-    Gemini,
-    /// The API of Ollama.
-    Ollama,
-}
-
-impl Provider {
-    /// Return the API to which a request with this canonical path belongs. `is_anthropic` is true if the request has
-    /// the header `anthropic-version`.
-    pub fn from_request(path: &str, is_anthropic: bool) -> Self {
-        let last = operation(path);
-        if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
-            Provider::Anthropic
-        } else if last.contains(":generate") || last.contains(":streamGenerate") || last.contains("mbedContent") {
-            Provider::Gemini
-        } else if path.contains("/api/") && matches!(last, "chat" | "generate" | "embed" | "embeddings") {
-            Provider::Ollama
-        } else {
-            Provider::OpenAi
-        }
-    }
-
-    /// Return the events with which the gateway ends a stream that has reached the maximum of output tokens. `choices`
-    /// is the number of choices, and `output` is the number of output tokens so far.
-    pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
-        let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
-        match self {
-            Provider::OpenAi if operation(path) == "responses" => event(
-                "response.incomplete",
-                json!({
-                    "type": "response.incomplete",
-                    "response": {
-                        "object": "response", "status": "incomplete", "output": [],
-                        "incomplete_details": { "reason": "max_output_tokens" },
-                    },
-                }),
-            ),
-            Provider::OpenAi | Provider::Ollama => {
-                // `is_text` is true for the older Completions API, whose events differ from those of Chat Completions.
-                let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
-                let choice = |index| match is_text {
-                    true => json!({ "index": index, "text": "", "finish_reason": "length" }),
-                    false => json!({ "index": index, "delta": {}, "finish_reason": "length" }),
-                };
-                let choices: Vec<_> = (0..choices.min(MAX_FINAL_CHOICES)).map(choice).collect();
-                let object = if is_text { "text_completion" } else { "chat.completion.chunk" };
-                let chunk = json!({ "id": "", "object": object, "created": 0, "model": "", "choices": choices });
-                format!("data: {chunk}\n\ndata: [DONE]\n\n")
-            }
-            Provider::Anthropic => {
-                let delta = json!({ "stop_reason": "max_tokens", "stop_sequence": null });
-                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": output } });
-                event("message_delta", end) + &event("message_stop", json!({ "type": "message_stop" }))
-            }
-            Provider::Gemini => {
-                let candidate =
-                    json!({ "content": { "parts": [], "role": "model" }, "finishReason": "MAX_TOKENS", "index": 0 });
-                format!("data: {}\r\n\r\n", json!({ "candidates": [candidate] }))
-            }
-        }
-    }
-
-    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the
-    /// exceeded limit, or `None` if the error has another reason.
-    pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
-        let body = match self {
-            Provider::OpenAi => {
-                let kind = limit_unit.unwrap_or("invalid_request_error");
-                let code = limit_unit.map(|_| "rate_limit_exceeded");
-                json!({ "error": { "message": message, "type": kind, "param": null, "code": code } })
-            }
-            Provider::Anthropic => {
-                let kind = match (limit_unit, status) {
-                    (Some(_), _) => "rate_limit_error",
-                    (None, 413) => "request_too_large",
-                    (None, _) => "invalid_request_error",
-                };
-                json!({ "type": "error", "error": { "type": kind, "message": message } })
-            }
-            Provider::Gemini => {
-                let name = limit_unit.map_or("INVALID_ARGUMENT", |_| "RESOURCE_EXHAUSTED");
-                json!({ "error": { "code": status, "message": message, "status": name } })
-            }
-            Provider::Ollama => json!({ "error": message }),
-        };
-        let mut bytes = body.to_string().into_bytes();
-        // End the body with a line break, so that it is readable in a terminal.
-        bytes.push(b'\n');
-        bytes
-    }
-}
-
-/// Return the last non-empty segment of a path, without parameters after `;`. Many servers ignore trailing slashes and
-/// parameters in paths.
-pub fn operation(path: &str) -> &str {
-    let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
-    last.split(';').next().unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -432,6 +346,38 @@ mod tests {
                 r#"{"prompt_tokens":9,"completion_tokens":12,"prompt_tokens_details":{"cached_tokens":4,"audio_tokens":0},
                     "completion_tokens_details":{"reasoning_tokens":8}}"#,
                 usage(9, 4, 12),
+            ),
+            (
+                "xai, reasoning outside completion_tokens",
+                r#"{"prompt_tokens":12,"completion_tokens":1,"total_tokens":399,
+                    "completion_tokens_details":{"reasoning_tokens":386}}"#,
+                usage(12, 0, 387),
+            ),
+            (
+                "gemini behind an OpenAI-compatible server",
+                r#"{"prompt_tokens":21,"completion_tokens":0,"total_tokens":81,
+                    "completion_tokens_details":{"reasoning_tokens":60}}"#,
+                usage(21, 0, 60),
+            ),
+            (
+                "only the total is complete",
+                r#"{"prompt_tokens":10,"completion_tokens":20,"total_tokens":1000}"#,
+                usage(10, 0, 990),
+            ),
+            (
+                "the total is too small",
+                r#"{"prompt_tokens":10,"completion_tokens":20,"total_tokens":20}"#,
+                usage(10, 0, 20),
+            ),
+            (
+                "bedrock converse",
+                r#"{"inputTokens":185,"outputTokens":1000,"totalTokens":1185,"cacheReadInputTokens":0,"cacheWriteInputTokens":0}"#,
+                usage(185, 0, 1000),
+            ),
+            (
+                "bedrock converse, cached",
+                r#"{"inputTokens":5,"outputTokens":7,"totalTokens":42,"cacheReadInputTokens":10,"cacheWriteInputTokens":20}"#,
+                usage(35, 10, 7),
             ),
             ("openai chat, null details", r#"{"prompt_tokens":1,"prompt_tokens_details":null}"#, usage(1, 0, 0)),
             ("embeddings", r#"{"prompt_tokens":8,"total_tokens":8}"#, usage(8, 0, 0)),
@@ -486,7 +432,9 @@ mod tests {
             r#"{"prompt_tokens":5,"completion_tokens":18446744073709551616}"#,
             r#"{"prompt_tokens":5,"completion_tokens":1e300}"#,
             r#"{"prompt_tokens":5,"prompt_tokens":6}"#,
+            r#"{"prompt_tokens":5,"completion_tokens":1,"total_tokens":-1}"#,
             r#"{"prompt_tokens":null}"#,
+            r#"{"units":7}"#,
             r#"{"billed_units":{}}"#,
         ] {
             assert_eq!(parse_usage(json.as_bytes()), None, "{json}");
@@ -564,25 +512,6 @@ mod tests {
                 output: output.saturating_sub(less_output),
             };
             prop_assert!(weights.cost(used) <= weights.reservation(input, output));
-        }
-    }
-
-    #[test]
-    fn api_is_known_by_path_and_header() {
-        for (path, is_anthropic, expected) in [
-            ("/v1/chat/completions", false, Provider::OpenAi),
-            ("/v1/responses", false, Provider::OpenAi),
-            ("/v1/messages", false, Provider::Anthropic),
-            ("/v1/messages/;x", false, Provider::OpenAi),
-            ("/v1/messages;x/", false, Provider::Anthropic),
-            ("/anything", true, Provider::Anthropic),
-            ("/v1beta/models/m:generateContent", false, Provider::Gemini),
-            ("/v1beta/models/m:streamGenerateContent", false, Provider::Gemini),
-            ("/api/chat", false, Provider::Ollama),
-            ("/ollama/api/generate", false, Provider::Ollama),
-            ("/chat", false, Provider::OpenAi),
-        ] {
-            assert_eq!(Provider::from_request(path, is_anthropic), expected, "{path}");
         }
     }
 }
