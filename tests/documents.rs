@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,6 @@ use sluicegate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
 };
 use sluicegate::telemetry::log::LogFormat;
-use support::client::Client;
 use support::gateway::{Gateway, binary};
 use support::{admin_listener, pages, pictures};
 
@@ -380,51 +379,6 @@ fn manual_lists_exactly_the_access_log_fields() {
     let words = words.iter().filter(|word| !word.starts_with("hour."));
     let shown = words.filter_map(|word| word.find('=').map(|at| &word[..=at]));
     assert_eq!(named.into_iter().filter(|name| name.ends_with('=')).collect::<BTreeSet<_>>(), shown.collect());
-}
-
-/// `docs/reference/admin-api.md` must list every path in the code of the admin listener. The listener must serve
-/// exactly the methods that the page lists for a path.
-#[test]
-fn manual_lists_exactly_the_admin_endpoints() {
-    let page = pages::read("docs/reference/admin-api.md");
-    let (_, table) = page.split_once("\n## Endpoints\n").unwrap();
-    let table = table.split("\n## ").next().unwrap();
-    let mut endpoints: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    for row in table
-        .lines()
-        .filter(|line| line.starts_with("| GET") || line.starts_with("| POST") || line.starts_with("| DELETE"))
-    {
-        let cells: Vec<_> = row.trim_matches(['|', ' ']).split(" | ").collect();
-        for path in code(cells[1]) {
-            endpoints.entry(path).or_default().extend(cells[0].split(", "));
-        }
-    }
-    let text = pages::read("src/admin/api.rs");
-    let literals = text.split('"').filter(|literal| {
-        literal.starts_with('/') && literal.chars().all(|char| char.is_ascii_lowercase() || "/.".contains(char))
-    });
-    let in_code: BTreeSet<_> = literals.filter(|path| *path != "/api/").map(str::to_owned).collect();
-    assert_eq!(endpoints.keys().map(|path| (*path).to_owned()).collect::<BTreeSet<_>>(), in_code);
-
-    let config = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"sesame\"\n\
-                  [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
-    let gateway = Gateway::start(config);
-    let authorization = ("authorization", "Bearer sesame");
-    for (path, methods) in endpoints {
-        for method in ["GET", "HEAD", "POST", "DELETE", "PUT"] {
-            let mut client = Client::connect(gateway.admin());
-            client.send(
-                format!(
-                    "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{}: {}\r\nContent-Length: 0\r\n\r\n",
-                    authorization.0, authorization.1
-                )
-                .as_bytes(),
-            );
-            let status = client.head().unwrap().status;
-            assert_ne!(status, 404, "{method} {path}");
-            assert_eq!(status != 405, methods.contains(method), "{method} {path}: {status}");
-        }
-    }
 }
 
 /// Return the text of a heading without its markup: `code` and **bold** keep their text, [links](target) their name.
