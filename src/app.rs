@@ -338,6 +338,7 @@ impl App {
             gateways: gateways.clone(),
             maintenance,
             connection_limits: connections.clone(),
+            overrides: overrides.clone(),
             watcher: self.watcher,
             lint: self.lint,
             stop: stop.clone(),

@@ -2,7 +2,7 @@
 //! client certificates, and trust roots. Certificates and the verifier of client certificates can be replaced while
 //! connections are open.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -455,8 +455,8 @@ pub struct ManagedCertificates {
     challenges: ArcSwap<Vec<Challenge>>,
     /// The certificate that is served until a certificate is obtained.
     self_signed: Arc<CertifiedKey>,
-    /// Names whose renewal an administrator has requested.
-    renewal_requests: Mutex<BTreeSet<Box<str>>>,
+    /// Names whose renewal an administrator has requested, with the certificate at the time of the request.
+    renewal_requests: Mutex<BTreeMap<Box<str>, Option<Arc<Certificate>>>>,
     /// Notified when an administrator requests a renewal.
     wake: Notify,
     /// Number of obtained certificates, and number of failed attempts to obtain a certificate.
@@ -617,14 +617,15 @@ impl ManagedCertificates {
         challenges.iter().find(|challenge| challenge.name.eq_ignore_ascii_case(server_name))?.tls.clone()
     }
 
-    /// Request the renewal of the certificate of a name.
+    /// Request the renewal of the current certificate of a name.
     pub fn request_renewal(&self, name: &str) {
-        self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into());
+        let current = self.get(name).certificate;
+        self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), current);
         self.wake.notify_one();
     }
 
-    /// Remove and return the names whose renewal was requested.
-    pub fn take_renewal_requests(&self) -> BTreeSet<Box<str>> {
+    /// Remove and return the names whose renewal was requested, with the certificate at the time of the request.
+    pub fn take_renewal_requests(&self) -> BTreeMap<Box<str>, Option<Arc<Certificate>>> {
         std::mem::take(&mut *self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

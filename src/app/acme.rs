@@ -166,9 +166,8 @@ impl AcmeClient {
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
             self.serve_stored(acme);
-            for name in acme.certificates.take_renewal_requests() {
-                let replaced = acme.certificates.get(&name).certificate.as_deref().map(fingerprint);
-                requested.insert(name, replaced);
+            for (name, replaced) in acme.certificates.take_renewal_requests() {
+                requested.insert(name, replaced.as_deref().map(fingerprint));
             }
             for name in &acme.names {
                 let request = requested.get(name);

@@ -22,7 +22,9 @@ use crate::config::file::UnsetVariables;
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::without_hashes;
 use crate::identity::auth::ProviderKind;
+use crate::identity::forward::ForwardProvider;
 use crate::limiter::clock;
+use crate::limiter::overrides::Overrides;
 use crate::listener::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadCause, ReloadRequest};
@@ -57,6 +59,7 @@ pub(super) struct Reloader {
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) maintenance: MaintenanceThread,
     pub(super) connection_limits: Arc<ConnectionLimits>,
+    pub(super) overrides: Arc<Overrides>,
     /// Watches the files of the active configuration.
     pub(super) watcher: Option<FileWatcher>,
     /// Returns the warnings about a configuration, which the log shows after each reload.
@@ -168,6 +171,7 @@ impl Reloader {
             let texts = differences.iter().map(ToString::to_string).collect();
             self.config_handle.activate(config, clusters, texts)
         };
+        self.overrides.recompile();
         self.watcher = watch_files(&self.config_handle);
         Ok(Applied { change, differences, warnings })
     }
@@ -262,15 +266,20 @@ impl CompiledConfig {
         tls.flat_map(|tls| tls.tls.certificates())
     }
 
-    /// Carry over the state of providers with the same name. The keys of a JWK Set are kept if its URL is the same.
-    /// Verified users are kept if the users file is the same. For forward authentication, the cached admissions of the
-    /// authentication server are kept if the settings are the same.
+    /// Carry over the state of providers with the same name. The keys of a JWK Set are kept if its URL and `ca` are the
+    /// same. Verified users are kept if the users file is the same. For forward authentication, the cached admissions
+    /// of the authentication server are kept if all settings are the same, including those of its internal upstream.
+    /// The index of this upstream is no setting, because it changes with the number of other upstreams.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
             if let Some(known) = previous.auth.key_urls.iter().find(|known| known.name == source.name) {
-                source.keys.carry_over(&known.keys, known.url == source.url);
+                source.keys.carry_over(&known.keys, known.url == source.url && known.ca == source.ca);
             }
         }
+        let upstreams = (&self.upstreams, &previous.upstreams);
+        let has_same_server = |forward: &ForwardProvider, known: &ForwardProvider| {
+            upstreams.0.get(forward.upstream) == upstreams.1.get(known.upstream)
+        };
         for provider in &mut self.auth.providers {
             let Some(known) = previous.auth.providers.iter().find(|known| known.name == provider.name) else {
                 continue;
@@ -282,7 +291,7 @@ impl CompiledConfig {
                     basic.verifier = known.verifier.clone();
                 }
                 (ProviderKind::Forward(forward), ProviderKind::Forward(known))
-                    if forward.settings == known.settings =>
+                    if forward.settings == known.settings && has_same_server(forward, known) =>
                 {
                     forward.cache.clone_from(&known.cache);
                 }

@@ -26,6 +26,8 @@ use crate::limiter::clock::monotonic;
 pub struct ForwardProvider {
     /// Settings of the provider.
     pub settings: ForwardSettings,
+    /// Index of the authentication server's internal upstream among all upstreams.
+    pub upstream: usize,
     /// Cache of admissions. `None` if the server is called for each request.
     pub cache: Option<Arc<ForwardCache>>,
     /// Admissions of requests that a limit has denied, for [`DENIED_TTL`]. They admit no request, but the limit can deny
@@ -40,11 +42,9 @@ const DENIED_TTL: Duration = Duration::from_secs(1);
 /// Maximum number of admissions of denied requests.
 const MAX_DENIED: usize = 1000;
 
-/// Settings of a provider of kind `forward`.
+/// Settings of a provider of kind `forward`, except the settings of its internal upstream.
 #[derive(Debug, PartialEq)]
 pub struct ForwardSettings {
-    /// Index of the authentication server's internal upstream among all upstreams.
-    pub upstream: usize,
     /// Path and query of `url`.
     pub target: PathAndQuery,
     /// Host and port of `url`. They are the value of the `Host` header that the gateway sends to the server.
@@ -131,10 +131,10 @@ impl ForwardProvider {
         self.settings.request_headers.iter().filter(|name| !LIST_HEADERS.contains(name)).find(is_repeated)
     }
 
-    /// Create a provider with an empty cache.
-    pub fn new(settings: ForwardSettings) -> Self {
+    /// Create a provider with an empty cache. `upstream` is the index of its internal upstream.
+    pub fn new(settings: ForwardSettings, upstream: usize) -> Self {
         let cache = settings.cache.map(|(_, max_entries)| Arc::new(ForwardCache::new(max_entries)));
-        ForwardProvider { settings, cache, denied: Box::new(ForwardCache::new(MAX_DENIED)) }
+        ForwardProvider { settings, upstream, cache, denied: Box::new(ForwardCache::new(MAX_DENIED)) }
     }
 }
 

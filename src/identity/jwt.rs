@@ -596,10 +596,10 @@ impl RemoteKeys {
         self.counts[0].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Carry over the attempt counts from the same provider of the previous configuration. If the URL is the same, also
-    /// carry over its keys.
-    pub fn carry_over(&self, previous: &RemoteKeys, is_same_url: bool) {
-        if is_same_url {
+    /// Carry over the attempt counts from the same provider of the previous configuration. If both fetch their keys from
+    /// the same source, also carry over the keys.
+    pub fn carry_over(&self, previous: &RemoteKeys, is_same_source: bool) {
+        if is_same_source {
             self.keys.store(previous.keys.load_full());
             self.last_success_us.store(previous.last_success_us(), Ordering::Relaxed);
         }

@@ -204,6 +204,20 @@ impl Overrides {
         removed
     }
 
+    /// Compile all overrides for the limits of a new configuration. An override that is not valid for its limit, or
+    /// whose limit does not exist, ends in this process.
+    pub fn recompile(&self) {
+        self.table.rcu(|table| {
+            let recompiled = table.0.values().filter_map(|entry| {
+                let limit = (self.find_limit)(&entry.limit.name)?;
+                let new = self.compile(&limit, entry.identity, entry.quota.clone(), entry.ttl());
+                let new = new.inspect_err(log_invalid_override).ok()?;
+                Some((table_key(&limit, entry.identity), Arc::new(Override { expires_at: entry.expires_at, ..new })))
+            });
+            OverrideTable(recompiled.collect())
+        });
+    }
+
     /// Once per second, read the override records that all gateways share. Continue until the future is dropped.
     pub async fn poll(&self, store: &RedisStore, key: &str) {
         static POLL_LOG_THROTTLE: LogThrottle = LogThrottle::new();
@@ -376,12 +390,7 @@ impl Overrides {
             };
             match compiled {
                 Ok(compiled) => drop(new.insert(key, Arc::new(compiled))),
-                Err(error) => {
-                    static OVERRIDE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
-                    if OVERRIDE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                        warn!(%error, "an override is not valid for its limit in this configuration");
-                    }
-                }
+                Err(error) => log_invalid_override(&error),
             }
         }
         let variant_ids = |table: &HashMap<u128, Arc<Override>, RandomState>| {
@@ -397,6 +406,13 @@ impl Overrides {
         {
             denials.clear();
         }
+    }
+}
+
+fn log_invalid_override(error: &QuotaError) {
+    static OVERRIDE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+    if OVERRIDE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
+        warn!(%error, "an override is not valid for its limit in this configuration");
     }
 }
 

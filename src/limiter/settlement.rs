@@ -754,6 +754,8 @@ mod tests {
     use crate::limiter::key::{IdentityHasher, StateName};
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::quota::Quota;
+    use crate::limiter::usage::UsageQuery;
+    use jiff::civil::Date;
     use proptest::prelude::*;
 
     const LIMIT: u64 = 3;
@@ -882,6 +884,44 @@ mod tests {
             let expected = rule.step(actual.as_ref(), settled_at, StepKind::Check, 0).free;
             prop_assert!(settled <= expected && settled + 1 >= expected, "{settled} instead of {expected}");
         }
+    }
+
+    #[tokio::test]
+    async fn model_totals_belong_to_the_day_of_the_charge() {
+        let (queue, permit) = limited();
+        let Store::Memory(memory) = &queue.store_handle.store else { panic!("the store is in memory") };
+        let days = ["UTC", "Pacific/Kiritimati"].map(|zone| Arc::new(UsageDays::new(zone).unwrap()));
+        // One second before midnight in UTC, and midnight. In Kiritimati, it is then 14:00 of one and the same day.
+        let midnight_us: u64 = 1_795_996_800_000_000;
+        for (charged_at, costs) in [(midnight_us - 1_000_000, [3, 5]), (midnight_us, [7, 11])] {
+            let charges = days.iter().zip(costs).enumerate().map(|(limit_index, (days, cost))| DeferredCharge {
+                deferred: Deferred::Settle,
+                decided_by: DecidedBy::Store,
+                charged_at,
+                charge: OwnedCharge {
+                    limit_index,
+                    identity: Identity(limit_index as u128 + 1),
+                    cost_or_permit_id: cost,
+                    usage: Some(days.clone()),
+                    ..permit.clone()
+                },
+            });
+            let charges = DeferredCharges::new(queue.clone(), charges.collect());
+            charges.count_model("m", |limit_index| Some(costs[limit_index]));
+        }
+        let query = UsageQuery {
+            limits: vec!["l".into()],
+            identities: None,
+            from: Date::MIN,
+            to: Date::MAX,
+            with_models: true,
+            max_rows: 100,
+        };
+        let mut rows: Vec<_> = memory.usage.read(&query).unwrap();
+        rows.sort();
+        let rows: Vec<_> = rows.iter().map(|row| (row.identity, row.date.to_string(), row.cost)).collect();
+        let expected = [(1, "2026-11-29", 3), (1, "2026-11-30", 7), (2, "2026-11-30", 5 + 11)];
+        assert_eq!(rows, expected.map(|(identity, date, cost)| (identity, date.to_owned(), cost)));
     }
 
     #[test]

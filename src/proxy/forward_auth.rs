@@ -232,7 +232,7 @@ impl AuthServer<'_> {
 
     async fn send(&self, headers: HeaderMap) -> Result<Response<Body>, UpstreamError> {
         let settings = &self.provider.settings;
-        let upstream = &*self.snapshot.upstreams[settings.upstream];
+        let upstream = &*self.snapshot.upstreams[self.provider.upstream];
         let mut request = Box::new(Request::new(RequestBody::empty()));
         *request.uri_mut() = Uri::from(settings.target.clone());
         *request.headers_mut() = headers;
@@ -243,7 +243,7 @@ impl AuthServer<'_> {
         let started_at = monotonic();
         let mut attempts = AttemptLog::new(false);
         let result = upstream.send(request, limits, self.flow, &mut attempts).await;
-        self.snapshot.metrics.record_upstream(settings.upstream, &result, started_at.elapsed(), &attempts);
+        self.snapshot.metrics.record_upstream(self.provider.upstream, &result, started_at.elapsed(), &attempts);
         result
     }
 }

@@ -60,11 +60,13 @@ pub struct KeyUrl {
     pub name: Box<str>,
     /// URL of the JWK Set.
     pub url: HttpUrl,
+    /// File of the CA certificates that verify the server, as written. `None` selects the trust roots of the system.
+    pub ca: Option<Box<str>>,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Time between two fetches.
     pub refresh_interval: Duration,
-    /// The keys, which the token verifier also uses. A reload keeps the keys if the URL does not change.
+    /// The keys, which the token verifier also uses. A reload keeps the keys if `url` and `ca` do not change.
     pub keys: Arc<RemoteKeys>,
 }
 
@@ -156,17 +158,9 @@ pub(super) fn forward(
     };
     let upstream = internal.first + internal.settings.len();
     internal.settings.push(settings);
-    Some(ForwardProvider::new(ForwardSettings {
-        upstream,
-        target,
-        authority,
-        request_headers,
-        response_headers,
-        timeout,
-        fail_open,
-        told,
-        cache,
-    }))
+    let settings =
+        ForwardSettings { target, authority, request_headers, response_headers, timeout, fail_open, told, cache };
+    Some(ForwardProvider::new(settings, upstream))
 }
 
 /// Return the name of a provider's internal upstream.
@@ -279,7 +273,8 @@ pub(super) fn key_url(
     };
     internal.tls.extend(tls);
     let keys = Arc::<RemoteKeys>::default();
-    Some(KeyUrl { provider, name: name.into(), url, tls: endpoint_tls, refresh_interval, keys })
+    let ca = auth.ca.as_ref().map(|ca| ca.get_ref().as_str().into());
+    Some(KeyUrl { provider, name: name.into(), url, ca, tls: endpoint_tls, refresh_interval, keys })
 }
 
 /// Parse the URL of an authentication server or of a JWK Set.

@@ -373,7 +373,7 @@ impl UpstreamCluster {
 
 impl Upstream {
     /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both clusters are
-    /// kept if protocol, `proxy_protocol`, `pool_idle_timeout` and TLS server name are equal.
+    /// kept if protocol, `proxy_protocol`, `pool_idle_timeout` and the TLS settings are equal.
     pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
         let speaks = |cluster: &UpstreamCluster| {
             let settings = &cluster.settings;

@@ -80,10 +80,10 @@ impl EndpointPool {
     }
 
     /// Return a pool with the connections of this pool for `endpoint`, which belongs to another configuration snapshot.
-    /// Return `None` if `endpoint` is not the endpoint of this pool, or if the TLS server name differs.
+    /// Return `None` if `endpoint` is not the endpoint of this pool, or if its TLS settings differ: the new settings may
+    /// not trust the server of an open connection, or may have another client certificate.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
-        let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
-        let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
+        let fits = self.endpoint.is_same_as(endpoint) && self.endpoint.server.tls == endpoint.server.tls;
         let (pool, proxy_protocol) = (self.pool.clone(), self.proxy_protocol);
         fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool, proxy_protocol })
     }

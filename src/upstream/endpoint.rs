@@ -79,6 +79,10 @@ impl Endpoint {
             // Reset the health if health checks are removed, because nothing would mark the endpoint as healthy again.
             self.health_state().reset_checks();
         }
+        if settings.ejection.is_none() {
+            self.health_state().reset_ejections();
+            state.consecutive_errors.store(0, Ordering::Relaxed);
+        }
         Endpoint::with_state(settings, index, self.address, state)
     }
 

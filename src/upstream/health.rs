@@ -177,6 +177,11 @@ impl HealthState {
         (self.is_unhealthy, self.contrary_checks) = (false, 0);
     }
 
+    /// Forget all ejections. An endpoint that is ejected becomes healthy.
+    pub(super) fn reset_ejections(&mut self) {
+        (self.ejected_until, self.consecutive_ejections, self.ejection_ended_at) = (None, 0, None);
+    }
+
     /// Record the result of a health check. If the health changes, return the new health: `true` for healthy.
     pub(super) fn record_check(
         &mut self,

@@ -31,10 +31,16 @@ fn config(pebble: &Pebble, store: &str, secret: &str) -> String {
 /// Start a gateway with each configuration. Start a load balancer at each of the two ports to which the CA connects for
 /// validations (TLS-ALPN-01 and HTTP-01). Return the gateways and the balancer for HTTP-01.
 fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
+    let (gateways, balancer) = start_without_validation(pebble, configs);
+    balancer.set(gateways.iter().map(|gateway| gateway.address));
+    (gateways, balancer)
+}
+
+/// Like [`start`], but the balancer for HTTP-01 has no gateways, so that validations wait.
+fn start_without_validation(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
+    let balancer = Balancer::start(pebble.http_port, Vec::new());
     let gateways: Vec<_> = configs.iter().map(|config| start_as(pebble, config)).collect();
-    let addresses = |index: usize| gateways.iter().map(|gateway| gateway.addresses()[index]).collect();
-    Balancer::start(pebble.tls_port, addresses(1));
-    let balancer = Balancer::start(pebble.http_port, addresses(0));
+    Balancer::start(pebble.tls_port, gateways.iter().map(|gateway| gateway.addresses()[1]).collect());
     (gateways, balancer)
 }
 
@@ -67,7 +73,9 @@ fn holder_first(mut gateways: Vec<Gateway>, has_begun: impl Fn() -> bool) -> [Ga
 #[test]
 fn three_gateways_on_one_redis_place_one_order_per_renewal() {
     let (pebble, redis) = (Pebble::start_with(&[("PEBBLE_WFE_NONCEREJECT", "50")], ""), Redis::start());
-    let (gateways, _) = start_on(&pebble, &redis.url(), 3);
+    let proxy = CaProxy::start(&pebble, |_| None);
+    let config = |secret: &str| config(&pebble, &redis.url(), secret).replace(&pebble.directory, &proxy.directory);
+    let (gateways, _) = start(&pebble, &vec![config("s3cret"); 3]);
     eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
     assert_eq!(pebble.orders(), 1, "{}", pebble.log());
     let client = trusting(&pebble);
@@ -80,11 +88,13 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
     for word in [&b"PRIVATE KEY"[..], b"key_pkcs8", b"CERTIFICATE", b"one.test"] {
         assert!(!stored.iter().any(|value| value.windows(word.len()).any(|part| part == word)), "{word:?}");
     }
-    let other = start_as(&pebble, &config(&pebble, &redis.url(), "another"));
+    let other = start_as(&pebble, &config("another"));
     eventually("the error is logged", || other.log().contains("is `store.secret` the same on all gateways?"));
 
-    // Request a renewal from all three gateways at once.
+    // Request a renewal from all three gateways, before one of them can renew the certificate.
+    proxy.set_fault(Fault::HeldOrders);
     gateways.iter().for_each(|gateway| request_renewal(gateway, "one.test"));
+    proxy.set_fault(Fault::None);
     eventually("the new certificate at all gateways", || {
         let now = all();
         now.iter().all(|leaf| *leaf == now[0] && *leaf != first[0])
@@ -98,42 +108,53 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
 
 #[test]
 fn renewals_fail_no_handshake_and_need_one_order_each() {
-    // Certificates are valid for 18 s and are renewed after 12 s.
-    let (pebble, redis) = (Pebble::start_with(&[], ", \"certificateValidityPeriod\": 18"), Redis::start());
-    let (gateways, _) = start_on(&pebble, &redis.url(), 3);
+    let (pebble, redis) = (Pebble::start(), Redis::start());
+    let proxy = CaProxy::start(&pebble, |_| None);
+    let config = config(&pebble, &redis.url(), "s3cret").replace(&pebble.directory, &proxy.directory);
+    let (gateways, _) = start(&pebble, &vec![config; 3]);
     eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
     let client = trusting(&pebble);
     let first = served(&gateways[0], &client, "one.test").unwrap();
     let (done, handshakes) = (AtomicBool::new(false), AtomicUsize::new(0));
+    // The clients that have seen the first certificate, and those that have seen another one later.
+    let seen = [AtomicUsize::new(0), AtomicUsize::new(0)];
     std::thread::scope(|scope| {
-        for gateway in gateways.iter().cycle().take(2 * gateways.len()) {
+        let clients = gateways.iter().cycle().take(2 * gateways.len());
+        let count = clients.clone().count();
+        for gateway in clients {
             scope.spawn(|| {
+                let mut has_seen = [false; 2];
                 while !done.load(Ordering::SeqCst) {
-                    assert!(served(gateway, &client, "one.test").is_some(), "a handshake failed");
+                    let leaf = served(gateway, &client, "one.test").expect("the handshake succeeds");
+                    let index = usize::from(leaf != first);
+                    if !std::mem::replace(&mut has_seen[index], true) {
+                        seen[index].fetch_add(1, Ordering::SeqCst);
+                    }
                     handshakes.fetch_add(1, Ordering::SeqCst);
                     std::thread::sleep(HANDSHAKE_INTERVAL);
                 }
             });
         }
         let _stop = SetOnDrop(&done);
-        eventually("a renewal", || {
-            gateways.iter().all(|gateway| served(gateway, &client, "one.test").unwrap() != first)
-        });
-        assert_eq!(pebble.orders(), 2, "{}", pebble.log());
+        eventually("all clients have the first certificate", || seen[0].load(Ordering::SeqCst) == count);
+        // Request a renewal from all three gateways, before one of them can renew the certificate.
+        proxy.set_fault(Fault::HeldOrders);
+        gateways.iter().for_each(|gateway| request_renewal(gateway, "one.test"));
+        proxy.set_fault(Fault::None);
+        eventually("all clients have the next certificate", || seen[1].load(Ordering::SeqCst) == count);
     });
-    let handshakes = handshakes.into_inner();
-    println!("renewal: {handshakes} handshakes, none failed");
-    assert!(handshakes > 500, "{handshakes}");
+    println!("renewal: {} handshakes, none failed", handshakes.into_inner());
+    assert_eq!(pebble.orders(), 2, "{}", pebble.log());
 }
 
 #[test]
 fn another_gateway_resumes_the_order_of_one_that_was_killed() {
     let (pebble, redis) = (Pebble::start(), Redis::start());
-    let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
-    // While the balancer has no gateways, the CA's validation waits. During this time, kill the gateway that placed the
-    // order.
-    balancer.set([]);
+    let configs = vec![config(&pebble, &redis.url(), "s3cret"); 2];
+    // While the CA's validation waits, kill the gateway that placed the order.
+    let (gateways, balancer) = start_without_validation(&pebble, &configs);
     let [mut holder, other] = holder_first(gateways, || balancer.is_used());
+    eventually("the other gateway knows the challenge", || balancer.can_be_answered_by(&other));
     kill(&mut holder);
     balancer.set([other.address]);
     eventually("a certificate", || is_ready(&other));
@@ -144,9 +165,10 @@ fn another_gateway_resumes_the_order_of_one_that_was_killed() {
 #[test]
 fn gateway_that_was_stopped_in_an_order_finds_it_finished_by_another() {
     let (pebble, redis) = (Pebble::start(), Redis::start());
-    let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
-    balancer.set([]);
+    let configs = vec![config(&pebble, &redis.url(), "s3cret"); 2];
+    let (gateways, balancer) = start_without_validation(&pebble, &configs);
     let [holder, other] = holder_first(gateways, || balancer.is_used());
+    eventually("the other gateway knows the challenge", || balancer.can_be_answered_by(&other));
     let token = lock(&redis, ".token");
     signal(&holder.child, "STOP");
     balancer.set([other.address]);

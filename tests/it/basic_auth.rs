@@ -14,7 +14,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
 /// Return a line of a password file. Apache's `htpasswd` creates it with these options.
-fn htpasswd(options: &[&str], user: &str, password: &str) -> String {
+pub(crate) fn htpasswd(options: &[&str], user: &str, password: &str) -> String {
     let output = Command::new("htpasswd").arg("-nb").args(options).args([user, password]).output();
     let output = output.expect("the test needs `htpasswd`; `make tools` installs it");
     assert!(output.status.success(), "{output:?}");

@@ -74,6 +74,7 @@ mod real_servers;
 mod received_headers;
 mod recovery;
 mod reload;
+mod reload_changes;
 mod reload_state;
 mod reload_under_load;
 mod replay;

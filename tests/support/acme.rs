@@ -104,12 +104,15 @@ pub struct Balancer {
     /// The addresses of the gateways. While the list is empty, connections wait.
     pub servers: Mutex<Vec<SocketAddr>>,
     connections: AtomicUsize,
+    /// The request line of the connection that waited last.
+    waiting: Mutex<String>,
 }
 
 impl Balancer {
     pub fn start(port: u16, servers: Vec<SocketAddr>) -> Arc<Balancer> {
         let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
-        let balancer = Arc::new(Balancer { servers: Mutex::new(servers), connections: AtomicUsize::new(0) });
+        let (servers, connections) = (Mutex::new(servers), AtomicUsize::new(0));
+        let balancer = Arc::new(Balancer { servers, connections, waiting: Mutex::default() });
         let shared = balancer.clone();
         std::thread::spawn(move || {
             for client in listener.incoming().map_while(Result::ok) {
@@ -130,6 +133,13 @@ impl Balancer {
         self.connections.load(Ordering::SeqCst) > 0
     }
 
+    /// Return whether this gateway knows the response to the validation request that waits. Gateways that share a
+    /// store learn it from the store.
+    pub fn can_be_answered_by(&self, gateway: &Gateway) -> bool {
+        let line = self.waiting.lock().unwrap().clone();
+        line.split(' ').nth(1).is_some_and(|path| Client::connect(gateway.addresses()[0]).get(path).status == 200)
+    }
+
     fn relay(&self, client: TcpStream) {
         let index = self.connections.fetch_add(1, Ordering::SeqCst);
         let server = loop {
@@ -137,6 +147,9 @@ impl Balancer {
             if !servers.is_empty() {
                 break TcpStream::connect(servers[index % servers.len()]);
             }
+            let mut head = [0; 1024];
+            let length = client.peek(&mut head).unwrap_or(0);
+            *self.waiting.lock().unwrap() = String::from_utf8_lossy(&head[..length]).into_owned();
             std::thread::sleep(std::time::Duration::from_millis(1));
         };
         let Ok(server) = server else { return };
