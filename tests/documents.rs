@@ -701,3 +701,11 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
         assert_tests_exist(row);
     }
 }
+
+#[test]
+fn planted_faults_name_tests_that_exist() {
+    let page = pages::read("docs/testing.md");
+    let rows = rows(&page, "## Planted faults");
+    assert!(rows.len() >= 40, "{rows:?}");
+    rows.into_iter().for_each(assert_tests_exist);
+}

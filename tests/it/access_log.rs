@@ -403,3 +403,50 @@ fn file_format_does_not_depend_on_the_terminal() {
         assert!(serde_json::from_str::<Value>(&record).is_ok(), "{record}");
     }
 }
+
+#[test]
+fn control_characters_of_a_model_name_never_split_a_record() {
+    let upstream = Upstream::responding(|_| {
+        let body = "{\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":1}}";
+        let length = body.len();
+        format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}")
+            .into_bytes()
+    });
+    // All control characters, the separators of lines and paragraphs, and all kinds of white space.
+    let characters: Vec<char> = ('\0'..='\u{3000}').filter(|c| c.is_control() || c.is_whitespace()).collect();
+    assert!(characters.len() > 80, "{characters:?}");
+    for format in ["text", "json"] {
+        let gateway = Gateway::start(&format!(
+            "[log]\nformat = \"{format}\"\naccess = \"access.log\"\n\
+             [limit.l]\nby = \"ip\"\nquota = \"1000000/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\" }}\n\
+             [upstream.u]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+            upstream.url()
+        ));
+        let mut client = gateway.client();
+        for character in &characters {
+            let body = json!({"model": format!("a{character}status=200{character}"), "max_tokens": 5}).to_string();
+            assert_eq!(client.request("POST", "/v1/chat/completions", &[], body.as_bytes()).status, 200);
+        }
+        eventually("all records are written", || written(&gateway).matches("request_id").count() == characters.len());
+        let log = written(&gateway);
+        // Readers of the log may treat each of these characters as the end of a line.
+        let is_break = |c: char| c.is_control() || ['\u{2028}', '\u{2029}'].contains(&c);
+        let records: Vec<_> = log.strip_suffix('\n').unwrap().split(is_break).collect();
+        if format == "json" {
+            assert_eq!(log.lines().count(), characters.len());
+            for (line, character) in log.lines().zip(&characters) {
+                let record: Value = serde_json::from_str(line).unwrap();
+                assert_eq!(record["model"], format!("a{character}status=200{character}"));
+            }
+            continue;
+        }
+        assert_eq!(records.len(), characters.len(), "{log}");
+        let fields = records[0].split_whitespace().count();
+        for (record, character) in records.iter().zip(&characters) {
+            assert!(record.contains(" POST /v1/chat/completions 200 "), "{character:?}: {record}");
+            assert!(record.contains(" model=a_status=200_ upstream=u "), "{character:?}: {record}");
+            assert_eq!(record.split_whitespace().count(), fields, "{character:?}: {record}");
+        }
+    }
+}

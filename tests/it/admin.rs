@@ -1,5 +1,6 @@
 //! The admin listener: health, readiness, metrics and access control.
 
+use std::collections::BTreeMap;
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpStream};
 use std::sync::{Mutex, mpsc};
@@ -9,6 +10,8 @@ use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
+use crate::support::reload;
+use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Upstream, read_request, serve};
 use crate::support::{MAX_WAIT, eventually};
 
@@ -179,12 +182,23 @@ fn failing_store_and_fallback_decisions_are_visible() {
     assert_eq!((ready.status, ready.json()["status"].as_str()), (200, Some("degraded")), "{}", ready.text());
     assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());
     assert!(metric(&gateway, "sluicegate_store_failures_total{kind=\"failed\"}") > 0.0);
-    let before = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
-    assert_eq!(gateway.get("/hello").status, 429, "the local share is used up");
-    let after = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
-    assert_eq!(after - before, 1.0);
-    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_denied\"}") > 0.0);
-    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_allowed\"}") > 0.0);
+    eventually("the local share is used up", || gateway.get("/hello").status == 429);
+    let all = || labelled(ask(&gateway, "/metrics").text(), &["limit_decisions_total"]);
+    let mut new_client = Client::connect_from([127, 0, 0, 5].into(), gateway.address);
+    for (what, status, share) in
+        [("a new client", 200, "local_allowed"), ("a client over its share", 429, "local_denied")]
+    {
+        let before = all();
+        let found = if status == 200 { new_client.get("/hello").status } else { gateway.get("/hello").status };
+        assert_eq!(found, status, "{what}");
+        let mut expected = before;
+        for (limit, decision) in [("share", share), ("open", "store_error")] {
+            *expected
+                .entry(format!("limit_decisions_total{{limit=\"{limit}\",decision=\"{decision}\"}}"))
+                .or_default() += 1;
+        }
+        assert_eq!(all(), expected, "{what}");
+    }
 }
 
 #[test]
@@ -432,4 +446,195 @@ fn idle_admin_connection_is_closed_at_its_deadline() {
         "a client that never reads is closed",
         || matches!(full.stream.get_mut().write(b"GET"), Err(error) if error.kind() != ErrorKind::WouldBlock),
     );
+}
+
+/// Return all counters with labels whose value is not 0, for these metrics.
+fn labelled(page: &str, names: &[&str]) -> BTreeMap<String, u64> {
+    let lines = page.lines().filter_map(|line| line.strip_prefix("sluicegate_")?.rsplit_once(' '));
+    let lines = lines.filter(|(series, _)| series.split_once('{').is_some_and(|(name, _)| names.contains(&name)));
+    lines.map(|(series, value)| (series.to_owned(), value.parse().unwrap())).filter(|(_, value)| *value > 0).collect()
+}
+
+/// Each event has its own number of repetitions, so that a series with the count of another one is noticed.
+#[test]
+fn each_label_counts_its_own_events() {
+    let ok = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+    // Closes a connection after the second request, without a response to it.
+    let stale = serve(move |mut stream| {
+        if read_request(&mut stream).is_some() && stream.write_all(ok).is_ok() {
+            read_request(&mut stream);
+        }
+    });
+    let [resetting, live] = &Server::start_many();
+    resetting.set(Behaviour::Reset);
+    let statuses = Upstream::responding(|seen| {
+        let status = seen.target().rsplit('/').next().unwrap();
+        format!("HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n").into_bytes()
+    });
+    let sso = Upstream::responding(|seen| match seen.headers("cookie")[..] {
+        ["ok"] => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec(),
+        ["no"] => b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n".to_vec(),
+        _ => b"invalid\r\n\r\n".to_vec(),
+    });
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"";
+    let route = |name: &str, rest: &str| format!("[[route]]\nname = \"{name}\"\npath = \"/{name}/{{*x}}\"\n{rest}\n");
+    let upstream = |name: &str, servers: &str, rest: &str| {
+        format!("[upstream.{name}]\nservers = [{servers}]\n{rest}\n") + &route(name, &format!("upstream = \"{name}\""))
+    };
+    let respond = "respond = { status = 200 }";
+    let config = [
+        "[server]\nworkers = 1\n".to_owned(),
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n".to_owned(),
+        format!("[auth.sso]\nkind = \"forward\"\nurl = \"{}\"\ncache = {{ ttl = \"1h\" }}\n", sso.url()),
+        format!("[limit.six]\n{limit}\nquota = \"6/24h\"\n[limit.trial]\n{limit}\nquota = \"2/24h\"\nshadow = true\n"),
+        route("limited", &format!("limits = [\"six\", \"trial\"]\n{respond}")),
+        route("keyed", &format!("require = [\"keys\"]\n{respond}")),
+        route("closed", &format!("deny = [\"127.0.0.0/8\"]\n{respond}")),
+        route("admitted", &format!("require = [\"sso\"]\n{respond}")),
+        upstream("statuses", &format!("\"{}\"", statuses.url()), "") + "max_body = \"1KiB\"\n",
+        upstream("stale", &format!("\"http://{stale}\""), ""),
+        upstream("dead", "\"http://127.0.0.1:1\"", ""),
+        upstream(
+            "reset",
+            &format!("\"{}\", \"{}\"", resetting.url(), live.url()),
+            "balance = \"round-robin\"\nretries = 1",
+        ),
+        upstream("unsent", &format!("\"http://127.0.0.1:1\", \"{}\"", live.url()), "balance = \"round-robin\""),
+    ]
+    .concat();
+    let consumers = format!("[[consumer]]\nname = \"a\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
+    let gateway = Gateway::start_with(&reload::with_admin(&config), &[("consumers.toml", &consumers)]);
+    let mut client = gateway.client();
+    let mut ask = |path: &str, headers: &[(&str, &str)], times: usize| -> Vec<u16> {
+        (0..times).map(|_| client.get_with(path, headers).status).collect()
+    };
+    assert_eq!(ask("/limited/x", &[], 10), [vec![200; 6], vec![429; 4]].concat());
+    assert_eq!(ask("/keyed/x", &[], 3), [401; 3]);
+    assert_eq!(ask("/closed/x", &[], 2), [403; 2]);
+    assert_eq!(ask("/nowhere", &[], 5), [404; 5]);
+    for (status, times) in [(200, 1), (302, 2), (404, 3), (500, 4)] {
+        assert_eq!(ask(&format!("/statuses/{status}"), &[], times), vec![status; times]);
+    }
+    assert_eq!(ask("/stale/x", &[], 4), [200; 4]);
+    assert_eq!(ask("/dead/x", &[], 2), [502; 2]);
+    assert_eq!(ask("/reset/x", &[], 6), [200; 6]);
+    assert_eq!(ask("/unsent/x", &[], 6), [200; 6]);
+    assert_eq!(ask("/admitted/x", &[("cookie", "ok")], 4), [200; 4]);
+    assert_eq!(ask("/admitted/x", &[("cookie", "no")], 2), [403; 2]);
+    let failed = ask("/admitted/x", &[("cookie", "invalid")], 5);
+    assert!(failed.iter().all(|status| *status >= 500), "{failed:?}");
+    for _ in 0..7 {
+        assert_eq!(gateway.client().request("POST", "/statuses/200", &[], &[b'x'; 2000]).status, 413);
+    }
+    for _ in 0..6 {
+        let mut malformed = gateway.client();
+        malformed.send(b"GET / HTTP/1.1\r\nno colon\r\n\r\n");
+        assert_eq!(malformed.reply().unwrap().status, 400);
+    }
+    for _ in 0..8 {
+        assert_eq!(gateway.client().get_with("/", &[("x-many", &"x".repeat(40 << 10))]).status, 431);
+    }
+    live.set(Behaviour::Hang);
+    for number in 1..=9 {
+        let mut aborted = gateway.client();
+        let before = live.running();
+        aborted.send(b"GET /unsent/x HTTP/1.1\r\nHost: a\r\n\r\n");
+        eventually("the request is in flight", || live.running() > before);
+        drop(aborted);
+        let line = "http_responses_total{route=\"unsent\",status=\"499\"}";
+        eventually("it is counted", || reload::metric(&gateway, line) == f64::from(number));
+    }
+    reload::reloads(&gateway, &format!("{config}{}", route("more", respond)));
+    for _ in 0..2 {
+        assert_eq!(reload::reload(&gateway, &config.replace("respond", "respnd")).status, 422);
+    }
+
+    let page = reload::ask(&gateway, "GET", "/metrics");
+    let names = [
+        "http_requests_total",
+        "http_responses_total",
+        "limit_decisions_total",
+        "upstream_requests_total",
+        "upstream_retries_total",
+        "forward_auth_requests_total",
+        "config_reloads_total",
+    ];
+    let found = labelled(page.text(), &names);
+    // The server that refuses connections is skipped for a second after each failure, so the number of failures depends
+    // on the time.
+    let unsent = found.get("upstream_retries_total{upstream=\"unsent\",reason=\"not_sent\"}").copied().unwrap_or(0);
+    assert!((1..=15).contains(&unsent), "{unsent}");
+    let mut expected = BTreeMap::new();
+    let mut add = |name: &str, labels: &[(&str, &str)], value: u64| {
+        let labels: Vec<_> = labels.iter().map(|(label, value)| format!("{label}=\"{value}\"")).collect();
+        expected.insert(format!("{name}{{{}}}", labels.join(",")), value);
+    };
+    for (route, status, value) in [
+        ("limited", "2xx", 6),
+        ("limited", "4xx", 4),
+        ("keyed", "4xx", 3),
+        ("closed", "4xx", 2),
+        ("", "4xx", 5 + 6 + 8),
+        ("statuses", "2xx", 1),
+        ("statuses", "3xx", 2),
+        ("statuses", "4xx", 3 + 7),
+        ("statuses", "5xx", 4),
+        ("stale", "2xx", 4),
+        ("dead", "5xx", 2),
+        ("reset", "2xx", 6),
+        ("unsent", "2xx", 6),
+        ("admitted", "2xx", 4),
+        ("admitted", "4xx", 2),
+        ("admitted", "5xx", 5),
+    ] {
+        add("http_requests_total", &[("route", route), ("status", status)], value);
+    }
+    for (route, status, value) in [
+        ("limited", "429", 4),
+        ("keyed", "401", 3),
+        ("closed", "403", 2),
+        ("", "404", 5),
+        ("", "400", 6),
+        ("", "431", 8),
+        ("statuses", "404", 3),
+        ("statuses", "413", 7),
+        ("statuses", "5xx", 4),
+        ("dead", "5xx", 2),
+        ("unsent", "499", 9),
+        ("admitted", "403", 2),
+        ("admitted", "5xx", 5),
+    ] {
+        add("http_responses_total", &[("route", route), ("status", status)], value);
+    }
+    for (limit, decision, value) in
+        [("six", "allowed", 6), ("six", "denied", 4), ("trial", "allowed", 2), ("trial", "shadow_denied", 8)]
+    {
+        add("limit_decisions_total", &[("limit", limit), ("decision", decision)], value);
+    }
+    for (upstream, status, value) in [
+        ("statuses", "2xx", 1),
+        ("statuses", "3xx", 2),
+        ("statuses", "4xx", 3),
+        ("statuses", "5xx", 4),
+        ("stale", "2xx", 4),
+        ("dead", "none", 2),
+        ("reset", "2xx", 6),
+        ("unsent", "2xx", 6),
+        ("auth.sso", "2xx", 1),
+        ("auth.sso", "4xx", 2),
+        ("auth.sso", "none", 5),
+    ] {
+        add("upstream_requests_total", &[("upstream", upstream), ("status", status)], value);
+    }
+    for (upstream, reason, value) in
+        [("stale", "stale_connection", 3), ("reset", "reset", resetting.count() as u64), ("unsent", "not_sent", unsent)]
+    {
+        add("upstream_retries_total", &[("upstream", upstream), ("reason", reason)], value);
+    }
+    for (result, value) in [("admitted", 1), ("cached", 3), ("denied", 2), ("error", 5)] {
+        add("forward_auth_requests_total", &[("provider", "sso"), ("result", result)], value);
+    }
+    add("config_reloads_total", &[("result", "ok")], 1);
+    add("config_reloads_total", &[("result", "error")], 2);
+    assert_eq!(found, expected);
 }

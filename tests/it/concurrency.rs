@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
@@ -323,4 +324,21 @@ fn permit_is_charged_together_with_other_limits() {
     eventually("a denied request holds no permit", || {
         gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1")
     });
+}
+
+#[test]
+fn denial_of_a_concurrency_limit_is_not_cached() {
+    let (redis, upstream) = (Redis::start(), Streaming::start());
+    let [holder, other] =
+        [(); 2].map(|()| Gateway::start(&with_admin(&config(&redis.store(), upstream.address, 1, "30s"))));
+    let held = hold(&holder);
+    let calls = redis.calls("evalsha");
+    let mut client = other.client();
+    for _ in 0..20 {
+        assert_eq!(client.get("/quick").status, 429);
+    }
+    assert_eq!(redis.calls("evalsha"), calls + 20, "a permit may be released at any time, so Redis decides each time");
+    assert_eq!(metric(&other, "sluicegate_checks_total{answered_by=\"denial-cache\"}"), 0.0);
+    drop(held);
+    eventually("the permit is free", || client.get("/quick").status == 200);
 }

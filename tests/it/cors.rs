@@ -385,3 +385,39 @@ fn policy_changes_with_the_configuration() {
     reloads(&gateway, &config("*"));
     assert_eq!(allowed().as_deref(), Some("*"));
 }
+
+#[test]
+fn preflight_takes_the_route_of_its_listener() {
+    let names = ["one", "two", "three"];
+    let listeners: String =
+        names.iter().map(|name| format!("[[listener]]\nname = \"{name}\"\naddress = \"127.0.0.1:0\"\n")).collect();
+    // On each listener, the same path belongs to another route with another policy. The last listener has no policy.
+    let routes: String = names[..2]
+        .iter()
+        .map(|name| {
+            format!(
+                "[[route]]\nname = \"{name}\"\npath = \"/x\"\nlisteners = [\"{name}\"]\nmethods = [\"PUT\"]\n\
+                 respond = {{ status = 200 }}\ncors = {{ origins = [\"https://{name}.test\"] }}\n"
+            )
+        })
+        .collect();
+    let gateway = Gateway::start(&format!(
+        "{listeners}{routes}[[route]]\nname = \"any\"\npath = \"/x\"\nrespond = {{ status = 204 }}\n"
+    ));
+    for (address, listener) in gateway.addresses().into_iter().zip(names) {
+        for name in names {
+            let origin = format!("https://{name}.test");
+            let headers = [("origin", &*origin), ("access-control-request-method", "PUT")];
+            let expected = (name == listener && listener != "three").then_some(&*origin);
+            for reply in [
+                Client::connect(address).request("OPTIONS", "/x", &headers, b""),
+                over_http2(address, "OPTIONS", "/x", &headers),
+            ] {
+                assert_eq!(reply.header("access-control-allow-origin"), expected, "{name} on listener {listener}");
+            }
+            let reply = Client::connect(address).request("PUT", "/x", &[("origin", &*origin)], b"");
+            assert_eq!(reply.header("access-control-allow-origin"), expected, "{name} on listener {listener}");
+            assert_eq!(reply.status, if listener == "three" { 204 } else { 200 }, "{listener}");
+        }
+    }
+}

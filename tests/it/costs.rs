@@ -7,8 +7,10 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::http2::{self, Answer};
 use crate::support::redis::Redis;
+use crate::support::tokens::{Key, in_seconds, key_set};
 use crate::support::upstream::{Seen, Upstream};
 use aws_lc_rs::digest::{SHA256, digest};
+use serde_json::json;
 use sluicegate::limiter::clock::monotonic;
 
 const PROXY: &str = "127.0.0.9";
@@ -261,13 +263,16 @@ fn request_with_max_wait_is_delayed_until_admitted() {
 
 #[test]
 fn wait_queue_is_first_in_first_out() {
-    let upstream = Upstream::start();
-    let limit = "by = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"";
-    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &proxied(limit, &upstream)));
+    // The log has the records in the order in which the single worker completes the requests. With an upstream, each
+    // connection would have a thread, and the threads would record the requests in any order.
+    let config = "[server]\nworkers = 1\n[log]\nformat = \"json\"\naccess = \"access.log\"\n\
+                  [limit.l]\nby = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"\n\
+                  [[route]]\nname = \"r\"\npath = \"/r/{n}\"\nlimits = [\"l\"]\nrespond = { status = 200 }\n";
+    let gateway = Gateway::start(config);
     let mut clients: Vec<_> = (0..8).map(|_| gateway.client()).collect();
-    assert_eq!(clients[0].get("/r?first").status, 200);
+    assert_eq!(clients[0].get("/r/first").status, 200);
     for (index, client) in clients.iter_mut().enumerate() {
-        client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
+        client.send(format!("GET /r/{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
         // The test cannot see the queue. The single worker reads connections in the order in which their bytes arrive.
         // So when the gateway has responded to `/nowhere`, it has already queued the request to `/r`.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
@@ -275,8 +280,11 @@ fn wait_queue_is_first_in_first_out() {
     for client in &mut clients {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    let order: Vec<_> = upstream.seen.lock().unwrap().iter().skip(1).map(|seen| seen.target().to_owned()).collect();
-    assert_eq!(order, (0..8).map(|index| format!("/r?{index}")).collect::<Vec<_>>());
+    let log = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap_or_default();
+    eventually("all records are written", || log().lines().count() == 17);
+    let records = log().lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<serde_json::Value>>();
+    let paths = records.iter().filter_map(|record| record["path"].as_str()?.strip_prefix("/r/"));
+    assert_eq!(paths.skip(1).collect::<Vec<_>>(), ["0", "1", "2", "3", "4", "5", "6", "7"]);
 }
 
 #[test]
@@ -454,5 +462,83 @@ fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() 
             client.stream.get_mut().set_nonblocking(false).unwrap();
             assert_eq!(client.reply().unwrap().status, 429);
         }
+    }
+}
+
+#[test]
+fn own_quota_of_a_consumer_precedes_the_tier_of_every_source() {
+    let (redis, key) = (Redis::start(), Key::ed("k"));
+    let server = Upstream::responding(|seen| {
+        let plan = seen.headers("cookie")[0];
+        format!("HTTP/1.1 200 OK\r\nX-User: u\r\nX-Plan: {plan}\r\nContent-Length: 0\r\n\r\n").into_bytes()
+    });
+    // Each consumer is used once, so that its requests do not count towards the next row.
+    let all = ["own-a", "own-b", "none-a", "none-b", "none-c"];
+    for (source, by, require) in [
+        ("api-key", "[\"api-key\"]", "[\"keys\"]"),
+        ("jwt:plan", "[\"api-key\", \"jwt:sub\"]", "[[\"keys\", \"tokens\"]]"),
+        ("auth:x-plan", "[\"api-key\", \"auth:x-user\"]", "[[\"keys\", \"sso\"]]"),
+    ] {
+        for store in stores(&redis) {
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let config = format!(
+                "{store}[tiers]\nfrom = \"{source}\"\n[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+                 [auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n\
+                 [auth.sso]\nkind = \"forward\"\nurl = \"{}\"\nresponse_headers = [\"x-user\", \"x-plan\"]\n\
+                 [limit.l]\nby = {by}\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
+                 tiers = {{ free = {{ quota = \"1/hour\" }}, pro = {{ quota = \"6/hour\" }} }}\n\
+                 [[route]]\nname = \"r\"\npath = \"/r\"\nrequire = {require}\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+                server.url()
+            );
+            let tier = |name: &str| match (source, name) {
+                ("api-key", "own-b" | "none-b") => "tier = \"free\"\n",
+                ("api-key", "own-a" | "none-a") => "tier = \"pro\"\n",
+                _ => "",
+            };
+            let own = |name: &str| if name.starts_with("own") { "limit.l = { quota = \"8/hour\" }" } else { "" };
+            let consumers: String =
+                all.iter().map(|name| consumer(name, &format!("{}{}", tier(name), own(name)))).collect();
+            let files = [("consumers.toml", &*consumers), ("jwks.json", &*key_set(&[&key]))];
+            let gateway = Gateway::start_with(&config, &files);
+            let admitted = |name: &str, plan: &str| {
+                let claims = json!({ "sub": "u", "plan": plan, "exp": in_seconds(300) });
+                let token = format!("Bearer {}", key.token(&claims));
+                let headers = [("x-api-key", name), ("authorization", &token), ("cookie", plan)];
+                let mut client = gateway.client();
+                (0..12).filter(|_| client.get_with("/r", &headers).status == 200).count()
+            };
+            for (name, plan, expected) in [
+                ("own-a", "pro", 8),
+                ("own-b", "free", 8),
+                ("none-a", "pro", 6),
+                ("none-b", "free", 1),
+                ("none-c", "x", 3),
+            ] {
+                assert_eq!(admitted(name, plan), expected, "{source}: {name} with the tier {plan}, {store}");
+            }
+        }
+    }
+}
+
+#[test]
+fn unusable_cost_of_a_response_is_the_default() {
+    let upstream = Upstream::responding(respond_as_asked);
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"\n\
+                 cost.response_header = \"x-used\"";
+    let gateway = Gateway::start(&proxied(limit, &upstream).replace("limits = [\"l\"]", "limits = [\"l\"]\ncost = 7"));
+    let mut client = gateway.client();
+    let mut left = 1000;
+    for (values, cost) in [
+        (&["x-used: 5"][..], 5),
+        (&["x-used: 0"], 0),
+        (&[], 7),
+        (&["x-used: many"], 7),
+        (&["x-used: -3"], 7),
+        (&["x-used: 1.5"], 7),
+        (&["x-used: 1", "x-used: 2"], 7),
+    ] {
+        let headers: Vec<_> = values.iter().map(|value| ("x-line", *value)).collect();
+        left -= cost;
+        assert_eq!(client.get_with("/r", &headers).remaining("l"), left, "{values:?}");
     }
 }

@@ -288,3 +288,34 @@ fn settled_costs_are_in_the_events_and_in_the_list_of_clients() {
     let limits = events.second()["limits"].clone();
     assert_eq!((&limits[0]["settled"], &limits[1]["settled"]), (&Value::Null, &30.into()), "{limits}");
 }
+
+#[test]
+fn settled_costs_are_listed_for_the_identity_of_each_limit() {
+    let upstream = Upstream::responding(|_| {
+        let text = "{\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}";
+        let length = text.len();
+        format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{text}")
+            .into_bytes()
+    });
+    let identities = [("ip", "127.0.0.1"), ("method", "POST"), ("host", "gateway.test")];
+    let limits = identities.map(|(by, _)| {
+        format!(
+            "[limit.{by}]\nby = \"{by}\"\nquota = \"100000/day\"\nalgorithm = \"fixed-window\"\nunit = \"tokens\"\n\
+             cost = {{ llm = \"auto\" }}\n"
+        )
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "{}[upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\n\
+         limits = [\"method\", \"ip\", \"host\"]\nupstream = \"u\"\n",
+        limits.concat(),
+        upstream.url()
+    )));
+    assert_eq!(gateway.client().request("POST", "/v1/chat/completions", &[], b"{\"max_tokens\":5}").status, 200);
+    let top = || ask(&gateway, "/api/top?by=cost").json()["limits"].as_array().unwrap().clone();
+    eventually("the costs are in the list", || top().iter().filter(|limit| limit["cost"] == 10).count() == 3);
+    for (by, value) in identities {
+        let limits = top();
+        let limit = limits.iter().find(|limit| limit["limit"] == by).unwrap();
+        assert_eq!(limit["identities"][0]["parts"], json!({ by: value }), "{limits:?}");
+    }
+}

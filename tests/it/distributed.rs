@@ -240,6 +240,65 @@ fn without_redis_each_limit_follows_on_store_error() {
 }
 
 #[test]
+fn each_pair_of_limits_follows_both_on_store_error_without_redis() {
+    let kinds = ["local", "allow", "deny"];
+    let mut config = format!("[store]\nurl = \"redis://127.0.0.1:{}\"\n", free_port());
+    let mut cases = Vec::new();
+    for one in kinds {
+        for other in kinds {
+            for shadow in [false, true] {
+                let name = format!("{one}-{other}-{shadow}");
+                let limit = |name: &str, quota: u64, rest: &str| {
+                    format!(
+                        "[limit.{name}]\nby = \"ip\"\nquota = \"{quota}/24h\"\nalgorithm = \"sliding-log\"\n{rest}\n"
+                    )
+                };
+                let first = limit(&format!("a-{name}"), 3, &format!("on_store_error = \"{one}\""));
+                let second = format!("on_store_error = \"{other}\"\nshadow = {shadow}");
+                let second = limit(&format!("b-{name}"), 5, &second);
+                let route = |path: &str, limits: &str| {
+                    format!(
+                        "[[route]]\nname = \"{path}-{name}\"\npath = \"/{path}-{name}\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n"
+                    )
+                };
+                let both = route("both", &format!("\"a-{name}\", \"b-{name}\""));
+                let reversed = route("reversed", &format!("\"b-{name}\", \"a-{name}\""));
+                config += &[first, second, both, reversed, route("first", &format!("\"a-{name}\""))].concat();
+                cases.push((name, one, other, shadow));
+            }
+        }
+    }
+    let gateway = Gateway::start(&config);
+    let mut client = gateway.client();
+    for (name, one, other, shadow) in cases {
+        let mut count = |path: &str, requests: usize| {
+            let statuses: Vec<_> = (0..requests).map(|_| client.get(&format!("/{path}-{name}")).status).collect();
+            [200, 429, 503].map(|status| statuses.iter().filter(|found| **found == status).count())
+        };
+        let fails_closed = one == "deny" || other == "deny" && !shadow;
+        let first_is_local = one == "local";
+        // The local share of the first limit is 3, and that of the second limit is 5.
+        let quota = match (first_is_local, other == "local" && !shadow) {
+            (true, _) => 3,
+            (false, true) => 5,
+            (false, false) => 8,
+        };
+        let expected = if fails_closed { [0, 0, 8] } else { [quota, 8 - quota, 0] };
+        let [one_order, other_order] = [count("both", 4), count("reversed", 4)];
+        let sum = std::array::from_fn(|index| one_order[index] + other_order[index]);
+        assert_eq!(sum, expected, "{name}: admitted, denied and rejected");
+        // A request that another limit rejects is charged to no local share.
+        let rest = match (fails_closed, one) {
+            (_, "deny") => [0, 0, 4],
+            (_, "allow") => [4, 0, 0],
+            (true, _) => [3, 1, 0],
+            (false, _) => [0, 4, 0],
+        };
+        assert_eq!(count("first", 4), rest, "{name}: the first limit alone");
+    }
+}
+
+#[test]
 fn log_says_why_redis_is_unusable() {
     let redis = Redis::start();
     redis::cmd("CONFIG").arg("SET").arg("requirepass").arg("sesame").exec(&mut redis.connection()).unwrap();

@@ -1,5 +1,6 @@
 //! Hot restart, and the interface to systemd: socket activation and notifications.
 
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
@@ -273,4 +274,73 @@ fn service_manager_is_notified_of_state_changes() {
     assert_eq!(gateway.wait().code(), Some(0));
     successor.signal("TERM");
     assert_eq!(told(), "STOPPING=1", "the new process sends it, not the old one");
+}
+
+/// Return the inodes of all sockets that listen on this address.
+fn listening_sockets(address: SocketAddr) -> BTreeSet<String> {
+    let SocketAddr::V4(address) = address else { panic!("{address} is not an IPv4 address") };
+    let local = format!("{:08X}:{:04X}", u32::from_le_bytes(address.ip().octets()), address.port());
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // The columns are: number, local address, remote address, state (0A: LISTEN), …, inode.
+    let listening = rows.filter(|row| row.get(1) == Some(&&*local) && row.get(3) == Some(&"0A"));
+    listening.map(|row| row[9].to_owned()).collect()
+}
+
+#[test]
+fn every_number_of_listening_sockets_is_inherited() {
+    // Each listener has one socket per worker, and the admin listener has one more.
+    for (listeners, workers, has_admin) in [
+        (1, 1, false),
+        (1, 1, true),
+        (2, 1, true),
+        (2, 2, false),
+        (2, 2, true),
+        (3, 2, false),
+        (4, 1, true),
+        (1, 8, true),
+    ] {
+        let table = |index: usize| format!("[[listener]]\nname = \"l{index}\"\naddress = \"127.0.0.1:0\"\n");
+        let route = |index: usize, body: &str| {
+            format!(
+                "[[route]]\nname = \"r{index}\"\npath = \"/says\"\nlisteners = [\"l{index}\"]\n\
+                 respond = {{ status = 200, body = \"{body} {index}\" }}\n"
+            )
+        };
+        let config = |body: &str| {
+            let tables: String = (0..listeners).map(table).collect();
+            let routes: String = (0..listeners).map(|index| route(index, body)).collect();
+            let admin = if has_admin { ADMIN } else { "" };
+            format!("[server]\nworkers = {workers}\n{admin}{tables}{routes}")
+        };
+        let mut gateway = Gateway::start(&config("old"));
+        let addresses = gateway.addresses();
+        let sockets = || addresses.iter().map(|address| listening_sockets(*address)).collect::<Vec<_>>();
+        let before = sockets();
+        assert!(before.iter().all(|sockets| sockets.len() == workers), "{before:?}");
+        let what = format!("{listeners} listeners, {workers} workers, admin listener: {has_admin}");
+        // Connections are distributed over the sockets of a listener, so several requests reach each worker.
+        let all_say = |body: &str| {
+            for (index, address) in addresses.iter().enumerate() {
+                for _ in 0..6 * workers {
+                    assert_eq!(Client::connect(*address).get("/says").text(), format!("{body} {index}"), "{what}");
+                }
+            }
+        };
+        all_say("old");
+        gateway.put(&config("new"));
+        let first = hot_restart(&mut gateway);
+        all_say("new");
+        if has_admin {
+            assert_eq!(ask(&gateway, "GET", "/readyz").status, 200, "{what}");
+        }
+        gateway.put(&config("third"));
+        first.signal("USR2");
+        eventually("a third process serves", || new_process_id(&gateway.log()).is_some_and(|id| id != first.0));
+        let _third = Successor(new_process_id(&gateway.log()).unwrap());
+        eventually("the second has ended", || gateway.log().matches("stopped").count() == 2);
+        all_say("third");
+        assert_eq!(sockets(), before, "{what}: a socket that is closed resets its waiting connections");
+        assert!(!gateway.log().contains("inherited socket"), "{what}: {}", gateway.log());
+    }
 }

@@ -551,3 +551,48 @@ fn body_with_too_many_values_is_413() {
         }
     }
 }
+
+/// A condition on the body decides between every two kinds of routes: no kind of host or path bypasses the condition.
+#[test]
+fn body_condition_decides_between_every_two_kinds_of_routes() {
+    let hosts = ["hosts = [\"a.h.test\"]", "hosts = [\"*.h.test\"]", ""];
+    // The kinds of paths, the most specific one first. Regular expressions precede paths with a catch-all parameter.
+    let paths = ["path = \"/N/b\"", "path = \"/N/{x}\"", "path_regex = \"/N/[a-z]+\"", "path = \"/N/{*rest}\""];
+    let kinds: Vec<_> = (0..hosts.len()).flat_map(|host| (0..paths.len()).map(move |path| (host, path))).collect();
+    let pairs: Vec<_> = kinds.iter().flat_map(|one| kinds.iter().map(move |other| (*one, *other))).collect();
+    let route = |number: usize, name: &str, (host, path): (usize, usize), rest: &str| {
+        format!(
+            "[[route]]\nname = \"{name}-{number}\"\n{}\n{}\n{rest}\nrespond = {{ status = 200, body = \"{name}\" }}\n",
+            hosts[host],
+            paths[path].replace('N', &number.to_string())
+        )
+    };
+    let condition = "match = { json = { \"/model\" = { prefix = \"gpt-\" } } }";
+    let config: String = pairs
+        .iter()
+        .enumerate()
+        .map(|(number, (guarded, open))| {
+            route(number, "guarded", *guarded, condition) + &route(number, "open", *open, "")
+        })
+        .collect();
+    let gateway = Gateway::start(&config);
+    let mut client = gateway.client();
+    for (number, (guarded, open)) in pairs.iter().enumerate() {
+        // Tuples are compared by the host first, as routes are.
+        let is_decided_by_body = guarded <= open;
+        for (body, expected) in [
+            (r#"{"model":"gpt-5"}"#, "guarded"),
+            (r#"{"model":"claude"}"#, "open"),
+            (r#"{}"#, "open"),
+            (r#"{"model":"claude","model":"gpt-5"}"#, "400"),
+            (r#"{"model":"gpt-5""#, "400"),
+        ] {
+            let expected = if is_decided_by_body { expected } else { "open" };
+            let headers = [("host", "a.h.test"), ("content-type", "application/json")];
+            let reply = client.request("POST", &format!("/{number}/b"), &headers, body.as_bytes());
+            let found = if reply.status == 200 { reply.text().to_owned() } else { reply.status.to_string() };
+            let name = |(host, path): &(usize, usize)| format!("{} {}", hosts[*host], paths[*path]);
+            assert_eq!(found, expected, "{body} with the condition at {}, and none at {}", name(guarded), name(open));
+        }
+    }
+}

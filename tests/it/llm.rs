@@ -1119,3 +1119,76 @@ fn exhausted_stream_is_cut_with_a_final_event() {
         }
     }
 }
+
+/// Two limits count the tokens of the same response, each with its own meter or with the same one. Each limit must be
+/// charged as if it were the only limit of the request.
+#[test]
+fn each_of_two_token_limits_is_charged_as_if_it_were_alone() {
+    let provider = Provider::start();
+    let limit = |name: &str, cost: &str| {
+        format!(
+            "[limit.{name}]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
+             quota = \"{QUOTA}/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\"{cost} }}\n"
+        )
+    };
+    let base = |limits: &[(&str, &str)]| {
+        let names: Vec<_> = limits.iter().map(|(name, _)| *name).collect();
+        let limits: String = limits.iter().map(|(name, cost)| limit(name, cost)).collect();
+        config("", provider.address, QUOTA, "", "").replace("limits = [\"tokens\"]", &format!("limits = {names:?}"))
+            + &limits
+    };
+    let requests = [
+        json!({"stream": true, "max_tokens": 500, "mock": {"output": 6, "reports": false, "seed": 1}}),
+        json!({"stream": true, "max_tokens": 500, "mock": {"output": 6, "reports": false}}),
+        json!({"stream": true, "max_tokens": 500, "mock": {"input": 21, "output": 7, "seed": 2}}),
+        json!({"max_tokens": 500, "mock": {"input": 21, "output": 7}}),
+        json!({"stream": true, "max_tokens": 20, "mock": {"output": 60, "reports": false, "seed": 3}}),
+    ];
+    // Return the cost of each request for each limit.
+    let costs = |limits: &[(&str, &str)]| -> Vec<Vec<u64>> {
+        let gateway = Gateway::start(&base(limits));
+        let left = || -> Vec<u64> {
+            let reply = gateway.client().get_with("/v1/models", &[ID]);
+            limits.iter().map(|(name, _)| reply.remaining(name)).collect()
+        };
+        requests
+            .iter()
+            .enumerate()
+            .map(|(index, body)| {
+                let before = left();
+                assert_eq!(post(&gateway, CHAT, body).status, 200);
+                // The access log has the settled costs as soon as the response has ended.
+                eventually("the record is written", || records(&gateway).len() == index + 1);
+                let settled: Vec<_> = records(&gateway)[index]["limits"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|limit| limit["settled"].as_u64().unwrap())
+                    .collect();
+                let expected: Vec<_> = before.iter().zip(&settled).map(|(before, cost)| before - cost).collect();
+                eventually("the costs are settled", || left() == expected);
+                settled
+            })
+            .collect()
+    };
+    for more in ["", ", on_exhausted = \"cut\"", ", include_usage = true"] {
+        let kinds = [
+            ("plain", more.to_owned()),
+            ("bytes", format!("{more}, bytes_per_token = 2")),
+            ("weights", format!("{more}, weights = {{ input = 3, output = 5 }}")),
+            (
+                "paths",
+                format!("{more}, usage = {{ input = \"/usage/prompt_tokens\", output = \"/usage/total_tokens\" }}"),
+            ),
+        ];
+        let alone: Vec<_> = kinds.iter().map(|(name, cost)| costs(&[(name, cost)])).collect();
+        for (first, second) in [(0, 1), (1, 0), (0, 2), (2, 1), (0, 3), (3, 1)] {
+            let limits = [first, second].map(|index| (kinds[index].0, &*kinds[index].1));
+            let both = costs(&limits);
+            for (request, both) in both.iter().enumerate() {
+                let expected = [alone[first][request][0], alone[second][request][0]];
+                assert_eq!(both[..], expected, "{limits:?}: {}", requests[request]);
+            }
+        }
+    }
+}

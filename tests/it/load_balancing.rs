@@ -6,12 +6,14 @@ use std::collections::HashMap;
 use std::io::Write;
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::support::client::{Client, load};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::server::{Behaviour, Server};
+use crate::support::upstream::{Upstream, read_head, serve};
 
 /// Start a gateway with these servers. `lines` are further settings of the upstream.
 fn gateway(servers: &[&Server], lines: &str) -> Gateway {
@@ -79,6 +81,38 @@ fn least_requests_picks_the_less_loaded_server() {
     let before = busy.count();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert!(busy.count() >= before + 20, "{} of 100", busy.count() - before);
+}
+
+/// While no request ends, the servers fill up in proportion to their weights.
+#[test]
+fn requests_in_flight_follow_weights_with_every_policy() {
+    const REQUESTS: usize = 50;
+    for (balance, counts) in [
+        ("least-requests", 9..=11),
+        // A request without the header takes the less loaded server.
+        ("hash:x-absent", 9..=11),
+        ("round-robin", 10..=10),
+        // The expected count is 10, with a standard deviation of 2.8.
+        ("random", 0..=29),
+    ] {
+        for weights in [[1, 4], [4, 1]] {
+            let servers = &Server::start_many::<2>();
+            servers.iter().for_each(|server| server.set(Behaviour::Hang));
+            let list = weighted(&[(&servers[0], weights[0]), (&servers[1], weights[1])]);
+            let gateway = gateway_of(&list, &format!("balance = \"{balance}\""));
+            let mut clients = Vec::new();
+            for number in 1..=REQUESTS {
+                let mut client = gateway.client();
+                client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+                clients.push(client);
+                eventually("the request is in flight", || servers.iter().map(Server::count).sum::<usize>() == number);
+            }
+            let light = servers[usize::from(weights[0] > weights[1])].count();
+            assert!(counts.contains(&light), "{balance}, weights {weights:?}: {light} of {REQUESTS} requests");
+            servers.iter().for_each(|server| server.set(Behaviour::Respond(200)));
+            assert!(clients.iter_mut().all(|client| client.reply().unwrap().status == 200), "{balance}");
+        }
+    }
 }
 
 #[test]
@@ -573,4 +607,86 @@ fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
         urls.join(", ")
     ))
+}
+
+#[test]
+fn retried_request_is_the_original_one() {
+    // The first connection is closed after the headers of its request. The third request of all connections is not
+    // answered either, so that a reused connection is replaced.
+    let heads = Arc::<Mutex<Vec<String>>>::default();
+    let start = || {
+        let record = heads.clone();
+        serve(move |mut stream| {
+            let is_first = record.lock().unwrap().is_empty();
+            while let Some(head) = read_head(&mut stream) {
+                let count = {
+                    let mut heads = record.lock().unwrap();
+                    heads.push(head);
+                    heads.len()
+                };
+                if is_first || count == 3 || stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_err()
+                {
+                    return;
+                }
+            }
+        })
+    };
+    let servers = [start(), start()].map(|address| format!("\"http://{address}\"")).join(", ");
+    let headers = [
+        ("host", "a.test"),
+        ("x-request-id", "one"),
+        ("accept", "text/html"),
+        ("x-empty", ""),
+        ("authorization", "Bearer s3cret"),
+        ("accept", "caf\u{e9}; q=0.5"),
+        ("cookie", "a=1; b=2"),
+        ("x-long", &"y".repeat(9000)),
+    ];
+    for method in ["GET", "OPTIONS", "HEAD"] {
+        heads.lock().unwrap().clear();
+        let gateway = Gateway::start(&format!(
+            "[server]\nworkers = 1\n[upstream.api]\nservers = [{servers}]\nretries = 1\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n"
+        ));
+        let mut client = gateway.client();
+        // The first request is retried on the other server, and the second one on another connection.
+        for (what, before) in [("reset", 0), ("reused connection", 2)] {
+            assert_eq!(client.request(method, "/a%20b/c?d=e&d", &headers, b"").status, 200, "{method}, {what}");
+            let heads = heads.lock().unwrap();
+            assert_eq!(heads.len(), before + 2, "{method}, {what}: the request was sent twice");
+            assert_eq!(heads[before], heads[before + 1], "{method}, {what}");
+            assert!(heads[before].starts_with(&format!("{method} /a%20b/c?d=e&d HTTP/1.1\r\n")), "{}", heads[before]);
+        }
+    }
+}
+
+#[test]
+fn ignored_ejections_bring_no_unhealthy_server_back() {
+    let server = |health: &'static str, status: &'static str| {
+        Upstream::responding(move |seen| {
+            let status = if seen.target() == "/healthz" { health } else { status };
+            format!("HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n").into_bytes()
+        })
+    };
+    for unhealthy in 0..3 {
+        let servers =
+            [0, 1, 2].map(|index| if index == unhealthy { server("500", "200") } else { server("200", "503") });
+        let urls: Vec<_> = servers.iter().map(Upstream::url).collect();
+        let gateway = Gateway::start(&format!(
+            "[upstream.api]\nservers = {urls:?}\nbalance = \"round-robin\"\n\
+             health_check = {{ path = \"/healthz\", interval = \"50ms\", unhealthy_threshold = 1 }}\n\
+             outlier_detection = {{ consecutive_errors = 1, base_ejection_time = \"1h\" }}\n\
+             [[route]]\nname = \"all\"\npath = \"/x\"\nupstream = \"api\"\n"
+        ));
+        eventually("the server is unhealthy", || gateway.log().contains("server is unhealthy"));
+        let mut client = gateway.client();
+        // Both other servers are ejected by these requests. As no other server is left, their ejections are ignored.
+        let statuses: Vec<_> = (0..20).map(|_| client.get("/x").status).collect();
+        assert_eq!(statuses, [503; 20], "the unhealthy server {unhealthy} gets no request");
+        assert!(gateway.log().contains("ejections are ignored"), "{}", gateway.log());
+        let counts = servers
+            .each_ref()
+            .map(|server| server.seen.lock().unwrap().iter().filter(|seen| seen.target() == "/x").count());
+        assert!((0..3).all(|index| (counts[index] > 0) == (index != unhealthy)), "{counts:?}");
+    }
 }

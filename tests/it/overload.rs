@@ -13,10 +13,11 @@ use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::gateway::Gateway;
-use crate::support::redis::Redis;
+use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
 use crate::support::{SetOnDrop, eventually, signal};
+use sluicegate::limiter::clock::monotonic;
 
 /// A wrk script that counts responses by status. The header `x-new`, if there is one, gets a new value with each
 /// request. wrk has one script state per thread.
@@ -288,11 +289,13 @@ fn distant_store_decides_with_the_default_timeout() {
 fn store_connection_closed_while_idle_costs_no_decision() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1000/24h\"\non_store_error = \"deny\"";
-    let gateway = gateway(&redis.url(), "connections = 2", &[limit], RESPOND);
+    // With this timeout, a busy machine causes no store errors. A call on a closed connection fails at once.
+    let gateway = gateway(&redis.url(), "connections = 2\ntimeout = \"5s\"", &[limit], RESPOND);
     for round in 0..10 {
         for _ in 0..4 {
             // Use a new connection each time, so that all workers get requests.
-            assert_eq!(gateway.get("/r").status, 200, "round {round}: {}", gateway.log());
+            let reply = gateway.get("/r");
+            assert_eq!(reply.status, 200, "round {round}: {} {}", reply.text(), gateway.log());
         }
         let killed: u64 = redis::cmd("CLIENT")
             .arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"])
@@ -596,4 +599,84 @@ fn requests_up_to_a_concurrency_limit_are_never_denied() {
     let counts @ [admitted, denied, ..] = load_with_wrk(gateway.address, 10, &[]);
     println!("10 connections: {counts:?}");
     assert!(admitted > 100 && denied == 0, "{counts:?}");
+}
+
+/// Within 2 s after an outage, Redis may not know the permits of other gateways. A permit then needs both the local
+/// share and Redis.
+#[test]
+fn permits_need_the_local_share_and_the_store_for_2_s_after_an_outage() {
+    const LIMIT: usize = 10;
+    const SHARE: usize = LIMIT / 2;
+    let (redis, port) = (Redis::start(), free_port());
+    let relays = [Relay::start(redis.port), Relay::start(redis.port)];
+    let upstream = endless();
+    let gateways = relays.each_ref().map(|relay| {
+        Gateway::start(&format!(
+            "[store]\nurl = \"{}\"\ntimeout = \"250ms\"\ngateway_count = 2\n\
+             [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"{LIMIT}\"\n\
+             [upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"1m\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+            relay.url()
+        ))
+    });
+    let ask = |gateway: &Gateway| {
+        let mut client = gateway.client();
+        client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+        (client.head().unwrap().status == 200).then_some(client)
+    };
+    let isolate = |index: usize| {
+        let before = gateways[index].log().matches("the store is down").count();
+        relays[index].redirect_to(port);
+        eventually("the breaker opens", || {
+            ask(&gateways[index]);
+            gateways[index].log().matches("the store is down").count() > before
+        });
+    };
+    let reconnect = |index: usize| {
+        let before = gateways[index].log().matches("the store answers").count();
+        relays[index].redirect_to(redis.port);
+        eventually("the store answers", || gateways[index].log().matches("the store answers").count() > before);
+    };
+    let hold = |gateway: &Gateway, held: &mut Vec<Client>, most: usize| {
+        // The permit of an earlier request may not be released yet.
+        eventually("all permits are granted", || {
+            held.extend(ask(gateway));
+            held.len() == most
+        });
+        assert!(ask(gateway).is_none(), "at most {most} permits");
+    };
+    let [one, other] = &gateways;
+    // The local share is used up: it denies although Redis has free permits.
+    let mut held = Vec::new();
+    isolate(0);
+    hold(one, &mut held, SHARE);
+    let recovering = monotonic();
+    reconnect(0);
+    eventually("a permit is granted", || {
+        held.extend(ask(one));
+        held.len() > SHARE
+    });
+    let waited = recovering.elapsed();
+    assert!(waited >= Duration::from_secs(2), "the local share must grant as well for 2 s, not only {waited:?}");
+    hold(one, &mut held, LIMIT);
+
+    // Redis denies although the local share has free permits.
+    isolate(1);
+    reconnect(1);
+    for _ in 0..2 * SHARE {
+        assert!(ask(other).is_none(), "all permits are held by the other gateway");
+    }
+    // The denials by Redis left nothing in the local share.
+    isolate(1);
+    let mut local = Vec::new();
+    hold(other, &mut local, SHARE);
+    drop(local);
+    reconnect(1);
+    drop(held.pop());
+    eventually("the released permit is granted", || {
+        held.extend(ask(other));
+        held.len() == LIMIT
+    });
+    drop(held);
+    eventually("all permits are free", || redis.keys().iter().all(|key| key.contains("~probe")));
 }

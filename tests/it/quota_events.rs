@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use crate::support::admin_listener::{metric, with_admin};
+use crate::support::admin_listener::{ask as ask_admin, metric, with_admin};
 use crate::support::certificates::{Authority, NOW};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
@@ -92,7 +92,7 @@ fn thresholds(events: &[Value]) -> Vec<u64> {
 
 /// Return the value of an event counter of the destination `hook`, or 0 if it has no events yet.
 fn results(gateway: &Gateway, result: &str) -> f64 {
-    let page = crate::support::admin_listener::ask(gateway, "/metrics");
+    let page = ask_admin(gateway, "/metrics");
     let line = format!("sluicegate_quota_events_total{{destination=\"hook\",result=\"{result}\"}} ");
     page.text().lines().find_map(|each| each.strip_prefix(&line)).map_or(0.0, |value| value.parse().unwrap())
 }
@@ -621,4 +621,86 @@ fn undelivered_events_of_a_destination_are_bounded_and_counted() {
     assert_eq!((request(1200), request(0), request(1199)), (200, 429, 429));
     eventually("a new event and one that was dropped are delivered", || results(&gateway, "delivered") == 503.0);
     assert_eq!((server.count(), results(&gateway, "dropped")), (503, 700.0));
+}
+
+#[test]
+fn reservation_causes_an_event_only_when_it_is_settled() {
+    let redis = Redis::start();
+    let usage = |used: u64| format!("{{\"usage\":{{\"prompt_tokens\":0,\"completion_tokens\":{used}}}}}");
+    let provider = Upstream::responding(move |seen| {
+        let used = serde_json::from_slice::<Value>(&seen.body).unwrap()["use"].as_u64().unwrap();
+        let body = usage(used);
+        let length = body.len();
+        format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}")
+            .into_bytes()
+    });
+    for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets"] {
+        for store in ["", &redis.store()] {
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let hook = Hook::start();
+            let config = with_admin(&format!(
+                "{store}\n[limit.l]\nby = \"ip\"\nalgorithm = \"{algorithm}\"\nquota = \"100000/24h\"\nunit = \"tokens\"\n\
+                 notify = \"hook\"\ncost = {{ llm = \"auto\" }}\n{}[upstream.api]\nservers = [\"{}\"]\n\
+                 [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"l\"]\nupstream = \"api\"\n",
+                hook.config(),
+                provider.url()
+            ));
+            let gateway = Gateway::start(&config);
+            let ask = |used: u64| {
+                let body = serde_json::json!({"max_tokens": 95_000, "use": used}).to_string();
+                gateway.client().request("POST", "/v1/chat/completions", &[], body.as_bytes()).status
+            };
+            // Read the usage without a check, because a check would count the reservation as usage.
+            let is_settled = || {
+                let usage = ask_admin(&gateway, "/api/identities?limit=l&ip=127.0.0.1").json();
+                usage["limits"][0]["remaining"].as_u64().unwrap() >= 99_900
+            };
+            for used in [10, 20] {
+                assert_eq!(ask(used), 200, "{algorithm}");
+                eventually("the reservation is refunded", is_settled);
+            }
+            assert_eq!(ask(85_000), 200, "{algorithm}");
+            eventually("the event arrives", || !hook.events().is_empty());
+            let data = hook.events()[0]["data"].clone();
+            let used = data["used"].as_u64().unwrap();
+            assert!((84_900..=85_100).contains(&used), "{algorithm}: the settled cost, not the reservation: {data}");
+            assert_eq!(thresholds(&hook.events()), [80], "{algorithm}: {data}");
+        }
+    }
+}
+
+#[test]
+fn limit_beside_the_one_that_denies_has_no_event() {
+    const CLIENTS: usize = 4;
+    let (redis, cluster) = (Redis::start(), Cluster::start(3, 0));
+    // In a cluster, the states of the two identities of a request may be on different masters.
+    let in_cluster = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
+    for store in ["", &redis.store(), &in_cluster] {
+        for (order, name) in [("\"used\", \"idle\"", "x"), ("\"idle\", \"used\"", "y")] {
+            let hook = Hook::start();
+            let limit = |name: &str, by: &str, quota: u64| {
+                format!(
+                    "[limit.{name}]\nby = \"header:{by}\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}/day\"\n\
+                     notify = \"hook\"\n"
+                )
+            };
+            let gateway = Gateway::start(&with_admin(&format!(
+                "{store}{}{}{}[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [{order}]\nrespond = {{ status = 200 }}\n",
+                limit("used", "x-a", 2),
+                limit("idle", "x-b", 1000),
+                hook.config()
+            )));
+            let mut client = gateway.client();
+            for id in (0..CLIENTS).map(|id| format!("{name}-{id}")) {
+                let mut ask = || client.get_with("/r", &[("x-a", &id), ("x-b", &id)]).status;
+                assert_eq!([(); 5].map(|()| ask()), [200, 200, 429, 429, 429], "{order}, {store}");
+            }
+            eventually("the events of the used limit arrive", || {
+                hook.events().len() >= 2 * CLIENTS && pending(&gateway) == 0.0
+            });
+            let events = hook.events();
+            assert!(events.iter().all(|event| event["data"]["limit"] == "used"), "{order}, {store}: {events:?}");
+            assert_eq!(thresholds(&events), [[80; CLIENTS], [100; CLIENTS]].concat(), "{order}, {store}");
+        }
+    }
 }

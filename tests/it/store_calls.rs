@@ -243,3 +243,43 @@ fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
     assert_eq!(others, [(503, first.address); 3], "the timeout of a check begins with its request");
     assert_eq!(last, (503, later.address));
 }
+
+#[test]
+fn limits_in_another_order_have_their_own_results() {
+    const REQUESTS: u64 = 1200;
+    let redis = Redis::start();
+    for more in ["", "prefetch = 20\n"] {
+        redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+        let limits: String = [("a", 10_000), ("b", 20_000), ("c", 30_000)]
+            .iter()
+            .map(|(name, quota)| {
+                format!(
+                    "[limit.{name}]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}/24h\"\n{more}"
+                )
+            })
+            .collect();
+        // Requests of all routes check the same states, so only the order distinguishes their groups.
+        let orders =
+            [["a", "b", "c"], ["a", "c", "b"], ["b", "a", "c"], ["b", "c", "a"], ["c", "a", "b"], ["c", "b", "a"]];
+        let routes = orders.map(|order| (order.concat(), format!("limits = {order:?}")));
+        let routes: Vec<_> = routes.iter().map(|(name, line)| (&**name, &**line)).collect();
+        let gateway = Gateway::start(&config(&redis, &limits, &routes));
+        std::thread::scope(|scope| {
+            for thread in 0..24 {
+                let (gateway, path) = (&gateway, format!("/{}", orders[thread % orders.len()].concat()));
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    for _ in 0..REQUESTS / 24 {
+                        let reply = client.get(&path);
+                        for (limit, quota) in [("a", 10_000), ("b", 20_000), ("c", 30_000)] {
+                            let left = reply.remaining(limit);
+                            // Each group may have prefetched tokens that no request has used.
+                            let least = quota - REQUESTS - 20 * orders.len() as u64;
+                            assert!((least..quota).contains(&left), "{path}, {more}: {limit} has {left} left");
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

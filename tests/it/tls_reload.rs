@@ -176,13 +176,17 @@ fn sighup_reloads_certificates() {
     signal(&gateway.child, "HUP");
     eventually("the new certificate is used", || is_used(&gateway, &new));
     // A reload that was requested is logged even if the files have not changed.
-    eventually("the reload is logged", || gateway.log().matches("reloaded").count() == 1);
+    let reloads = || gateway.log().matches("configuration reloaded").count();
+    eventually("the reload is logged", || reloads() == 1);
     signal(&gateway.child, "HUP");
-    eventually("the second reload is logged", || gateway.log().matches("reloaded").count() == 2);
+    eventually("the second reload is logged", || reloads() == 2);
     std::fs::write(elsewhere.path().join("server.key"), "garbage").unwrap();
+    let rejections = || gateway.log().matches("cannot reload the configuration").count();
     for count in 1..3 {
+        // The watcher compares all files once after each reload, so it may report the file before the signal.
+        let before = refusals(&gateway);
         signal(&gateway.child, "HUP");
-        eventually("the fault is logged each time", || refusals(&gateway) == count);
+        eventually("the fault is logged each time", || rejections() == count && refusals(&gateway) > before);
     }
     assert!(is_used(&gateway, &new));
 }

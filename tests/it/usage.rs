@@ -908,3 +908,52 @@ fn reset_keeps_the_total_and_override_counts() {
     eventually("the override applies", || statuses() == [200; 3]);
     assert!(cost_of(&gateway, "acme") >= 7);
 }
+
+#[test]
+fn each_of_several_limits_of_a_refund_has_its_own_total() {
+    let upstream = Upstream::responding(respond_as_asked);
+    let redis = Redis::start();
+    // Different identities, and different time zones, so that the same instant may belong to different days. `two` counts
+    // no usage.
+    let limits = [
+        ("one", "by = \"api-key\"\nusage = true\nrefund_on = [\"5xx\"]\ncost = 2\ntime_zone = \"Pacific/Kiritimati\""),
+        ("two", "by = \"ip\"\nrefund_on = [\"5xx\", \"404\"]\ncost = 3"),
+        (
+            "three",
+            "by = \"ip\"\nusage = true\nrefund_on = [\"5xx\", \"404\"]\ncost = 5\ntime_zone = \"Pacific/Pago_Pago\"",
+        ),
+        ("four", "by = \"global\"\nusage = true\ncost = 7"),
+    ];
+    let definitions: String =
+        limits.iter().map(|(name, lines)| format!("[limit.{name}]\nquota = \"1000/10h\"\n{lines}\n")).collect();
+    for order in [["one", "two", "three", "four"], ["four", "three", "two", "one"], ["two", "one", "four", "three"]] {
+        redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+        let gateway = start(&format!(
+            "{}\n{KEYS}{definitions}[upstream.u]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = {order:?}\nupstream = \"u\"\n",
+            redis.store(),
+            upstream.url()
+        ));
+        let mut client = gateway.client();
+        let mut expected = BTreeMap::from([("one", 0), ("two", 0), ("three", 0), ("four", 0)]);
+        for (status, charged) in
+            [("200 OK", [2, 3, 5, 7]), ("503 Down", [0, 0, 0, 7]), ("404 No", [2, 0, 0, 7]), ("200 OK", [2, 3, 5, 7])]
+        {
+            let reply = client.get_with("/r", &[("x-api-key", "acme"), ("x-status", status)]);
+            for ((name, _), cost) in limits.iter().zip(charged) {
+                let total = expected.get_mut(name).unwrap();
+                *total += cost;
+                assert_eq!(reply.remaining(name), 1000 - *total, "{order:?}, {status}: {name}");
+            }
+            let report = usage_json(&gateway, &[]);
+            let totals = report["totals"].as_array().unwrap();
+            let totals: BTreeMap<_, _> = totals
+                .iter()
+                .map(|total| (total["limit"].as_str().unwrap(), total["cost"].as_u64().unwrap()))
+                .collect();
+            let counted: BTreeMap<_, _> =
+                expected.iter().filter(|(name, _)| **name != "two").map(|(name, cost)| (*name, *cost)).collect();
+            assert_eq!(totals, counted, "{order:?}, {status}: {report}");
+        }
+    }
+}
