@@ -504,7 +504,8 @@ async fn check_limits<'a, I: AdmissionIo>(
                 is_inspected = true;
             }
             facts.step = Step::Limits;
-            if let Some(decision) = deny_again(io, facts, request, &limits, provider).await {
+            // Box the future, because only requests of clients over their limits need space for it.
+            if let Some(decision) = Box::pin(deny_again(io, facts, request, &limits, provider)).await {
                 return Ok(Limited::Decided(decision, llm));
             }
             early_body = body.take();
