@@ -523,7 +523,7 @@ mod tests {
     fn charge(limit: &LimitSpec, number: u128, cost: u64) -> Charge<'_> {
         let variant = &limit.default_variant;
         let state_hash = Key { identity: Identity(0), state_name: &variant.state_name }.local_hash();
-        let identity = Identity(number * SHARDS as u128 ^ state_hash);
+        let identity = Identity((number * SHARDS as u128) ^ state_hash);
         let key = Key { identity, state_name: &variant.state_name };
         let mode = ChargeMode::Enforced;
         Charge { key, rule: &variant.rule, cost, mode, permit_id: 0, debt_before_us: 0, usage: None }
