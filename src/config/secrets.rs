@@ -95,6 +95,14 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         // The operator may have pasted an API key instead of a time. `text` is empty if the value is not a string.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
+    if let [.., "keys", "disabled"] = path {
+        // The same mistake, instead of `true` or `false`.
+        return !text.is_empty() && text.parse::<bool>().is_err();
+    }
+    if let [.., "keys", "routes"] = path {
+        // The same mistake, instead of a list.
+        return true;
+    }
     let misspelled = |key: &str| {
         key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
     };
@@ -210,6 +218,10 @@ impl RedactedText {
         let span = value.span();
         match value.get_ref() {
             DeValue::Table(table) => self.redact_table(text, table, path),
+            // The items are names of routes. Only a string instead of this list may be an API key.
+            DeValue::Array(items) if matches!(path[..], [.., "keys", "routes"]) => {
+                items.iter().for_each(|item| self.redact_value(text, item, &mut Vec::new()));
+            }
             DeValue::Array(items) => items.iter().for_each(|item| self.redact_value(text, item, path)),
             DeValue::String(string) if is_secret(path, string) => self.hide_value(span, string),
             DeValue::String(string) => {

@@ -286,7 +286,7 @@ fn flood_of_passwords_from_one_address_locks_out_no_user_of_another() {
         let threads: Vec<_> = (0..20).map(|user| scope.spawn(move || login(user))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    assert_eq!(statuses, [200; 20], "fault 76: the users of other addresses are verified");
+    assert_eq!(statuses, [200; 20], "fault 79: the users of other addresses are verified");
     let busy = flood.iter_mut().filter_map(Client::reply).filter(|reply| reply.status == 503).count();
     assert!(busy >= 100, "the flood has filled the queue: {busy}");
 }

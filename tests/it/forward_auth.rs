@@ -640,7 +640,7 @@ fn client_over_its_limit_costs_the_server_one_call_per_second() {
             assert_eq!(denied.remaining("user"), 0);
         }
         let most = (monotonic() - start).as_secs() as usize + 2;
-        assert!(server.count() - calls <= most, "fault 77: {} calls, at most {most}", server.count() - calls);
+        assert!(server.count() - calls <= most, "fault 80: {} calls, at most {most}", server.count() - calls);
         let bob = get("s=bob");
         assert_eq!((bob.status, bob.remaining("ip")), (200, 997), "denied requests are not charged to the address");
         assert_eq!(get("s=ended").status, 401);

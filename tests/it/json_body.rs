@@ -521,7 +521,7 @@ fn hostile_bodies_take_about_the_time_of_ordinary_ones() {
     for NamedBody { name, bytes } in streams(LENGTH) {
         compare(format!("stream of {name}"), shortest(&|| measure_stream(&bytes)), usual);
     }
-    println!("fault 74: at most {:.1} times the time of an ordinary body ({})", worst.0, worst.1);
+    println!("fault 77: at most {:.1} times the time of an ordinary body ({})", worst.0, worst.1);
 }
 
 #[test]

@@ -100,7 +100,7 @@ fn configurations_in_ops_are_accepted_without_warnings() {
         let mut check = binary();
         check.args(["check", "--strict", "--offline", "--config"]).arg(path);
         for name in ["SLUICEGATE_ADMIN_TOKEN", "SLUICEGATE_STORE_SECRET", "REDIS_PASSWORD"] {
-            check.env(name, "5f0c2a");
+            check.env(name, "5f0c2a7be1d94c3885f0c2a7be1d94c3");
         }
         let output = check.output().unwrap();
         let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();

@@ -250,6 +250,8 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         ("store.timeout", add("store", "timeout = \"60ms\"")),
         ("store.connect_timeout", add("store", "connect_timeout = \"2s\"")),
         ("store.connections", add("store", "connections = 2")),
+        ("store.password", add("store", "password = \"planted password\"")),
+        ("store.password_file", add("store", "password_file = \"ca.pem\"")),
         ("store.prefix", add("store", "prefix = \"other\"")),
         ("store.secret", change("planted secret of the store", "planted another secret of it")),
         ("store.gateway_count", add("store", "gateway_count = 2")),
@@ -263,9 +265,14 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     let schema =
         std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/gateway.schema.json")).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
+    // These keys are valid only together with another key, which differs, too.
+    let with_others = ["store.username", "store.sentinel"];
     for table in ["store", "log"] {
         for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
             let key = format!("{table}.{key}");
+            if with_others.contains(&&*key) {
+                continue;
+            }
             assert!(rows.iter().any(|(row, _)| *row == key), "{key} has no case in this test");
         }
     }

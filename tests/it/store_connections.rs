@@ -348,7 +348,9 @@ fn store_errors_say_what_to_do() {
     for (gateway, url, expected) in gateways {
         eventually("the store is down", || gateway.log().contains("the store is down"));
         assert!(gateway.log().contains(&expected), "{url}: {}\nlacks {expected}", gateway.log());
-        assert!(!gateway.log().contains("secret") && !gateway.log().contains("wrong@"), "{}", gateway.log());
+        // One of the configuration warnings names the key `secret`.
+        let log: String = gateway.log().lines().filter(|line| !line.contains("gateway.toml")).collect();
+        assert!(!log.contains("secret") && !log.contains("wrong@"), "{log}");
     }
 }
 

@@ -117,7 +117,7 @@ fn retryable_error_is_retried_and_charged_once() {
         left.store(3, Ordering::SeqCst);
         assert!(is_decided(&get(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
         assert_eq!((fake.calls().len() - calls, granted.load(Ordering::SeqCst) - before), (4, 1), "{text}");
-        assert_eq!(log_count(&gateway, "the store"), 0, "the retries are not logged: {}", gateway.log());
+        assert!(!gateway.warnings().contains("the store"), "the retries are not logged: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
         assert_eq!(fake.call_connections(), connections, "the gateway reconnects if a replica replied: {text}");
         println!("fault 19: {text}: retried, charged once");

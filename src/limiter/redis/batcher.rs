@@ -97,7 +97,7 @@ pub(super) struct Batcher {
 #[derive(Debug, Default)]
 pub(super) struct BatchQueue {
     /// Batches of settlements (see [`Operation::is_settlement`]), which are sent before `checks`. A permit or charge that
-    /// waits behind the checks of other clients would deny requests of its own client. The number of settlements has no
+    /// waits behind the checks of other clients would deny requests of the same client. The number of settlements has no
     /// bound, because each of them belongs to a request that the store has already charged.
     settlements: VecDeque<PendingBatch>,
     /// Batches of checks. The oldest batch is first. New checks join the last batch.

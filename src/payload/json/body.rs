@@ -281,6 +281,11 @@ impl Collector {
         Some(Position { depth: array.depth + 1, matching, rpc, rpc_base })
     }
 
+    /// Return the position of an element of an array that [`element`](Self::element) finds irrelevant.
+    pub fn irrelevant_element(array: Position) -> Position {
+        Position { depth: array.depth + 1, rpc_base: array.rpc_base, ..Position::default() }
+    }
+
     /// Record the value at a position. The closure `value` is called only if a pointer may lead to this position.
     pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
         if position.is_irrelevant() {

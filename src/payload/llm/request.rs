@@ -541,7 +541,8 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         reader.collector.value(array, || JsonValue::Compound);
         let mut elements = reader.collector.elements(array);
         loop {
-            let position = reader.collector.element(&mut elements).unwrap_or_default();
+            let position =
+                reader.collector.element(&mut elements).unwrap_or_else(|| Collector::irrelevant_element(array));
             let element = ValueSeed { reader, place, position, text: TextUse::Discarded };
             let Some(found) = seq.next_element_seed(element)? else { break };
             reader.collector.count_element()?;
