@@ -167,8 +167,8 @@ impl UploadProgress {
         self.stage() == STALLED
     }
 
-    /// Record that the response has begun. Client and upstream may then send alternately, so a request body of unknown
-    /// length may pause without a timeout.
+    /// Record that the response has begun, or that the gateway no longer waits for it. Client and upstream may then send
+    /// alternately, so a request body of unknown length may pause without a timeout.
     pub fn mark_response_started(&self) {
         self.response_started.store(true, Ordering::Release);
         self.reader_waker.wake();

@@ -22,7 +22,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
-use crate::http::request_body::RequestBody;
+use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::limiter::clock::monotonic;
 use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::endpoint::{Endpoint, RequestPermit};
@@ -487,7 +487,9 @@ impl Http2Connection {
             streams.started += 1;
             streams.started
         };
-        ResponseStart { response: Some(Box::pin(self.sender.try_send_request(request))), state, number }
+        let upload = request.body().progress();
+        let future = Box::pin(self.sender.try_send_request(request));
+        ResponseStart { response: Some(PendingResponse { future, upload }), state, number }
     }
 
     /// Exclude the connection from new requests.
@@ -515,8 +517,21 @@ const RESET_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of resets after which a connection takes no new requests. nghttp2 allows 1000 resets at once.
 const MAX_RESETS: usize = 100;
 
-/// The future of the response to a request on a shared connection. Dropping it resets the stream.
-type PendingResponse = Pin<Box<dyn Future<Output = Result<Response<Incoming>, SendError>> + Send>>;
+/// The response to a request on a shared connection. Dropping it resets the stream.
+struct PendingResponse {
+    future: Pin<Box<dyn Future<Output = Result<Response<Incoming>, SendError>> + Send>>,
+    /// The progress of the request body. The connection learns of a failed upload when this value is dropped: without
+    /// the failure, the connection would wait for the body, and the stream would stay open.
+    upload: Option<Arc<UploadProgress>>,
+}
+
+impl Drop for PendingResponse {
+    fn drop(&mut self) {
+        if let Some(upload) = &self.upload {
+            upload.mark_response_started();
+        }
+    }
+}
 
 /// The state of a shared connection.
 struct Http2State {
@@ -649,11 +664,13 @@ impl Future for ResponseStart {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(response) = &mut self.response else { return Poll::Pending };
-        let result = ready!(response.as_mut().poll(cx));
-        self.response = None;
-        if result.is_ok() {
-            self.state.record_response(self.number);
+        let result = ready!(response.future.as_mut().poll(cx));
+        match &result {
+            Ok(_) => self.state.record_response(self.number),
+            // The body may be sent again.
+            Err(_) => response.upload = None,
         }
+        self.response = None;
         Poll::Ready(result)
     }
 }
