@@ -33,6 +33,15 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         ],
     ),
     (
+        "http",
+        &[
+            &["problem", "request_body"],
+            &["body"],
+            &["flow"],
+            &["body_limits", "cors", "headers", "ratelimit_headers", "target", "text", "upgrade", "url"],
+        ],
+    ),
+    (
         "limiter",
         &[
             &["admin"],

@@ -9,6 +9,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use sluicegate::http::body::complete_response;
 use sluicegate::http::body_limits::BufferBudget;
 use sluicegate::http::flow::ConnectionActivity;
 use sluicegate::http::flow::StreamFlow;
@@ -117,7 +118,7 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
         let in_flight = activity.start_request(flow.clone());
         let request = Box::new(request.map(|body| RequestBody::new(body, false, &in_flight)));
         let flow = &flow;
-        async move { Ok::<_, Infallible>(in_flight.attach_to(gateway.handle(request, peer, flow).await)) }
+        async move { Ok::<_, Infallible>(complete_response(in_flight, gateway.handle(request, peer, flow).await)) }
     });
     let _ = http1::Builder::new()
         .half_close(true)

@@ -8,16 +8,14 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
+use http::header::{CONNECTION, CONTENT_LENGTH, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
-use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer};
-use crate::http::body_limits::{DataChunk, ReadBound, ReadLimit};
-use crate::http::flow::InFlightRequest;
-use crate::http::flow::StreamFlow;
+use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer, ReadBound, ReadLimit};
+use crate::http::flow::{DataChunk, InFlightRequest, StreamFlow};
 use crate::http::headers::has_padding;
 use crate::http::upgrade::Tunnel;
 
@@ -125,7 +123,7 @@ impl Body {
     }
 
     /// Copy bytes in both directions until the tunnel ends, and then drop the body.
-    pub async fn run_tunnel(mut self: Box<Self>) {
+    async fn run_tunnel(mut self) {
         if let BodyKind::Tunnel { tunnel, .. } = &mut self.kind
             && let Some(tunnel) = tunnel.take()
         {
@@ -139,7 +137,7 @@ impl Body {
     }
 
     /// Count the request as in flight until the body is dropped.
-    pub fn track_in_flight(&mut self, in_flight: InFlightRequest) {
+    fn track_in_flight(&mut self, in_flight: InFlightRequest) {
         let flow = in_flight.flow();
         flow.mark_data_pending();
         flow.set_deadline(self.kind.deadline());
@@ -160,6 +158,25 @@ impl Body {
         self.complete = true;
         Some(bytes.take()?.len() as u64)
     }
+}
+
+/// Keep the request in flight until the body of its response is dropped. After a protocol upgrade, move the body to the
+/// connection, where it serves as the tunnel.
+pub fn complete_response(in_flight: InFlightRequest, mut response: Response<Body>) -> Response<Body> {
+    if response.version() == Version::HTTP_10 {
+        in_flight.flow().mark_close_delimited();
+    }
+    if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+        if in_flight.announces_close() {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        response.body_mut().track_in_flight(in_flight);
+        return response;
+    }
+    response.map(|body| {
+        in_flight.set_tunnel(Box::pin(body.run_tunnel()));
+        Body::full("")
+    })
 }
 
 impl fmt::Debug for Body {

@@ -11,12 +11,9 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use std::{io, iter};
 
-use bytes::{Buf, Bytes};
 use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::time::{Instant, Sleep, sleep_until};
-
-use crate::http::flow::StreamFlow;
 
 /// The timeouts and bounds of an exchange with an upstream: one request and its response.
 #[derive(Debug, Clone, Copy)]
@@ -198,10 +195,6 @@ impl LazyTimer {
 // === Buffer budgets, per connection and per process. If a budget is used up, each stream buffers only what it needs to
 // make progress ===
 
-/// Number of bytes that each chunk counts against a buffer budget in addition to its data. This number is an estimate
-/// of the memory for the frame of the chunk, and for the part of a read buffer that the chunk keeps in memory.
-const CHUNK_OVERHEAD: usize = 256;
-
 /// A maximum number of buffered bytes. If the budget has a parent, the bytes also count against the parent.
 #[derive(Debug)]
 pub struct BufferBudget {
@@ -285,21 +278,6 @@ impl Drop for NetworkShare {
     }
 }
 
-/// A chunk of a response body. The bytes of the chunk count against the buffer budget of the client connection until
-/// hyper has written them.
-#[derive(Debug)]
-pub struct DataChunk {
-    bytes: Bytes,
-    reservation: Option<ChunkReservation>,
-}
-
-/// Number of bytes that a chunk counts against the buffer budget of its client connection.
-#[derive(Debug)]
-struct ChunkReservation {
-    flow: Arc<StreamFlow>,
-    size: usize,
-}
-
 impl BufferBudget {
     /// Create a budget of `max` bytes without a parent budget.
     pub fn new(max: usize) -> Self {
@@ -361,48 +339,6 @@ impl BufferReservation {
 impl Drop for BufferReservation {
     fn drop(&mut self) {
         self.budget.subtract(self.size);
-    }
-}
-
-impl DataChunk {
-    /// Create a chunk that counts against no budget.
-    pub(super) fn untracked(bytes: Bytes) -> Self {
-        DataChunk { bytes, reservation: None }
-    }
-
-    /// Create a chunk that counts against the budget of a stream.
-    pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
-        let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
-        flow.add_buffered(reservation.size);
-        DataChunk { bytes, reservation: Some(reservation) }
-    }
-}
-
-impl Buf for DataChunk {
-    fn remaining(&self) -> usize {
-        self.bytes.remaining()
-    }
-
-    fn chunk(&self) -> &[u8] {
-        self.bytes.chunk()
-    }
-
-    fn advance(&mut self, count: usize) {
-        self.bytes.advance(count);
-        if self.bytes.is_empty() {
-            self.bytes = Bytes::new();
-            self.reservation = None;
-        }
-    }
-
-    fn copy_to_bytes(&mut self, count: usize) -> Bytes {
-        self.bytes.copy_to_bytes(count)
-    }
-}
-
-impl Drop for ChunkReservation {
-    fn drop(&mut self) {
-        self.flow.release_buffered(self.size);
     }
 }
 

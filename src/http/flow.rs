@@ -9,15 +9,12 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use bytes::{Buf, Bytes};
 use futures_util::task::AtomicWaker;
-use http::header::{CONNECTION, HeaderValue};
-use http::{Response, StatusCode, Version};
 use tokio::sync::Notify;
 use tokio::time;
 
-use crate::http::body::Body;
-use crate::http::body_limits::LazyTimer;
-use crate::http::body_limits::{BufferBudget, BufferReservation, ReadLimit};
+use crate::http::body_limits::{BufferBudget, BufferReservation, LazyTimer, ReadLimit};
 use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
@@ -53,11 +50,35 @@ pub struct ConnectionActivity {
     /// Whether the connection must not be suspended.
     is_suspension_forbidden: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
-    tunnel: Mutex<Option<Box<Body>>>,
+    tunnel: ContinuationSlot,
     /// Number of HTTP/2 requests.
     requests: AtomicU32,
     /// Number of HTTP/2 requests that were reset before their response, within `PREMATURE_AGE`.
     premature_resets: AtomicU32,
+}
+
+/// What a connection still has to do after hyper has handed its request over: a tunnel, or a request whose client has
+/// gone away.
+pub type Continuation = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// A place for a [`Continuation`] until the connection runs it.
+#[derive(Default)]
+struct ContinuationSlot(Mutex<Option<Continuation>>);
+
+impl ContinuationSlot {
+    fn put(&self, continuation: Continuation) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(continuation);
+    }
+
+    fn take(&self) -> Option<Continuation> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl fmt::Debug for ContinuationSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ContinuationSlot").finish_non_exhaustive()
+    }
 }
 
 /// A request in flight: from the arrival of its headers until its response body is dropped.
@@ -151,8 +172,8 @@ impl ConnectionActivity {
     }
 
     /// Take the tunnel that uses the connection after the protocol upgrade.
-    pub fn take_tunnel(&self) -> Option<Box<Body>> {
-        self.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
+    pub fn take_tunnel(&self) -> Option<Continuation> {
+        self.tunnel.take()
     }
 
     /// Return the time until the connection times out. Before the end of the first response, `header_timeout` applies,
@@ -216,23 +237,14 @@ impl InFlightRequest {
         &self.flow
     }
 
-    /// Keep the request in flight until the response body is dropped. After a protocol upgrade, move the body to the
-    /// connection, where it serves as the tunnel.
-    pub fn attach_to(self, mut response: Response<Body>) -> Response<Body> {
-        if response.version() == Version::HTTP_10 {
-            self.flow.mark_close_delimited();
-        }
-        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            if self.activity.announces_close.load(Ordering::Relaxed) {
-                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            }
-            response.body_mut().track_in_flight(self);
-            return response;
-        }
-        response.map(|body| {
-            *self.activity.tunnel.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(body));
-            Body::full("")
-        })
+    /// Return whether the response must announce with `Connection: close` that the connection will be closed.
+    pub(super) fn announces_close(&self) -> bool {
+        self.activity.announces_close.load(Ordering::Relaxed)
+    }
+
+    /// Set the tunnel that the connection becomes after the response.
+    pub(super) fn set_tunnel(&self, tunnel: Continuation) {
+        self.activity.tunnel.put(tunnel);
     }
 }
 
@@ -247,6 +259,10 @@ impl Drop for InFlightRequest {
 }
 
 // === Flow: whether a client reads the response data that is pending for it ===
+
+/// Number of bytes that each chunk counts against a buffer budget in addition to its data. This number is an estimate
+/// of the memory for the frame of the chunk, and for the part of a read buffer that the chunk keeps in memory.
+const CHUNK_OVERHEAD: usize = 256;
 
 /// Number of bytes at the start of a response for which [`ReadLimit::Small`] applies.
 const READ_SMALL: u64 = 64 << 10;
@@ -288,8 +304,8 @@ pub struct StreamFlow {
     is_in_exchange: AtomicBool,
     /// Whether the client has gone away while the request was in an exchange.
     is_abandoned: AtomicBool,
-    /// The request that was abandoned.
-    abandoned: AbandonedRequest,
+    /// The request that hyper has dropped, because its client has gone away.
+    abandoned: ContinuationSlot,
 }
 
 impl StreamFlow {
@@ -320,7 +336,7 @@ impl StreamFlow {
             deadline_us: AtomicU64::new(0),
             is_in_exchange: AtomicBool::new(false),
             is_abandoned: AtomicBool::new(false),
-            abandoned: AbandonedRequest::default(),
+            abandoned: ContinuationSlot::default(),
         })
     }
 
@@ -454,6 +470,63 @@ impl StreamFlow {
     }
 }
 
+/// A chunk of a response body. The bytes of the chunk count against the buffer budget of the client connection until
+/// hyper has written them.
+#[derive(Debug)]
+pub struct DataChunk {
+    bytes: Bytes,
+    reservation: Option<ChunkReservation>,
+}
+
+/// Number of bytes that a chunk counts against the buffer budget of its client connection.
+#[derive(Debug)]
+struct ChunkReservation {
+    flow: Arc<StreamFlow>,
+    size: usize,
+}
+
+impl DataChunk {
+    /// Create a chunk that counts against no budget.
+    pub(super) fn untracked(bytes: Bytes) -> Self {
+        DataChunk { bytes, reservation: None }
+    }
+
+    /// Create a chunk that counts against the budget of a stream.
+    pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
+        let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
+        flow.add_buffered(reservation.size);
+        DataChunk { bytes, reservation: Some(reservation) }
+    }
+}
+
+impl Buf for DataChunk {
+    fn remaining(&self) -> usize {
+        self.bytes.remaining()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.bytes.chunk()
+    }
+
+    fn advance(&mut self, count: usize) {
+        self.bytes.advance(count);
+        if self.bytes.is_empty() {
+            self.bytes = Bytes::new();
+            self.reservation = None;
+        }
+    }
+
+    fn copy_to_bytes(&mut self, count: usize) -> Bytes {
+        self.bytes.copy_to_bytes(count)
+    }
+}
+
+impl Drop for ChunkReservation {
+    fn drop(&mut self) {
+        self.flow.release_buffered(self.size);
+    }
+}
+
 // === Abandoned requests: the client has gone away while an upstream was working on its request ===
 //
 // If the gateway cancelled such an exchange at once, the client could start the next one at once, and the upstream would
@@ -463,23 +536,10 @@ impl StreamFlow {
 /// Maximum time for which a request stays in flight after its client has gone away. Then the exchange is cancelled.
 pub(super) const ABANDONED_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The future of a request that the gateway handles.
-pub type HandledRequest = dyn Future<Output = Result<Response<Body>, h2::Error>> + Send;
-
-/// The request that hyper has dropped, because its client has gone away.
-#[derive(Default)]
-struct AbandonedRequest(Mutex<Option<Pin<Box<HandledRequest>>>>);
-
 /// An exchange with an upstream or an authentication server, in which a request waits for the response. The exchange
 /// ends when the value is dropped.
 #[derive(Debug)]
 pub struct Exchange<'a>(&'a StreamFlow);
-
-impl fmt::Debug for AbandonedRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AbandonedRequest").finish_non_exhaustive()
-    }
-}
 
 impl StreamFlow {
     /// Start an exchange.
@@ -496,23 +556,23 @@ impl StreamFlow {
     }
 
     /// Keep a request whose client has gone away if the request is in an exchange. Otherwise drop the request.
-    pub fn keep_abandoned(&self, request: Pin<Box<HandledRequest>>) {
+    pub fn keep_abandoned(&self, request: impl FnOnce() -> Continuation) {
         if self.is_in_exchange.load(Ordering::Relaxed) {
             self.is_abandoned.store(true, Ordering::Relaxed);
-            *self.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(request);
+            self.abandoned.put(request());
         }
     }
 
     /// Take the request that was kept.
-    pub fn take_abandoned(&self) -> Option<Pin<Box<HandledRequest>>> {
+    pub fn take_abandoned(&self) -> Option<Continuation> {
         if !self.is_abandoned.load(Ordering::Relaxed) {
             return None;
         }
-        self.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.abandoned.take()
     }
 
     /// Continue an abandoned request until its exchange ends, at most for `ABANDONED_TIMEOUT`.
-    pub async fn finish_abandoned(&self, mut request: Pin<Box<HandledRequest>>) {
+    pub async fn finish_abandoned(&self, mut request: Continuation) {
         let exchange = poll_fn(|cx| match request.as_mut().poll(cx) {
             Poll::Pending if self.is_in_exchange.load(Ordering::Relaxed) => Poll::Pending,
             Poll::Pending | Poll::Ready(_) => Poll::Ready(()),

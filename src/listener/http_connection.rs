@@ -22,10 +22,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::http::body::Body;
+use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
-use crate::http::flow::{ConnectionActivity, HandledRequest, InFlightRequest};
-use crate::http::flow::{StreamFlow, WriteWatchdog};
+use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
 use crate::limiter::clock::monotonic;
@@ -105,6 +104,9 @@ pub(super) struct HttpConnection {
     /// A token that is cancelled when draining starts.
     pub(super) drain: CancellationToken,
 }
+
+/// The future of a request that the gateway handles.
+type HandledRequest = dyn Future<Output = Result<Response<Body>, h2::Error>> + Send;
 
 /// A request that hyper serves. hyper drops it before its end if the client goes away.
 struct ServedRequest<K: Keeper> {
@@ -338,8 +340,7 @@ impl HttpConnection {
             waker.mark_ready();
         }
         if let Some(tunnel) = self.activity.take_tunnel() {
-            // Box the future, because only few connections need space for a tunnel.
-            Box::pin(tunnel.run_tunnel()).await;
+            tunnel.await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
     }
@@ -533,7 +534,7 @@ impl<K: Keeper> Drop for ServedRequest<K> {
 impl Keeper for &ConnectionKeeper<'_> {
     fn keep(&self, request: Pin<Box<HandledRequest>>) {
         if !self.drain.is_cancelled() {
-            self.flow.keep_abandoned(request);
+            self.flow.keep_abandoned(|| unanswered(request));
         }
     }
 }
@@ -544,9 +545,14 @@ impl Keeper for StreamKeeper {
             self.activity.record_reset(self.started_at.elapsed());
         }
         if !self.streams.drain.is_cancelled() {
-            self.flow.keep_abandoned(request);
+            self.flow.keep_abandoned(|| unanswered(request));
         }
     }
+}
+
+/// Return the rest of a request whose client has gone away.
+fn unanswered(request: Pin<Box<HandledRequest>>) -> Continuation {
+    Box::pin(async move { drop(request.await) })
 }
 
 /// Serve a request, unless `is_refused` returns true when the task of the request runs. If the result is an error, hyper
@@ -580,7 +586,7 @@ fn serve_request(
             return Err(h2::Reason::CANCEL.into());
         }
         let response = gateway.handle(request, &peer, in_flight.flow()).await;
-        Ok(in_flight.attach_to(response))
+        Ok(complete_response(in_flight, response))
     })
 }
 
