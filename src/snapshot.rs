@@ -56,7 +56,7 @@ use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerS
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
-use crate::upstream::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// The compiled configuration, which the gateway uses to handle requests.
 #[derive(Debug)]

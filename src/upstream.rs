@@ -5,178 +5,43 @@ mod connection_pool;
 pub mod connector;
 pub mod dns;
 pub mod endpoint;
+pub mod error;
 pub mod fetch;
-pub mod health;
+mod health;
+pub mod health_check;
 pub mod retry;
+pub mod settings;
 
-use std::error::Error;
-use std::fmt;
-use std::fmt::Display;
+use std::future::{Future, poll_fn};
 use std::net::IpAddr;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
-use tokio::time::timeout;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use http::{Request, Response};
+use hyper::body::Incoming;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use crate::http::body_limits::{BodyError, NetworkShare};
+use crate::http::body;
+use crate::http::body::Body;
+use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
+use crate::http::flow::StreamFlow;
+use crate::http::headers::is_safe;
+use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
+use crate::limiter::clock::monotonic;
 use crate::upstream::cluster::UpstreamCluster;
-use crate::upstream::connection_pool::EndpointPool;
-use crate::upstream::connector::{EndpointTls, ProxiedConnection};
-use crate::upstream::endpoint::{Endpoint, LoadBalancer, LoadBalancingPolicy, RequestPermit, Rng};
-use crate::upstream::health::{EjectionSettings, HealthSettings};
+use crate::upstream::connection_pool::{Connection, EndpointPool, SendError, StreamOutcome, classify_error};
+use crate::upstream::connector::{Protocol, ProxiedConnection};
+use crate::upstream::endpoint::{Endpoint, LoadBalancer, RequestPermit, Rng};
+use crate::upstream::error::UpstreamError;
+use crate::upstream::retry::{AttemptLog, ReplayableRequest, RetryReason, RetryState, RetryTarget};
+use crate::upstream::settings::UpstreamSettings;
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
-
-/// Protocol that the gateway uses for an upstream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Protocol {
-    /// HTTP/1.1: one request at a time per connection.
-    Http1,
-    /// HTTP/2: with prior knowledge over plaintext, or negotiated by ALPN over TLS. The requests that a worker sends to
-    /// an endpoint share a few connections.
-    Http2,
-}
-
-/// Error of a request for which the gateway received no valid response from an upstream.
-#[derive(Debug, thiserror::Error)]
-pub enum UpstreamError {
-    /// No endpoint is healthy enough to receive requests.
-    #[error("upstream `{upstream}` has no healthy server")]
-    NoHealthyEndpoint {
-        /// Name of the upstream.
-        upstream: Box<str>,
-        /// Time after which the client should retry.
-        retry_after: Duration,
-    },
-    /// All endpoints have `max_requests` in flight, and the queue is full or the wait in the queue timed out.
-    #[error("all servers of upstream `{upstream}` are at `max_requests`")]
-    Overflow {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// The client network has too many unfinished uploads to an upstream with `max_requests`.
-    #[error("the client network has too many unfinished uploads to upstream `{upstream}`, which has `max_requests`")]
-    TooManyUploads {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// Connecting failed for all endpoints that were tried.
-    #[error("connecting to upstream `{upstream}` failed: {source}")]
-    Connect {
-        /// Name of the upstream.
-        upstream: Box<str>,
-        /// Error of the last attempt.
-        source: std::io::Error,
-    },
-    /// No connection was established within `connect_timeout`.
-    #[error("connecting to upstream `{upstream}` timed out")]
-    ConnectTimeout {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// The connection or the stream ended before the response headers.
-    #[error("request to upstream `{upstream}` failed: {}", RootCause(source))]
-    Reset {
-        /// Name of the upstream.
-        upstream: Box<str>,
-        /// The error that hyper reported.
-        source: hyper::Error,
-    },
-    /// The response of the upstream is malformed.
-    #[error("invalid response from upstream `{upstream}`: {fault}")]
-    InvalidResponse {
-        /// Name of the upstream.
-        upstream: Box<str>,
-        /// The fault in the response.
-        fault: &'static str,
-    },
-    /// The upstream responded with 101, although the request did not offer this upgrade.
-    #[error("upstream `{upstream}` switched to a protocol that was not requested")]
-    UnexpectedUpgrade {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// The response headers did not arrive within `response_timeout`.
-    #[error("upstream `{upstream}` did not respond within `response_timeout`")]
-    ResponseTimeout {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// The response headers did not arrive within the `timeout` of the route.
-    #[error("upstream `{upstream}` did not respond within the `timeout` of the route")]
-    RouteTimeout {
-        /// Name of the upstream.
-        upstream: Box<str>,
-    },
-    /// The client sent the request body too slowly, or stopped sending it.
-    #[error("the client stopped sending the request body")]
-    ClientTimeout,
-    /// The request body exceeds the maximum of the route.
-    #[error("the request body is longer than the route allows")]
-    BodyTooLarge,
-    /// The client aborted the request body.
-    #[error("the client aborted the request body: {0}")]
-    ClientAborted(Box<dyn Error + Send + Sync>),
-}
-
-impl From<BodyError> for UpstreamError {
-    /// Convert an error that occurred while the request body was read before the request was sent to an upstream.
-    fn from(error: BodyError) -> Self {
-        match error {
-            BodyError::TooLarge => UpstreamError::BodyTooLarge,
-            BodyError::Aborted(_) | BodyError::MalformedTrailers => UpstreamError::ClientAborted(error.into()),
-            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => {
-                UpstreamError::ClientTimeout
-            }
-        }
-    }
-}
-
-impl UpstreamError {
-    /// Return whether the upstream has sent a response that cannot be used.
-    pub fn is_invalid_response(&self) -> bool {
-        match self {
-            UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => true,
-            UpstreamError::Reset { source, .. } => is_protocol_error(source),
-            _ => false,
-        }
-    }
-
-    /// Return whether the client caused the error.
-    pub fn is_client_error(&self) -> bool {
-        matches!(self, UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_))
-    }
-}
-
-/// Return whether the upstream violated HTTP: hyper cannot parse its response, or h2 rejects its frames.
-pub fn is_protocol_error(error: &hyper::Error) -> bool {
-    let frames = error.source().and_then(|cause| cause.downcast_ref::<h2::Error>());
-    error.is_parse() || frames.is_some_and(h2::Error::is_library)
-}
-
-/// Formats a `hyper::Error` with its innermost cause.
-struct RootCause<'a>(&'a hyper::Error);
-
-impl Display for RootCause<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let RootCause(error) = self;
-        write!(f, "{error}")?;
-        let mut root = error.source();
-        while let Some(deeper) = root.and_then(Error::source) {
-            root = Some(deeper);
-        }
-        if let Some(root) = root {
-            write!(f, ": {root}")?;
-        }
-        if error.is_parse() {
-            // A TLS server responds to a plaintext request with a TLS alert, which hyper cannot parse.
-            write!(f, "; if the server speaks TLS, use https://")?;
-        }
-        Ok(())
-    }
-}
 
 /// An upstream as one worker uses it: the cluster, which all workers share, and the connection pools of the worker.
 #[derive(Debug)]
@@ -198,7 +63,7 @@ struct EndpointPools {
 
 /// State of the endpoint selection of one request.
 struct PickState {
-    /// Hash of the header that selects the endpoint, for [`LoadBalancingPolicy::Hash`].
+    /// Hash of the header that selects the endpoint, for `LoadBalancingPolicy::Hash`.
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
@@ -326,74 +191,334 @@ impl EndpointPools {
     }
 }
 
-// Compiled `[upstream.NAME]`.
+// Connecting to the picked endpoint, and to other endpoints if the picked endpoint is slow or refuses the connection.
 
-/// Settings of one upstream (`[upstream.NAME]`).
-#[derive(Debug, PartialEq)]
-pub struct UpstreamSettings {
-    /// Name of the upstream in the configuration.
-    pub name: Box<str>,
-    /// Servers of the upstream. The list is not empty.
-    pub servers: Vec<UpstreamServerSettings>,
-    /// Protocol of all servers.
-    pub protocol: Protocol,
-    /// Maximum time until a connection to any endpoint is established, including the TLS handshake and attempts to
-    /// connect to other endpoints. This is also the maximum time in the wait queue.
-    pub connect_timeout: Duration,
-    /// Maximum time to wait for the response headers after the request was sent.
-    pub response_timeout: Duration,
-    /// Connections that have been idle for longer than this time are not reused.
-    pub pool_idle_timeout: Duration,
-    /// Load balancing policy.
-    pub balance: LoadBalancingPolicy,
-    /// Maximum number of requests in flight per endpoint, from all workers. 0 disables the limit.
-    pub max_requests: usize,
-    /// Maximum number of requests that wait for a request permit of any endpoint.
-    pub max_queue: usize,
-    /// Health checks. `None` disables them.
-    pub health: Option<HealthSettings>,
-    /// Ejection after consecutive errors. `None` disables ejections.
-    pub ejection: Option<EjectionSettings>,
-    /// Time until a recovered or new endpoint has its full weight. Zero disables slow start.
-    pub slow_start: Duration,
-    /// Maximum number of retries on other endpoints, for requests that are safe to repeat.
-    pub retries: u32,
-    /// Whether each connection starts with a PROXY header, and carries the requests of only one client connection.
-    pub proxy_protocol: bool,
-    /// Whether requests contain the certificate of the client in `Client-Cert` (RFC 9440).
-    pub client_cert_header: bool,
+/// Delay after which the gateway also tries to connect to another endpoint (Connection Attempt Delay, RFC 8305 §5).
+const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
+
+/// Maximum number of endpoints that one request tries.
+const MAX_CONNECT_ATTEMPTS: usize = 9;
+
+/// A connection, with the pool and the request permit of its endpoint.
+struct EndpointConnection {
+    pool: Arc<EndpointPool>,
+    permit: RequestPermit,
+    connection: Connection,
+    is_reused: bool,
 }
 
-impl UpstreamSettings {
-    /// Return whether any server has a host name that must be resolved.
-    pub fn needs_dns(&self) -> bool {
-        self.servers.iter().any(UpstreamServerSettings::needs_dns)
+impl Upstream {
+    /// Connect to the picked endpoint. If the attempt fails or takes longer than `CONNECTION_ATTEMPT_DELAY`, also
+    /// connect to other endpoints. No byte of the request has been written yet, so every request can be sent to another
+    /// endpoint. If `allow_idle` is set, idle connections of the other endpoints are used as well.
+    ///
+    /// # Errors
+    /// No endpoint accepted the connection, or `connect_timeout` expired.
+    async fn connect(
+        &self,
+        first: (Arc<EndpointPool>, RequestPermit),
+        pick_state: &mut PickState,
+        allow_idle: bool,
+    ) -> Result<EndpointConnection, UpstreamError> {
+        let mut attempts = Vec::new();
+        let racing = self.happy_eyeballs(first, pick_state, allow_idle, &mut attempts);
+        match timeout(self.cluster.settings.connect_timeout, racing).await {
+            Ok(result) => result,
+            Err(_) => {
+                let error = UpstreamError::ConnectTimeout { upstream: self.name().into() };
+                attempts.iter().for_each(|(endpoint, _)| self.cluster.report_connect_failure(endpoint, &error));
+                Err(error)
+            }
+        }
+    }
+
+    async fn happy_eyeballs(
+        &self,
+        first: (Arc<EndpointPool>, RequestPermit),
+        pick_state: &mut PickState,
+        allow_idle: bool,
+        attempts: &mut Vec<(Arc<Endpoint>, std::time::Instant)>,
+    ) -> Result<EndpointConnection, UpstreamError> {
+        let mut connecting = FuturesUnordered::new();
+        let mut next = Some(first);
+        loop {
+            if let Some((pool, permit)) = next.take() {
+                pick_state.tried.push(permit.endpoint().clone());
+                attempts.push((permit.endpoint().clone(), monotonic()));
+                let client = pick_state.client.clone();
+                connecting.push(async move {
+                    let result = pool.connect(client.as_deref()).await;
+                    (pool, permit, result)
+                });
+            }
+            tokio::select! {
+                biased;
+                Some((pool, permit, result)) = connecting.next() => {
+                    attempts.retain(|(endpoint, _)| !Arc::ptr_eq(endpoint, permit.endpoint()));
+                    let error = match result {
+                        Ok((connection, is_reused)) => {
+                            self.report_slow_connects(attempts);
+                            return Ok(EndpointConnection { pool, permit, connection, is_reused });
+                        }
+                        Err(error) => error,
+                    };
+                    self.cluster.report_connect_failure(permit.endpoint(), &error);
+                    drop(permit);
+                    next = self.pick_other(pick_state);
+                    if next.is_none() && connecting.is_empty() {
+                        return Err(UpstreamError::Connect { upstream: self.name().into(), source: error });
+                    }
+                }
+                () = sleep(CONNECTION_ATTEMPT_DELAY) => next = self.pick_other(pick_state),
+            }
+            if let Some((pool, _)) = next.as_ref().filter(|_| allow_idle)
+                && let Some(connection) = pool.take_idle(pick_state.client.as_deref())
+                && let Some((pool, permit)) = next.take()
+            {
+                self.report_slow_connects(attempts);
+                return Ok(EndpointConnection { pool, permit, connection, is_reused: true });
+            }
+        }
+    }
+
+    /// Pick an endpoint that this request has not tried. Prefer an address of the other family (IPv4 or IPv6) than the
+    /// last tried address.
+    fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
+        if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
+            return None;
+        }
+        let family = |endpoint: &Endpoint| endpoint.address.map(|address| address.is_ipv6());
+        let last = pick_state.tried.last().and_then(|endpoint| family(endpoint));
+        let table = self.cluster.load_balancer();
+        let same = table.endpoints.iter().filter(|endpoint| family(endpoint) == last).cloned();
+        let same_and_tried: Vec<_> = same.chain(pick_state.tried.iter().cloned()).collect();
+        self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
+    }
+
+    /// Report a connect failure for each endpoint that has not accepted a connection within `CONNECTION_ATTEMPT_DELAY`.
+    /// Call this function after another endpoint has accepted a connection.
+    fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, std::time::Instant)]) {
+        for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
+            self.cluster.report_connect_failure(endpoint, &"another server accepted a parallel connection first");
+        }
     }
 }
 
-/// Settings of one entry of `servers`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct UpstreamServerSettings {
-    /// Host and port as they are written in the configuration.
-    pub authority: Box<str>,
-    /// Host name or IP address.
-    pub host: Box<str>,
-    /// TCP port.
-    pub port: u16,
-    /// TLS settings. `None` for plaintext.
-    pub tls: Option<EndpointTls>,
-    /// Weight relative to the other servers. A server with weight 0 receives no requests.
-    pub weight: u32,
-}
+// Sending a request to the picked endpoint, and again if that is safe.
 
-impl UpstreamServerSettings {
-    /// Return whether the host is a name that must be resolved.
-    pub(crate) fn needs_dns(&self) -> bool {
-        self.host.parse::<IpAddr>().is_err()
+impl Upstream {
+    /// Send a request and wait for the response headers. Dropping the future cancels the request.
+    ///
+    /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
+    /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
+    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
+    /// once more to the same endpoint if a reused or shared connection was closed before the response (RFC 9110
+    /// §9.2.2), or if the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
+    /// `retries` and the retry budget.
+    ///
+    /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
+    /// extensions of the request.
+    ///
+    /// # Errors
+    /// See [`UpstreamError`].
+    pub async fn send(
+        &self,
+        mut request: Box<Request<RequestBody>>,
+        bounds: BodyLimits,
+        flow: &StreamFlow,
+        attempts: &mut AttemptLog,
+    ) -> Result<Response<Body>, UpstreamError> {
+        let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
+        let http2 = protocol == Protocol::Http2;
+        let progress = request.body_mut().apply_limits(bounds);
+        request.body_mut().start_upload(if http2 { BodyReader::SharedConnection } else { BodyReader::Connection });
+        let may_retry = !attempts.is_single_attempt;
+        let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
+        let retries = if may_retry { retries } else { 0 };
+        let mut retry_state =
+            RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
+        let client = if self.sends_proxy_header() {
+            request.extensions_mut().remove::<ProxiedConnection>().map(Box::new)
+        } else {
+            None
+        };
+        let mut pick_state =
+            PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new(), client };
+        if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
+            retry_budget.deposit();
+        }
+        // Requests that already wait in the queue take precedence over this request.
+        let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
+        let mut target = match picked {
+            Some(target) => target,
+            None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
+        };
+        let mut idle = target.0.take_idle(pick_state.client.as_deref());
+        loop {
+            let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
+                Some(connection) => {
+                    EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
+                }
+                None => {
+                    let tried = pick_state.tried.len() + 1;
+                    let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
+                    pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
+                    attempts
+                        .record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
+                    connected?
+                }
+            };
+            attempts.record_endpoint(permit.endpoint());
+            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
+            flow.stop_if_abandoned().await;
+            let result = {
+                let _exchange = flow.start_exchange();
+                // Pin the futures here, because each future that awaits them would otherwise contain a copy.
+                let response = pin!(connection.send(*request, flow.reads(0)));
+                let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
+                match bounds.deadline {
+                    None => result.await,
+                    Some(deadline) => timeout_at(deadline, result)
+                        .await
+                        .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
+                }
+            };
+            flow.stop_if_abandoned().await;
+            let mut failure = match result {
+                Ok(Ok(response)) => {
+                    if let Some(fault) = body::framing_error(&response) {
+                        let error = UpstreamError::InvalidResponse { upstream: self.name().into(), fault };
+                        self.cluster.report_failure(permit.endpoint(), &error);
+                        return Err(error);
+                    }
+                    if let Some(progress) = &progress {
+                        progress.mark_response_started();
+                    }
+                    self.cluster.report_response(permit.endpoint(), response.status());
+                    return Ok(connection.into_response(response, bounds, pool, permit));
+                }
+                Ok(Err(failure)) => failure,
+                Err(error) => {
+                    if !error.is_client_error() {
+                        connection.start_draining();
+                    }
+                    if let UpstreamError::ResponseTimeout { .. } = error {
+                        self.cluster.report_failure(permit.endpoint(), &error);
+                    }
+                    return Err(error);
+                }
+            };
+            let outcome = connection.classify_error(failure.error());
+            let unsent = failure.take_message();
+            // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any
+            // time.
+            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
+                || outcome == StreamOutcome::PeerError;
+            // Other requests may have caused the end of a shared connection.
+            let retry = retry_state.retry_target(unsent, copy, outcome, reused || connection.is_shared());
+            let error = self.exchange_error(failure.into_error(), progress.as_deref());
+            if is_endpoint_failure && !error.is_client_error() {
+                self.cluster.report_failure(permit.endpoint(), &error);
+            }
+            pick_state.tried.push(permit.endpoint().clone());
+            let (retry, other) = match retry {
+                Some(RetryTarget::SameEndpoint(request)) => {
+                    attempts.record_retries(RetryReason::Reconnected, 1);
+                    (request, (pool, permit))
+                }
+                Some(RetryTarget::OtherEndpoint(request)) => {
+                    let target = self.pick_other(&pick_state).ok_or(error)?;
+                    attempts.record_retries(RetryReason::Unwritten, 1);
+                    (request, target)
+                }
+                Some(RetryTarget::OtherEndpointWithBudget(request)) => {
+                    let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
+                    retry_state.retries_left -= 1;
+                    let target = target.ok_or(error)?;
+                    attempts.record_retries(RetryReason::Retried, 1);
+                    (request, target)
+                }
+                None => return Err(error),
+            };
+            (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
+        }
     }
 
-    /// Return whether both servers have the same host and port, and both or neither use TLS.
-    pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
-        (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
+    /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so that a
+    /// slow upload does not count as a delay of the upstream.
+    async fn attempt(
+        &self,
+        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
+        timer: &mut LazyTimer,
+        progress: Option<&UploadProgress>,
+    ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
+        let mut last_frames = progress.map(UploadProgress::frame_count);
+        // Check the progress of a request body ten times per response timeout, so that the timeout starts close to the
+        // end of the upload.
+        let polls = if progress.is_some() { 10 } else { 1 };
+        let mut silent_polls = 0;
+        while silent_polls < polls {
+            let deadline = Instant::now() + self.cluster.settings.response_timeout / polls;
+            let result = poll_fn(|cx| match response.as_mut().poll(cx) {
+                Poll::Ready(result) => Poll::Ready(Some(Ok(result))),
+                Poll::Pending => match progress.map_or(Poll::Pending, |progress| progress.poll_error(cx)) {
+                    Poll::Ready(error) => Poll::Ready(Some(Err(error.into()))),
+                    Poll::Pending => timer.poll(deadline, cx).map(|()| None),
+                },
+            });
+            if let Some(result) = result.await {
+                return result;
+            }
+            let now = progress.map(UploadProgress::frame_count);
+            // Do not count time in which the gateway waits for the client. During this time, the upload timeouts apply.
+            let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
+            silent_polls = if is_silent { silent_polls + 1 } else { 0 };
+            last_frames = now;
+        }
+        Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
+    }
+
+    /// Return the error for an expired route timeout: `ClientTimeout` if the client delayed the upload, otherwise
+    /// `RouteTimeout`.
+    fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_delayed_by_client) {
+            return UpstreamError::ClientTimeout;
+        }
+        UpstreamError::RouteTimeout { upstream: self.name().into() }
+    }
+
+    fn exchange_error(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_too_large) {
+            return UpstreamError::BodyTooLarge;
+        }
+        if progress.is_some_and(UploadProgress::is_stalled) {
+            return UpstreamError::ClientTimeout;
+        }
+        // If the body is incomplete, a user error of hyper or a local stream reset means that the client has aborted
+        // the body.
+        let unfinished = progress.is_some_and(|progress| !progress.is_done());
+        if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
+            return UpstreamError::ClientAborted(error.into());
+        }
+        UpstreamError::Reset { upstream: self.name().into(), source: error }
+    }
+}
+
+// When the configuration is reloaded, an upstream takes over the connections of the previous upstream.
+
+impl Upstream {
+    /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both clusters are
+    /// kept if protocol, `proxy_protocol`, `pool_idle_timeout` and the TLS settings are equal.
+    pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
+        let speaks = |cluster: &UpstreamCluster| {
+            let settings = &cluster.settings;
+            (settings.protocol, settings.proxy_protocol, settings.pool_idle_timeout)
+        };
+        let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());
+        let known = pools.pools.iter().filter(|_| speaks(&cluster) == speaks(&previous.cluster));
+        let known =
+            known.filter_map(|pool| endpoints.iter().find_map(|endpoint| pool.reuse_for(endpoint))).map(Arc::new);
+        let known: Vec<_> = known.collect();
+        Upstream::with_pools(cluster, &known)
     }
 }

@@ -71,6 +71,18 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["mirror_state"],
         ],
     ),
+    (
+        "upstream",
+        &[
+            &["dns", "health_check"],
+            &["cluster"],
+            &["retry"],
+            &["connection_pool"],
+            &["endpoint"],
+            &["fetch", "settings"],
+            &["connector", "error", "health"],
+        ],
+    ),
 ];
 
 /// Modules of the limiter that all modules may import: the clock and the cells of metrics.

@@ -21,7 +21,7 @@ use crate::http::url::HttpUrl;
 use crate::limiter::clock::LogThrottle;
 use crate::telemetry::trace::TraceExporter;
 use crate::tls::TrustRoots;
-use crate::upstream;
+use crate::upstream::connector;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
@@ -67,7 +67,7 @@ fn tls(endpoint: &HttpUrl) -> anyhow::Result<Option<EndpointTls>> {
     if !endpoint.is_https() {
         return Ok(None);
     }
-    let tls = UpstreamTlsConfig::new(TrustRoots::from_system()?, None, upstream::Protocol::Http1)?;
+    let tls = UpstreamTlsConfig::new(TrustRoots::from_system()?, None, connector::Protocol::Http1)?;
     Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(endpoint.host().to_owned())? }))
 }
 

@@ -31,7 +31,7 @@ use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
-use crate::upstream::health;
+use crate::upstream::health_check;
 
 /// Maximum time to wait for the first DNS lookup of new upstreams, and for new JWK Sets. After this time, requests to
 /// an upstream without addresses get 503. Requests with tokens that cannot be verified yet also get 503.
@@ -115,7 +115,7 @@ impl MaintenanceTasks {
         for cluster in clusters.iter().filter(|cluster| cluster.settings.health.is_some()) {
             if !self.health_checks.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
                 self.health_checks
-                    .push((cluster.clone(), tokio::spawn(health::run_checks(cluster.clone())).abort_handle()));
+                    .push((cluster.clone(), tokio::spawn(health_check::run_checks(cluster.clone())).abort_handle()));
             }
         }
         let named: Vec<_> = clusters.iter().filter(|cluster| cluster.settings.needs_dns()).cloned().collect();

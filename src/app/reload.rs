@@ -31,8 +31,8 @@ use crate::snapshot::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadC
 use crate::snapshot::remote_auth::internal_name;
 use crate::snapshot::{CompiledConfig, Listener, notify};
 use crate::tls::Certificate;
-use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::settings::UpstreamSettings;
 
 /// The reason why a reload failed.
 #[derive(Debug, thiserror::Error)]

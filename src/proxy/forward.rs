@@ -34,8 +34,10 @@ use crate::proxy::request::{Peer, RequestHead};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
+use crate::upstream::Upstream;
+use crate::upstream::connector::Protocol;
+use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
-use crate::upstream::{Protocol, Upstream, UpstreamError};
 
 /// A request that is forwarded to an upstream.
 pub(super) struct Forwarding<'f> {

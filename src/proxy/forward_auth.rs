@@ -29,7 +29,7 @@ use crate::limiter::clock::monotonic;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::AuthResult;
 use crate::proxy::request::{Peer, TargetedRequest};
-use crate::upstream::UpstreamError;
+use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");

@@ -15,7 +15,7 @@ use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
-use crate::upstream::UpstreamError;
+use crate::upstream::error::UpstreamError;
 
 /// The decision on an admitted request. If it is dropped, the permits are released, no deferred charge is made, and
 /// reservations stay charged.

@@ -25,9 +25,8 @@ use crate::payload::llm::provider::Provider;
 use crate::payload::llm::request::RequestError;
 use crate::proxy::admission::Answer;
 use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection, UnreadBody};
-use crate::upstream;
-use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
+use crate::upstream::error::{UpstreamError, is_protocol_error};
 
 /// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7. All other problems are fully described by their status.
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
@@ -524,9 +523,7 @@ fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
             (None, _) => "sluicegate;error=destination_unavailable",
         },
         UpstreamError::ConnectTimeout { .. } => "sluicegate;error=connection_timeout",
-        UpstreamError::Reset { source, .. } if !upstream::is_protocol_error(source) => {
-            "sluicegate;error=connection_terminated"
-        }
+        UpstreamError::Reset { source, .. } if !is_protocol_error(source) => "sluicegate;error=connection_terminated",
         UpstreamError::Reset { .. }
         | UpstreamError::InvalidResponse { .. }
         | UpstreamError::UnexpectedUpgrade { .. } => "sluicegate;error=http_protocol_error",

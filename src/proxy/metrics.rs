@@ -24,7 +24,7 @@ use crate::limiter::store::DecidedBy;
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
-use crate::upstream::UpstreamError;
+use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
 /// Status classes, as metric labels.

@@ -26,9 +26,9 @@ use crate::proxy::mirror_state::{CopyResult, DropReason, InFlight, MirrorStats, 
 use crate::proxy::request::Peer;
 use crate::snapshot::route_action::Mirror;
 use crate::snapshot::routes::Route;
-use crate::upstream::connector::ProxiedConnection;
+use crate::upstream::Upstream;
+use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::retry::AttemptLog;
-use crate::upstream::{Protocol, Upstream};
 
 /// Header that marks a copy. The value of the header is `1`.
 pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");

@@ -26,8 +26,9 @@ use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
 };
 use crate::telemetry::trace::TraceContext;
+use crate::upstream::Upstream;
+use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
-use crate::upstream::{Upstream, UpstreamError};
 
 /// The record of a request in progress. If it is dropped before [`finish`](Self::finish), the connection or stream has
 /// ended: the client closed it, or `drain_timeout` expired. The access log record then has the status 499.

@@ -13,7 +13,7 @@ use crate::payload::llm::provider::Provider;
 use crate::payload::llm::request::RequestError;
 use crate::snapshot::cost::CostError;
 use crate::snapshot::routes::{RedirectError, RouteLimits};
-use crate::upstream::UpstreamError;
+use crate::upstream::error::UpstreamError;
 
 /// Reasons why the gateway sends a local reply instead of a response from an upstream or a route.
 #[derive(Debug)]

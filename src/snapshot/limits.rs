@@ -31,7 +31,7 @@ use crate::snapshot::cost::{Cost, RefundOn, ToolCosts};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
-use crate::upstream::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// Time added to the response timeout of the slowest upstream. The sum is the TTL of a concurrency permit. Permits are
 /// renewed while their request is in flight.

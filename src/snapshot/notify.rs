@@ -19,8 +19,7 @@ use crate::limiter::notify::Notify;
 use crate::snapshot::remote_auth::{InternalUpstreams, internal_table};
 use crate::snapshot::upstreams;
 use crate::snapshot::validator::Validator;
-use crate::upstream::Protocol;
-use crate::upstream::connector::EndpointTls;
+use crate::upstream::connector::{EndpointTls, Protocol};
 
 /// Prefix of a webhook secret in the Standard Webhooks specification.
 const SECRET_PREFIX: &str = "whsec_";

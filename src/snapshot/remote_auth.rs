@@ -24,8 +24,8 @@ use crate::identity::jwt::RemoteKeys;
 use crate::snapshot::upstreams;
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
-use crate::upstream::connector::EndpointTls;
-use crate::upstream::{Protocol, UpstreamSettings};
+use crate::upstream::connector::{EndpointTls, Protocol};
+use crate::upstream::settings::UpstreamSettings;
 
 /// Prefix of the names of internal upstreams. The authentication server of `[auth.NAME]` is the internal upstream
 /// `auth.NAME`.

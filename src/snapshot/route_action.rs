@@ -17,7 +17,8 @@ use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::snapshot::routes::{DirectResponse, Redirect, RedirectTarget, Rewrite, RouteAction};
 use crate::snapshot::validator::Validator;
-use crate::upstream::{Protocol, UpstreamSettings};
+use crate::upstream::connector::Protocol;
+use crate::upstream::settings::UpstreamSettings;
 
 /// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;

@@ -41,7 +41,7 @@ use crate::snapshot::limits::check_cost_fits;
 use crate::snapshot::route_action::{Mirror, WeightedUpstreams, mirror, rewrite, route_action, websocket};
 use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::validator::Validator;
-use crate::upstream::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// A compiled route.
 #[derive(Debug)]

@@ -18,10 +18,10 @@ use crate::config::shorthand::HealthCheck;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
 use crate::tls::{Certificate, TlsError, TrustRoots};
-use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
-use crate::upstream::endpoint::LoadBalancingPolicy;
-use crate::upstream::health::{EjectionSettings, HealthSettings};
-use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
+use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};
+use crate::upstream::settings::{
+    EjectionSettings, HealthSettings, LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings,
+};
 
 /// Compile all upstreams. Also return the TLS settings of upstreams that have servers with `https://` URLs.
 pub(super) fn upstreams(

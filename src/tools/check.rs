@@ -38,8 +38,8 @@ use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::snapshot::route_match::foreign_path_hint;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};
-use crate::upstream::UpstreamSettings;
 use crate::upstream::dns::DnsResolver;
+use crate::upstream::settings::UpstreamSettings;
 
 /// A configuration in its parsed and in its compiled form.
 struct LintInput<'a> {

@@ -14,12 +14,11 @@ use tracing::{info, warn};
 use crate::http::body_limits::UsageByNetwork;
 use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::{
-    Endpoint, LoadBalancer, LoadBalancingPolicy, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng,
-    endpoint_weights, hash,
+    Endpoint, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng, endpoint_weights, hash,
 };
-use crate::upstream::health::{EjectionSettings, Health, HealthSettings, HealthState};
+use crate::upstream::health::{Health, HealthState};
 use crate::upstream::retry::RetryBudget;
-use crate::upstream::{Upstream, UpstreamSettings};
+use crate::upstream::settings::{EjectionSettings, HealthSettings, LoadBalancingPolicy, UpstreamSettings};
 
 /// Endpoints of an upstream with their load balancer, retry budget and queue.
 #[derive(Debug)]
@@ -371,28 +370,11 @@ impl UpstreamCluster {
     }
 }
 
-impl Upstream {
-    /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both clusters are
-    /// kept if protocol, `proxy_protocol`, `pool_idle_timeout` and the TLS settings are equal.
-    pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
-        let speaks = |cluster: &UpstreamCluster| {
-            let settings = &cluster.settings;
-            (settings.protocol, settings.proxy_protocol, settings.pool_idle_timeout)
-        };
-        let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());
-        let known = pools.pools.iter().filter(|_| speaks(&cluster) == speaks(&previous.cluster));
-        let known =
-            known.filter_map(|pool| endpoints.iter().find_map(|endpoint| pool.reuse_for(endpoint))).map(Arc::new);
-        let known: Vec<_> = known.collect();
-        Upstream::with_pools(cluster, &known)
-    }
-}
-
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::upstream::Protocol;
-    use crate::upstream::UpstreamServerSettings;
+    use crate::upstream::connector::Protocol;
+    use crate::upstream::settings::UpstreamServerSettings;
 
     pub(in crate::upstream) fn settings(servers: &[&str]) -> UpstreamSettings {
         let server = |host: &&str| UpstreamServerSettings {

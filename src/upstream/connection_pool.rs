@@ -24,9 +24,10 @@ use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::limiter::clock::monotonic;
-use crate::upstream::connector::ProxiedConnection;
+use crate::upstream::connector;
+use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::endpoint::{Endpoint, RequestPermit};
-use crate::upstream::{Protocol, UpstreamSettings, connector};
+use crate::upstream::settings::UpstreamSettings;
 
 /// Connection pool of one worker for one endpoint.
 #[derive(Debug)]

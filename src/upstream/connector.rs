@@ -1,4 +1,4 @@
-//! Connecting to upstream endpoints: TCP, TLS, Happy Eyeballs, the PROXY header, and diagnosis of TLS errors.
+//! Connections to upstream endpoints: TCP, TLS, the PROXY header, and diagnosis of TLS errors.
 
 use std::io;
 use std::io::IoSlice;
@@ -6,10 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use futures_util::stream::{FuturesUnordered, StreamExt};
 use ppp::v2::PROTOCOL_PREFIX;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::ServerName;
@@ -17,17 +15,12 @@ use rustls::sign::SingleCertAndKey;
 use rustls::{AlertDescription, CertificateError, ClientConfig, Error};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tracing::warn;
 use x509_parser::time::ASN1Time;
 
-use crate::limiter::clock::monotonic;
 use crate::tls::{Certificate, TlsError, TrustRoots};
-use crate::upstream::connection_pool::{Connection, EndpointPool};
-use crate::upstream::endpoint::{Endpoint, RequestPermit};
-use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
 /// Stream to an endpoint, which carries HTTP.
 #[derive(Debug)]
@@ -114,117 +107,14 @@ impl AsyncWrite for UpstreamStream {
     }
 }
 
-// Connecting to the picked endpoint, and to other endpoints if the picked endpoint is slow or refuses the connection.
-
-/// Delay after which the gateway also tries to connect to another endpoint (Connection Attempt Delay, RFC 8305 §5).
-const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
-
-/// Maximum number of endpoints that one request tries.
-const MAX_CONNECT_ATTEMPTS: usize = 9;
-
-/// A connection, with the pool and the request permit of its endpoint.
-pub(super) struct EndpointConnection {
-    pub(super) pool: Arc<EndpointPool>,
-    pub(super) permit: RequestPermit,
-    pub(super) connection: Connection,
-    pub(super) is_reused: bool,
-}
-
-impl Upstream {
-    /// Connect to the picked endpoint. If the attempt fails or takes longer than `CONNECTION_ATTEMPT_DELAY`, also
-    /// connect to other endpoints. No byte of the request has been written yet, so every request can be sent to another
-    /// endpoint. If `allow_idle` is set, idle connections of the other endpoints are used as well.
-    ///
-    /// # Errors
-    /// No endpoint accepted the connection, or `connect_timeout` expired.
-    pub(super) async fn connect(
-        &self,
-        first: (Arc<EndpointPool>, RequestPermit),
-        pick_state: &mut PickState,
-        allow_idle: bool,
-    ) -> Result<EndpointConnection, UpstreamError> {
-        let mut attempts = Vec::new();
-        let racing = self.happy_eyeballs(first, pick_state, allow_idle, &mut attempts);
-        match timeout(self.cluster.settings.connect_timeout, racing).await {
-            Ok(result) => result,
-            Err(_) => {
-                let error = UpstreamError::ConnectTimeout { upstream: self.name().into() };
-                attempts.iter().for_each(|(endpoint, _)| self.cluster.report_connect_failure(endpoint, &error));
-                Err(error)
-            }
-        }
-    }
-
-    async fn happy_eyeballs(
-        &self,
-        first: (Arc<EndpointPool>, RequestPermit),
-        pick_state: &mut PickState,
-        allow_idle: bool,
-        attempts: &mut Vec<(Arc<Endpoint>, Instant)>,
-    ) -> Result<EndpointConnection, UpstreamError> {
-        let mut connecting = FuturesUnordered::new();
-        let mut next = Some(first);
-        loop {
-            if let Some((pool, permit)) = next.take() {
-                pick_state.tried.push(permit.endpoint().clone());
-                attempts.push((permit.endpoint().clone(), monotonic()));
-                let client = pick_state.client.clone();
-                connecting.push(async move {
-                    let result = pool.connect(client.as_deref()).await;
-                    (pool, permit, result)
-                });
-            }
-            tokio::select! {
-                biased;
-                Some((pool, permit, result)) = connecting.next() => {
-                    attempts.retain(|(endpoint, _)| !Arc::ptr_eq(endpoint, permit.endpoint()));
-                    let error = match result {
-                        Ok((connection, is_reused)) => {
-                            self.report_slow_connects(attempts);
-                            return Ok(EndpointConnection { pool, permit, connection, is_reused });
-                        }
-                        Err(error) => error,
-                    };
-                    self.cluster.report_connect_failure(permit.endpoint(), &error);
-                    drop(permit);
-                    next = self.pick_other(pick_state);
-                    if next.is_none() && connecting.is_empty() {
-                        return Err(UpstreamError::Connect { upstream: self.name().into(), source: error });
-                    }
-                }
-                () = sleep(CONNECTION_ATTEMPT_DELAY) => next = self.pick_other(pick_state),
-            }
-            if let Some((pool, _)) = next.as_ref().filter(|_| allow_idle)
-                && let Some(connection) = pool.take_idle(pick_state.client.as_deref())
-                && let Some((pool, permit)) = next.take()
-            {
-                self.report_slow_connects(attempts);
-                return Ok(EndpointConnection { pool, permit, connection, is_reused: true });
-            }
-        }
-    }
-
-    /// Pick an endpoint that this request has not tried. Prefer an address of the other family (IPv4 or IPv6) than the
-    /// last tried address.
-    pub(super) fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
-        if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
-            return None;
-        }
-        let family = |endpoint: &Endpoint| endpoint.address.map(|address| address.is_ipv6());
-        let last = pick_state.tried.last().and_then(|endpoint| family(endpoint));
-        let table = self.cluster.load_balancer();
-        let same = table.endpoints.iter().filter(|endpoint| family(endpoint) == last).cloned();
-        let same_and_tried: Vec<_> = same.chain(pick_state.tried.iter().cloned()).collect();
-        self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
-    }
-
-    /// Report a connect failure for each endpoint that has not accepted a connection within `CONNECTION_ATTEMPT_DELAY`.
-    /// Call this function after another endpoint has accepted a connection.
-    fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
-        for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
-            self.cluster.report_connect_failure(endpoint, &"another server accepted a parallel connection first");
-        }
-    }
+/// Protocol that the gateway uses for an upstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP/1.1: one request at a time per connection.
+    Http1,
+    /// HTTP/2: with prior knowledge over plaintext, or negotiated by ALPN over TLS. The requests that a worker sends to
+    /// an endpoint share a few connections.
+    Http2,
 }
 
 // TLS settings for connections to upstreams. The trust roots and the client certificate can be replaced while

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use http::HeaderName;
 use siphasher::sip::SipHasher13;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -18,7 +17,7 @@ use uuid::Uuid;
 use crate::limiter::clock::LogThrottle;
 use crate::upstream::connector::UpstreamStream;
 use crate::upstream::health::{Health, HealthState};
-use crate::upstream::{UpstreamServerSettings, UpstreamSettings};
+use crate::upstream::settings::{LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings};
 
 /// One address of an upstream server.
 #[derive(Debug)]
@@ -451,19 +450,6 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
 }
 
 // Policies and their tables. The CPU time of a selection does not depend on the number of endpoints.
-
-/// Load balancing policy (`balance`).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LoadBalancingPolicy {
-    /// Draw two endpoints and take the endpoint with fewer requests in flight relative to its weight.
-    LeastRequests,
-    /// Take the endpoints in turn. The number of turns of an endpoint is proportional to its weight.
-    RoundRobin,
-    /// Draw a random endpoint. The probability of an endpoint is proportional to its weight.
-    Random,
-    /// Take the endpoint that owns the value of this header (rendezvous hashing).
-    Hash(HeaderName),
-}
 
 /// Maximum number of slots. Weights are exact if their sum, after division by their greatest common divisor, is at most
 /// this number.

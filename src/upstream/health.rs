@@ -1,120 +1,6 @@
-//! Active health checks and ejection of endpoints, performed once for all workers.
+//! Health state of an endpoint. The functions do not read the clock: the current time is an argument.
 
-use std::collections::HashMap;
-use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use http::header::{HOST, USER_AGENT};
-use http::{HeaderValue, Request, StatusCode, Uri, uri};
-use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{sleep, timeout};
-
-use crate::http::body_limits::ReadLimit;
-use crate::http::request_body::RequestBody;
-use crate::upstream::Protocol;
-use crate::upstream::cluster::UpstreamCluster;
-use crate::upstream::connection_pool::EndpointPool;
-use crate::upstream::endpoint::{Endpoint, Rng};
-
-/// User-Agent of health checks.
-const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");
-
-/// Settings of active health checks (`health_check`).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HealthSettings {
-    /// Path and query of the check request.
-    pub path: uri::PathAndQuery,
-    /// Statuses of a healthy server.
-    pub expected_statuses: Vec<StatusCode>,
-    /// Mean time between two checks of an endpoint. The actual time differs randomly by up to 10 %.
-    pub interval: Duration,
-    /// Maximum duration of a check, including the time to connect.
-    pub timeout: Duration,
-    /// Number of consecutive failed checks after which an endpoint becomes unhealthy.
-    pub unhealthy_after: u32,
-    /// Number of consecutive passed checks after which an endpoint becomes healthy.
-    pub healthy_after: u32,
-}
-
-/// Check all endpoints of a cluster until the future is dropped.
-pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
-    let Some(health) = &cluster.settings.health else { return };
-    let rng = Arc::new(Rng::from_random_seed());
-    let mut tasks = JoinSet::new();
-    let mut checked: HashMap<(usize, Option<SocketAddr>), (Arc<Endpoint>, AbortHandle)> = HashMap::new();
-    loop {
-        let endpoints = cluster.endpoints();
-        checked.retain(|_, (endpoint, task)| {
-            let stays = endpoints.iter().any(|other| Arc::ptr_eq(endpoint, other));
-            if !stays {
-                task.abort();
-            }
-            stays
-        });
-        for endpoint in endpoints.iter() {
-            checked.entry((endpoint.server_index, endpoint.address)).or_insert_with(|| {
-                let checks = check_endpoint(cluster.clone(), health.clone(), endpoint.clone(), rng.clone());
-                (endpoint.clone(), tasks.spawn(checks))
-            });
-        }
-        cluster.endpoints_changed.notified().await;
-        while tasks.try_join_next().is_some() {}
-    }
-}
-
-async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
-    // Return a random duration of at least `from` and less than `to` thousandths of the check interval.
-    let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
-    // Distribute the first checks of all endpoints over one interval.
-    sleep(part(0, 1000)).await;
-    loop {
-        let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
-        let result = result.unwrap_or_else(|_| Err(format!("no response within {:?}", health.timeout)));
-        cluster.report_check(&endpoint, &health, result);
-        sleep(part(900, 1100)).await;
-    }
-}
-
-/// Perform one check on a new connection, because accepting connections is part of the check.
-async fn check_once(
-    cluster: &UpstreamCluster,
-    health: &HealthSettings,
-    endpoint: &Arc<Endpoint>,
-) -> Result<(), String> {
-    let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
-    let (mut connection, _) = pool.connect(None).await.map_err(|error| format!("cannot connect: {error}"))?;
-    let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
-    let response = connection
-        .send(request, ReadLimit::Any)
-        .await
-        .map_err(|failure| format!("no response: {}", failure.error()))?;
-    match response.status() {
-        status if health.expected_statuses.contains(&status) => Ok(()),
-        status => Err(format!("unexpected status {status}")),
-    }
-}
-
-fn check_request(
-    protocol: &Protocol,
-    health: &HealthSettings,
-    endpoint: &Endpoint,
-) -> http::Result<Request<RequestBody>> {
-    let request = Request::get(Uri::from(health.path.clone())).header(USER_AGENT, USER_AGENT_VALUE);
-    let request = match protocol {
-        Protocol::Http1 => request.header(HOST, &*endpoint.server.authority),
-        Protocol::Http2 => request.uri(
-            Uri::builder()
-                .scheme("http")
-                .authority(&*endpoint.server.authority)
-                .path_and_query(health.path.clone())
-                .build()?,
-        ),
-    };
-    request.body(RequestBody::empty())
-}
-
-// Health state of an endpoint. The functions do not read the clock: the current time is an argument.
 
 /// Time for which an endpoint receives no requests after a failed connection attempt, if other endpoints are reachable.
 const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
@@ -126,16 +12,6 @@ const MAX_EJECTION_MULTIPLIER: u32 = 10;
 /// `SLOW_START_FIRST_STEP` steps, which is a tenth of its full weight.
 pub(super) const SLOW_START_STEPS: u32 = 20;
 const SLOW_START_FIRST_STEP: u32 = 2;
-
-/// Settings of ejections (`outlier_detection`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EjectionSettings {
-    /// Number of consecutive errors after which an endpoint is ejected.
-    pub consecutive_errors: u32,
-    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, but at most ten times as
-    /// long.
-    pub base_ejection_time: Duration,
-}
 
 /// Health of an endpoint for load balancing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

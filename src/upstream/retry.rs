@@ -1,41 +1,28 @@
-//! Exchange of a request with an upstream: choice of the endpoint, connection, response, and safe retries.
+//! Retries of requests to upstreams: when a retry is safe, the retry budget, and the log of the attempts.
 
-use std::future::{Future, poll_fn};
-use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::Poll;
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, Version};
-use hyper::body::Incoming;
-use tokio::time::{Instant, timeout_at};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
 
-use crate::http::body;
-use crate::http::body::Body;
-use crate::http::body_limits::BodyLimits;
-use crate::http::body_limits::LazyTimer;
-use crate::http::flow::StreamFlow;
-use crate::http::headers::is_safe;
-use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
-use crate::upstream::connection_pool::{SendError, StreamOutcome, classify_error};
-use crate::upstream::connector::{EndpointConnection, ProxiedConnection};
+use crate::http::request_body::RequestBody;
+use crate::upstream::connection_pool::StreamOutcome;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
 /// The ways in which a request may still be retried.
-struct RetryState {
+pub(super) struct RetryState {
     /// Whether the request may be sent once more to the same endpoint on another connection.
-    can_reconnect: bool,
+    pub(super) can_reconnect: bool,
     /// Number of remaining retries on other endpoints.
-    retries_left: u32,
-    is_safe: bool,
-    has_body: bool,
-    is_http2: bool,
+    pub(super) retries_left: u32,
+    pub(super) is_safe: bool,
+    pub(super) has_body: bool,
+    pub(super) is_http2: bool,
 }
 
 /// Where a request is sent again after a failure.
-enum RetryTarget {
+pub(super) enum RetryTarget {
     /// Send the request again to the same endpoint, on another connection.
     SameEndpoint(Request<RequestBody>),
     /// Send the request to another endpoint, because no part of the request was written.
@@ -44,213 +31,15 @@ enum RetryTarget {
     OtherEndpointWithBudget(Request<RequestBody>),
 }
 
-impl Upstream {
-    /// Send a request and wait for the response headers. Dropping the future cancels the request.
-    ///
-    /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
-    /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
-    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
-    /// once more to the same endpoint if a reused or shared connection was closed before the response (RFC 9110
-    /// §9.2.2), or if the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
-    /// `retries` and the retry budget.
-    ///
-    /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
-    /// extensions of the request.
-    ///
-    /// # Errors
-    /// See [`UpstreamError`].
-    pub async fn send(
-        &self,
-        mut request: Box<Request<RequestBody>>,
-        bounds: BodyLimits,
-        flow: &StreamFlow,
-        attempts: &mut AttemptLog,
-    ) -> Result<Response<Body>, UpstreamError> {
-        let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
-        let http2 = protocol == Protocol::Http2;
-        let progress = request.body_mut().apply_limits(bounds);
-        request.body_mut().start_upload(if http2 { BodyReader::SharedConnection } else { BodyReader::Connection });
-        let may_retry = !attempts.is_single_attempt;
-        let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
-        let retries = if may_retry { retries } else { 0 };
-        let mut retry_state =
-            RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
-        let client = if self.sends_proxy_header() {
-            request.extensions_mut().remove::<ProxiedConnection>().map(Box::new)
-        } else {
-            None
-        };
-        let mut pick_state =
-            PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new(), client };
-        if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
-            retry_budget.deposit();
-        }
-        // Requests that already wait in the queue take precedence over this request.
-        let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
-        let mut target = match picked {
-            Some(target) => target,
-            None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
-        };
-        let mut idle = target.0.take_idle(pick_state.client.as_deref());
-        loop {
-            let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
-                Some(connection) => {
-                    EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
-                }
-                None => {
-                    let tried = pick_state.tried.len() + 1;
-                    let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
-                    pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
-                    attempts
-                        .record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
-                    connected?
-                }
-            };
-            attempts.record_endpoint(permit.endpoint());
-            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
-            flow.stop_if_abandoned().await;
-            let result = {
-                let _exchange = flow.start_exchange();
-                // Pin the futures here, because each future that awaits them would otherwise contain a copy.
-                let response = pin!(connection.send(*request, flow.reads(0)));
-                let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
-                match bounds.deadline {
-                    None => result.await,
-                    Some(deadline) => timeout_at(deadline, result)
-                        .await
-                        .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
-                }
-            };
-            flow.stop_if_abandoned().await;
-            let mut failure = match result {
-                Ok(Ok(response)) => {
-                    if let Some(fault) = body::framing_error(&response) {
-                        let error = UpstreamError::InvalidResponse { upstream: self.name().into(), fault };
-                        self.cluster.report_failure(permit.endpoint(), &error);
-                        return Err(error);
-                    }
-                    if let Some(progress) = &progress {
-                        progress.mark_response_started();
-                    }
-                    self.cluster.report_response(permit.endpoint(), response.status());
-                    return Ok(connection.into_response(response, bounds, pool, permit));
-                }
-                Ok(Err(failure)) => failure,
-                Err(error) => {
-                    if !error.is_client_error() {
-                        connection.start_draining();
-                    }
-                    if let UpstreamError::ResponseTimeout { .. } = error {
-                        self.cluster.report_failure(permit.endpoint(), &error);
-                    }
-                    return Err(error);
-                }
-            };
-            let outcome = connection.classify_error(failure.error());
-            let unsent = failure.take_message();
-            // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any
-            // time.
-            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
-                || outcome == StreamOutcome::PeerError;
-            // Other requests may have caused the end of a shared connection.
-            let retry = retry_state.retry_target(unsent, copy, outcome, reused || connection.is_shared());
-            let error = self.exchange_error(failure.into_error(), progress.as_deref());
-            if is_endpoint_failure && !error.is_client_error() {
-                self.cluster.report_failure(permit.endpoint(), &error);
-            }
-            pick_state.tried.push(permit.endpoint().clone());
-            let (retry, other) = match retry {
-                Some(RetryTarget::SameEndpoint(request)) => {
-                    attempts.record_retries(RetryReason::Reconnected, 1);
-                    (request, (pool, permit))
-                }
-                Some(RetryTarget::OtherEndpoint(request)) => {
-                    let target = self.pick_other(&pick_state).ok_or(error)?;
-                    attempts.record_retries(RetryReason::Unwritten, 1);
-                    (request, target)
-                }
-                Some(RetryTarget::OtherEndpointWithBudget(request)) => {
-                    let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
-                    retry_state.retries_left -= 1;
-                    let target = target.ok_or(error)?;
-                    attempts.record_retries(RetryReason::Retried, 1);
-                    (request, target)
-                }
-                None => return Err(error),
-            };
-            (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
-        }
-    }
-
-    /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so that a
-    /// slow upload does not count as a delay of the upstream.
-    async fn attempt(
-        &self,
-        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
-        timer: &mut LazyTimer,
-        progress: Option<&UploadProgress>,
-    ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
-        let mut last_frames = progress.map(UploadProgress::frame_count);
-        // Check the progress of a request body ten times per response timeout, so that the timeout starts close to the
-        // end of the upload.
-        let polls = if progress.is_some() { 10 } else { 1 };
-        let mut silent_polls = 0;
-        while silent_polls < polls {
-            let deadline = Instant::now() + self.cluster.settings.response_timeout / polls;
-            let result = poll_fn(|cx| match response.as_mut().poll(cx) {
-                Poll::Ready(result) => Poll::Ready(Some(Ok(result))),
-                Poll::Pending => match progress.map_or(Poll::Pending, |progress| progress.poll_error(cx)) {
-                    Poll::Ready(error) => Poll::Ready(Some(Err(error.into()))),
-                    Poll::Pending => timer.poll(deadline, cx).map(|()| None),
-                },
-            });
-            if let Some(result) = result.await {
-                return result;
-            }
-            let now = progress.map(UploadProgress::frame_count);
-            // Do not count time in which the gateway waits for the client. During this time, the upload timeouts apply.
-            let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
-            silent_polls = if is_silent { silent_polls + 1 } else { 0 };
-            last_frames = now;
-        }
-        Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
-    }
-
-    /// Return the error for an expired route timeout: `ClientTimeout` if the client delayed the upload, otherwise
-    /// `RouteTimeout`.
-    fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
-        if progress.is_some_and(UploadProgress::is_delayed_by_client) {
-            return UpstreamError::ClientTimeout;
-        }
-        UpstreamError::RouteTimeout { upstream: self.name().into() }
-    }
-
-    fn exchange_error(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
-        if progress.is_some_and(UploadProgress::is_too_large) {
-            return UpstreamError::BodyTooLarge;
-        }
-        if progress.is_some_and(UploadProgress::is_stalled) {
-            return UpstreamError::ClientTimeout;
-        }
-        // If the body is incomplete, a user error of hyper or a local stream reset means that the client has aborted
-        // the body.
-        let unfinished = progress.is_some_and(|progress| !progress.is_done());
-        if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
-            return UpstreamError::ClientAborted(error.into());
-        }
-        UpstreamError::Reset { upstream: self.name().into(), source: error }
-    }
-}
-
 impl RetryState {
     /// Return whether a retry may need a copy of the request.
-    fn needs_copy(&self, reused: bool) -> bool {
+    pub(super) fn needs_copy(&self, reused: bool) -> bool {
         let may_repeat = !self.has_body && (self.is_safe || self.is_http2);
         may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
     }
 
     /// Decide where to send a failed request again. Return `None` if the request must not be sent again.
-    fn retry_target(
+    pub(super) fn retry_target(
         &self,
         unsent: Option<Request<RequestBody>>,
         copy: Option<ReplayableRequest>,
@@ -363,7 +152,7 @@ pub struct AttemptLog {
     records_endpoint: bool,
     /// Whether the request is retried only if no part of it was written, or if an HTTP/2 server declares it as not
     /// processed.
-    is_single_attempt: bool,
+    pub(super) is_single_attempt: bool,
 }
 
 impl AttemptLog {

@@ -27,8 +27,7 @@ use crate::http::url::HttpUrl;
 use crate::limiter::clock::monotonic;
 use crate::snapshot::listeners::AcmeSettings;
 use crate::tls::{Certificate, Challenge, ChallengeKind, ManagedCertificates, TlsError, TrustRoots};
-use crate::upstream::Protocol;
-use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
+use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
 /// Maximum number of times that a request is repeated because the CA rejects its nonce (RFC 8555 §6.5). Each time,

@@ -30,7 +30,7 @@ use crate::proxy::metrics::LimitDecision;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
-use crate::upstream::UpstreamError;
+use crate::upstream::error::UpstreamError;
 
 /// The limits of a request, as they were read from the counters. A peek charges nothing.
 #[derive(Debug, Default)]

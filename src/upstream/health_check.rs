@@ -1,0 +1,98 @@
+//! Active health checks of endpoints, performed once for all workers.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use http::header::{HOST, USER_AGENT};
+use http::{HeaderValue, Request, Uri};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+
+use crate::http::body_limits::ReadLimit;
+use crate::http::request_body::RequestBody;
+use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::connection_pool::EndpointPool;
+use crate::upstream::connector::Protocol;
+use crate::upstream::endpoint::{Endpoint, Rng};
+use crate::upstream::settings::HealthSettings;
+
+/// User-Agent of health checks.
+const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");
+
+/// Check all endpoints of a cluster until the future is dropped.
+pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
+    let Some(health) = &cluster.settings.health else { return };
+    let rng = Arc::new(Rng::from_random_seed());
+    let mut tasks = JoinSet::new();
+    let mut checked: HashMap<(usize, Option<SocketAddr>), (Arc<Endpoint>, AbortHandle)> = HashMap::new();
+    loop {
+        let endpoints = cluster.endpoints();
+        checked.retain(|_, (endpoint, task)| {
+            let stays = endpoints.iter().any(|other| Arc::ptr_eq(endpoint, other));
+            if !stays {
+                task.abort();
+            }
+            stays
+        });
+        for endpoint in endpoints.iter() {
+            checked.entry((endpoint.server_index, endpoint.address)).or_insert_with(|| {
+                let checks = check_endpoint(cluster.clone(), health.clone(), endpoint.clone(), rng.clone());
+                (endpoint.clone(), tasks.spawn(checks))
+            });
+        }
+        cluster.endpoints_changed.notified().await;
+        while tasks.try_join_next().is_some() {}
+    }
+}
+
+async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
+    // Return a random duration of at least `from` and less than `to` thousandths of the check interval.
+    let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
+    // Distribute the first checks of all endpoints over one interval.
+    sleep(part(0, 1000)).await;
+    loop {
+        let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
+        let result = result.unwrap_or_else(|_| Err(format!("no response within {:?}", health.timeout)));
+        cluster.report_check(&endpoint, &health, result);
+        sleep(part(900, 1100)).await;
+    }
+}
+
+/// Perform one check on a new connection, because accepting connections is part of the check.
+async fn check_once(
+    cluster: &UpstreamCluster,
+    health: &HealthSettings,
+    endpoint: &Arc<Endpoint>,
+) -> Result<(), String> {
+    let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
+    let (mut connection, _) = pool.connect(None).await.map_err(|error| format!("cannot connect: {error}"))?;
+    let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
+    let response = connection
+        .send(request, ReadLimit::Any)
+        .await
+        .map_err(|failure| format!("no response: {}", failure.error()))?;
+    match response.status() {
+        status if health.expected_statuses.contains(&status) => Ok(()),
+        status => Err(format!("unexpected status {status}")),
+    }
+}
+
+fn check_request(
+    protocol: &Protocol,
+    health: &HealthSettings,
+    endpoint: &Endpoint,
+) -> http::Result<Request<RequestBody>> {
+    let request = Request::get(Uri::from(health.path.clone())).header(USER_AGENT, USER_AGENT_VALUE);
+    let request = match protocol {
+        Protocol::Http1 => request.header(HOST, &*endpoint.server.authority),
+        Protocol::Http2 => request.uri(
+            Uri::builder()
+                .scheme("http")
+                .authority(&*endpoint.server.authority)
+                .path_and_query(health.path.clone())
+                .build()?,
+        ),
+    };
+    request.body(RequestBody::empty())
+}

@@ -1,0 +1,119 @@
+//! Compiled settings of upstreams (`[upstream.NAME]`).
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use http::uri::PathAndQuery;
+use http::{HeaderName, StatusCode};
+
+use crate::upstream::connector::{EndpointTls, Protocol};
+
+/// Settings of one upstream (`[upstream.NAME]`).
+#[derive(Debug, PartialEq)]
+pub struct UpstreamSettings {
+    /// Name of the upstream in the configuration.
+    pub name: Box<str>,
+    /// Servers of the upstream. The list is not empty.
+    pub servers: Vec<UpstreamServerSettings>,
+    /// Protocol of all servers.
+    pub protocol: Protocol,
+    /// Maximum time until a connection to any endpoint is established, including the TLS handshake and attempts to
+    /// connect to other endpoints. This is also the maximum time in the wait queue.
+    pub connect_timeout: Duration,
+    /// Maximum time to wait for the response headers after the request was sent.
+    pub response_timeout: Duration,
+    /// Connections that have been idle for longer than this time are not reused.
+    pub pool_idle_timeout: Duration,
+    /// Load balancing policy.
+    pub balance: LoadBalancingPolicy,
+    /// Maximum number of requests in flight per endpoint, from all workers. 0 disables the limit.
+    pub max_requests: usize,
+    /// Maximum number of requests that wait for a request permit of any endpoint.
+    pub max_queue: usize,
+    /// Health checks. `None` disables them.
+    pub health: Option<HealthSettings>,
+    /// Ejection after consecutive errors. `None` disables ejections.
+    pub ejection: Option<EjectionSettings>,
+    /// Time until a recovered or new endpoint has its full weight. Zero disables slow start.
+    pub slow_start: Duration,
+    /// Maximum number of retries on other endpoints, for requests that are safe to repeat.
+    pub retries: u32,
+    /// Whether each connection starts with a PROXY header, and carries the requests of only one client connection.
+    pub proxy_protocol: bool,
+    /// Whether requests contain the certificate of the client in `Client-Cert` (RFC 9440).
+    pub client_cert_header: bool,
+}
+
+impl UpstreamSettings {
+    /// Return whether any server has a host name that must be resolved.
+    pub fn needs_dns(&self) -> bool {
+        self.servers.iter().any(UpstreamServerSettings::needs_dns)
+    }
+}
+
+/// Settings of one entry of `servers`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UpstreamServerSettings {
+    /// Host and port as they are written in the configuration.
+    pub authority: Box<str>,
+    /// Host name or IP address.
+    pub host: Box<str>,
+    /// TCP port.
+    pub port: u16,
+    /// TLS settings. `None` for plaintext.
+    pub tls: Option<EndpointTls>,
+    /// Weight relative to the other servers. A server with weight 0 receives no requests.
+    pub weight: u32,
+}
+
+impl UpstreamServerSettings {
+    /// Return whether the host is a name that must be resolved.
+    pub(crate) fn needs_dns(&self) -> bool {
+        self.host.parse::<IpAddr>().is_err()
+    }
+
+    /// Return whether both servers have the same host and port, and both or neither use TLS.
+    pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
+        (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
+    }
+}
+
+/// Load balancing policy (`balance`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LoadBalancingPolicy {
+    /// Draw two endpoints and take the endpoint with fewer requests in flight relative to its weight.
+    LeastRequests,
+    /// Take the endpoints in turn. The number of turns of an endpoint is proportional to its weight.
+    RoundRobin,
+    /// Draw a random endpoint. The probability of an endpoint is proportional to its weight.
+    Random,
+    /// Take the endpoint that owns the value of this header (rendezvous hashing).
+    Hash(HeaderName),
+}
+
+/// Settings of active health checks (`health_check`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HealthSettings {
+    /// Path and query of the check request.
+    pub path: PathAndQuery,
+    /// Statuses of a healthy server.
+    pub expected_statuses: Vec<StatusCode>,
+    /// Mean time between two checks of an endpoint. The actual time differs randomly by up to 10 %.
+    pub interval: Duration,
+    /// Maximum duration of a check, including the time to connect.
+    pub timeout: Duration,
+    /// Number of consecutive failed checks after which an endpoint becomes unhealthy.
+    pub unhealthy_after: u32,
+    /// Number of consecutive passed checks after which an endpoint becomes healthy.
+    pub healthy_after: u32,
+}
+
+/// Settings of ejections (`outlier_detection`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EjectionSettings {
+    /// Number of consecutive errors after which an endpoint is ejected.
+    pub consecutive_errors: u32,
+    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, but at most ten times as
+    /// long.
+    pub base_ejection_time: Duration,
+}
