@@ -17,17 +17,18 @@ mod generate;
 pub(crate) mod key;
 pub mod replay;
 mod run;
+mod shared;
 mod status;
 mod usage;
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use annotate_snippets::{Level, Renderer};
 use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
+use crate::cli::shared::{EXIT_INVALID_CONFIG, env_var, is_broken_pipe, load_for};
 use crate::config::error::ConfigError;
 use crate::config::file::{UnsetVariables, config_argument};
 use crate::snapshot::CompiledConfig;
@@ -45,9 +46,6 @@ const LONG_VERSION: &str = concat!(
     "\nPGO: ",
     env!("SLUICEGATE_PGO"),
 );
-
-/// Exit code for an invalid configuration.
-const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
@@ -362,29 +360,8 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Init { template, force }) => generate::write_config(&arguments.config, *template, *force)?,
         Some(Command::Key { auth, action }) => key::run(&arguments.config, auth.as_deref(), action)?,
         Some(Command::Schema { file }) => generate::print_schema(*file)?,
-        Some(Command::Completions { shell }) => generate::print_completions(*shell)?,
-        Some(Command::Man { folder }) => generate::write_man_pages(folder.as_deref())?,
+        Some(Command::Completions { shell }) => generate::print_completions(&Arguments::command(), *shell)?,
+        Some(Command::Man { folder }) => generate::write_man_pages(&Arguments::command(), folder.as_deref())?,
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Load the configuration for a command that needs only the keys in `needed`. An unset environment variable in another
-/// key is only a warning.
-fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {
-    let (config, file) = CompiledConfig::load_with_source(path, &env_var, UnsetVariables::WarnExcept(needed))?;
-    if !file.warnings.is_empty() {
-        for warnings in file.sources.by_file(file.warnings) {
-            anstream::eprintln!("{}", warnings.report(&Level::WARNING, &Renderer::styled()));
-        }
-    }
-    Ok(config)
-}
-
-fn env_var(name: &str) -> Option<OsString> {
-    std::env::var_os(name)
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-    kind == Some(std::io::ErrorKind::BrokenPipe)
 }

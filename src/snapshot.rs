@@ -30,11 +30,14 @@ use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::config::environment::EnvLookup;
 use crate::config::error::{ConfigError, FileIssues, Issue};
-use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables};
+use crate::config::file;
+use crate::config::file::{ParsedFile, UnsetVariables};
+use crate::config::gateway::Config;
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::{hashed_config, redacted_config};
-use crate::config::{Config, file};
+use crate::config::sources::FileSnapshot;
 use crate::http::headers::{ProtectedHeaders, TrailerFilter};
 use crate::identity::access::{AccessRules, NetworkFile};
 use crate::identity::api_key::{ANONYMOUS_TIER, ConsumerDirectory};

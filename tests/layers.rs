@@ -33,6 +33,34 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         ],
     ),
     (
+        "cli",
+        &[
+            &["check", "explain", "generate", "key", "replay", "run", "status", "usage"],
+            &["against", "doctor"],
+            &["admin"],
+            &["shared"],
+        ],
+    ),
+    (
+        "config",
+        &[
+            &["file"],
+            &["include"],
+            &["unknown_keys"],
+            &["environment", "foreign"],
+            &["syntax"],
+            &["value_types"],
+            &["sources"],
+            &["error", "value_path"],
+            &["secrets"],
+            &["file_schema"],
+            &["gateway"],
+            &["tables"],
+            &["shorthand"],
+            &["diff", "schema", "spanned"],
+        ],
+    ),
+    (
         "http",
         &[
             &["problem", "request_body"],

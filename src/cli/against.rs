@@ -7,6 +7,7 @@ use std::path::Path;
 use http::Method;
 use serde::Serialize;
 use serde_json::Value;
+use uuid::Uuid;
 
 use crate::app::listen;
 use crate::cli::admin::client::AdminClient;
@@ -62,7 +63,7 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     let running = client.request(Method::GET, "/api/config", None)?;
     let own_config = config.redacted();
     let differences = diff::differences(&running["configuration"], &own_config);
-    let restart = super::check::restart_only_keys(&client, config)?;
+    let restart = restart_only_keys(&client, config)?;
     let used: Vec<SocketAddr> = strings(&running["addresses"]).filter_map(|text| text.parse().ok()).collect();
     let own = config.listeners.iter().map(|listener| listener.address);
     let own = own.chain(config.admin.iter().map(|admin| admin.address));
@@ -297,4 +298,25 @@ fn section(text: &mut String, title: &str, lines: impl Iterator<Item = String>) 
 
 fn strings(list: &Value) -> impl Iterator<Item = &str> {
     list.as_array().into_iter().flatten().filter_map(Value::as_str)
+}
+
+/// Return the keys that only a restart can change and whose values differ from those of the gateway behind `client`.
+///
+/// # Errors
+/// The gateway does not respond, or its response is unexpected.
+fn restart_only_keys(client: &AdminClient, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
+    Ok(restart_keys(&client.request(Method::GET, &restart_query(config), None)?))
+}
+
+pub(super) fn restart_query(config: &CompiledConfig) -> String {
+    let salt = Uuid::new_v4().to_string();
+    let mut query: Vec<_> = config.restart_only_digests(&salt).into_iter().collect();
+    query.push(("salt".to_owned(), salt));
+    let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
+    request_target("/api/differences", &query)
+}
+
+pub(super) fn restart_keys(response: &Value) -> Vec<String> {
+    let keys = response["restart"].as_array().into_iter().flatten();
+    keys.filter_map(Value::as_str).map(str::to_owned).collect()
 }

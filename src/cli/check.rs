@@ -13,20 +13,19 @@ use annotate_snippets::{Level, Renderer};
 use clap::Args;
 use http::Method;
 use serde::Serialize;
-use serde_json::Value;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
-use uuid::Uuid;
 
 use crate::app::maintenance;
 use crate::cli::admin::client::AdminClient;
-use crate::cli::admin::{printable_text, request_target, unit_suffix};
+use crate::cli::admin::{printable_text, unit_suffix};
 use crate::cli::against;
-use crate::cli::against::Comparison;
-use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
-use crate::config::Config;
+use crate::cli::against::{Comparison, restart_keys, restart_query};
+use crate::cli::doctor;
+use crate::cli::shared::{EXIT_INVALID_CONFIG, env_var};
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::{ParsedFile, UnsetVariables};
+use crate::config::gateway::Config;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::clock;
 use crate::limiter::redis::connection::try_connect;
@@ -498,27 +497,6 @@ fn may_be_same_file(path: &Path, of_gateway: &Path) -> bool {
         Ok(of_gateway) => path.canonicalize().is_ok_and(|path| path == of_gateway),
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     }
-}
-
-/// Return the keys that only a restart can change and whose values differ from those of the gateway behind `client`.
-///
-/// # Errors
-/// The gateway does not respond, or its response is unexpected.
-pub(super) fn restart_only_keys(client: &AdminClient, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
-    Ok(restart_keys(&client.request(Method::GET, &restart_query(config), None)?))
-}
-
-fn restart_query(config: &CompiledConfig) -> String {
-    let salt = Uuid::new_v4().to_string();
-    let mut query: Vec<_> = config.restart_only_digests(&salt).into_iter().collect();
-    query.push(("salt".to_owned(), salt));
-    let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
-    request_target("/api/differences", &query)
-}
-
-fn restart_keys(response: &Value) -> Vec<String> {
-    let keys = response["restart"].as_array().into_iter().flatten();
-    keys.filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
 /// Build the warning that a changed key needs a restart.

@@ -17,10 +17,10 @@ use http::uri::{PathAndQuery, Scheme};
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 use serde_json::Value;
 
-use crate::cli::EXIT_INVALID_CONFIG;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::cli::doctor;
+use crate::cli::shared::EXIT_INVALID_CONFIG;
 use crate::http::text::is_deceptive;
 use crate::limiter::address::{AddressError, parse_port};
 use crate::limiter::algorithm::{Outcome, Status};

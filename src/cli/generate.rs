@@ -6,29 +6,27 @@ use std::io::{ErrorKind, Write, stderr, stdout};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use clap::{Command, CommandFactory, ValueEnum};
+use clap::{Command, ValueEnum};
 use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
-use crate::cli::Arguments;
 use crate::config::file::config_option;
-use crate::config::schema;
+use crate::config::file_schema;
 
 /// Print the completions of a shell.
-pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
+pub(super) fn print_completions(program: &Command, shell: Shell) -> std::io::Result<()> {
     // Generate the text in memory first, because clap_complete panics if it writes to a closed pipe.
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
+    clap_complete::generate(shell, &mut program.clone(), "sluicegate", &mut script);
     stdout().write_all(&script)
 }
 
 /// Print the manual page, or write one page per command into a folder.
-pub(super) fn write_man_pages(folder: Option<&Path>) -> anyhow::Result<()> {
-    let program = Arguments::command();
+pub(super) fn write_man_pages(program: &Command, folder: Option<&Path>) -> anyhow::Result<()> {
     match folder {
-        None => stdout().write_all(&page(&program)?)?,
-        Some(folder) => write_pages(&program, folder)
+        None => stdout().write_all(&page(program)?)?,
+        Some(folder) => write_pages(program, folder)
             .with_context(|| format!("cannot write the manual pages to {}", folder.display()))?,
     }
     Ok(())
@@ -47,8 +45,8 @@ pub(super) enum SchemaFile {
 
 pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
     let schema = match file {
-        SchemaFile::Gateway => schema::gateway(),
-        SchemaFile::Consumers => schema::consumers(),
+        SchemaFile::Gateway => file_schema::gateway(),
+        SchemaFile::Consumers => file_schema::consumers(),
     };
     writeln!(stdout(), "{}", serde_json::to_string_pretty(&schema)?)?;
     Ok(())

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::cli::{EXIT_INVALID_CONFIG, is_broken_pipe};
+use crate::cli::shared::{EXIT_INVALID_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
 use crate::snapshot::CompiledConfig;
 use crate::tools::replay::report::{ReplayReport, html, to_json};

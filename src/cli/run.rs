@@ -9,10 +9,11 @@ use tracing::{error, info};
 
 use crate::app::hot_restart::HotRestart;
 use crate::app::{App, AppError, hot_restart};
-use crate::config::Config;
 use crate::config::error::{FileIssues, Issue};
-use crate::config::file::{ParsedFile, value_span};
+use crate::config::file::ParsedFile;
+use crate::config::gateway::Config;
 use crate::config::include::ConfigFiles;
+use crate::config::value_path::value_span;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;

@@ -3,8 +3,8 @@
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::config::include::Sources;
-use crate::config::schema::FileKind;
+use crate::config::file_schema::FileKind;
+use crate::config::sources::Sources;
 use crate::config::value_types::quoted;
 
 /// Keys of other programs that mean the same.

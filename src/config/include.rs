@@ -9,114 +9,16 @@ use std::{fs, io};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+use crate::config::environment::{EnvLookup, substituted};
 use crate::config::error::{FileIssues, Issue};
-use crate::config::file::{EnvLookup, FileSnapshot, closest_name, read_main, substituted, utf8_text};
+use crate::config::sources::{FileSnapshot, Sources, read_main, utf8_text};
+use crate::config::unknown_keys::closest_name;
 
 /// The tables that an included file may contain. Their entries are added to the tables of the including file.
 const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
 
 /// Hint that lists the tables that an included file may contain, in TOML notation.
 const TABLE_FORMS: &str = "an included file may contain only [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME]";
-
-/// The texts of a configuration: the main file and the files that it includes. A span is a byte range in the
-/// concatenation of all texts, so that it also identifies the file.
-#[derive(Debug, Clone)]
-pub struct Sources {
-    /// The including file, followed by the included files in the order in which they are merged.
-    files: Vec<SourceFile>,
-    /// Directories to watch: the files that match `include` exist there or may appear there.
-    directories: BTreeSet<PathBuf>,
-}
-
-/// One file of a configuration.
-#[derive(Debug, Clone)]
-pub struct SourceFile {
-    /// Path of the file.
-    pub path: PathBuf,
-    /// Text of the file.
-    pub text: String,
-    /// Offset of this text in the concatenation of all texts.
-    pub(super) start: usize,
-}
-
-impl Sources {
-    /// Create the sources of a file that includes no other files.
-    pub fn new(path: &Path, text: String) -> Self {
-        Sources { files: vec![SourceFile { path: path.to_owned(), text, start: 0 }], directories: BTreeSet::new() }
-    }
-
-    /// Return all files. The including file is the first.
-    pub fn files(&self) -> &[SourceFile] {
-        &self.files
-    }
-
-    /// Return the path and the text of the including file.
-    pub fn main(&self) -> (&Path, &str) {
-        self.files.first().map_or((Path::new(""), ""), |file| (&file.path, &file.text))
-    }
-
-    fn add(&mut self, path: PathBuf, text: String) {
-        // Leave one byte between two texts. Otherwise, the end of a text would have the same offset as the start of the
-        // next text.
-        let start = self.files.last().map_or(0, |last| last.start + last.text.len() + 1);
-        self.files.push(SourceFile { path, text, start });
-    }
-
-    /// Return the index of the file that contains a span.
-    fn index_of(&self, span: &Range<usize>) -> usize {
-        self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
-    }
-
-    /// Return the file that contains a span. There is always at least one file.
-    fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
-        self.files.get(self.index_of(span))
-    }
-
-    /// Return the directory of the file that contains a span.
-    pub fn directory_of(&self, span: &Range<usize>) -> &Path {
-        self.file_of(span).and_then(|file| file.path.parent()).unwrap_or(Path::new(""))
-    }
-
-    /// Return the source text of a span.
-    pub fn text_at(&self, span: &Range<usize>) -> Option<&str> {
-        let file = self.file_of(span)?;
-        file.text.get(span.start.checked_sub(file.start)?..span.end.checked_sub(file.start)?)
-    }
-
-    /// Return the text between an offset and the start of its line.
-    pub fn line_before(&self, offset: usize) -> &str {
-        let before = self.file_of(&(offset..offset)).and_then(|file| file.text.get(..offset.checked_sub(file.start)?));
-        before.and_then(|before| before.rsplit('\n').next()).unwrap_or_default()
-    }
-
-    /// Return `line 3`, or `line 3 of FILE` if the configuration has several files.
-    pub fn line_name(&self, span: &Range<usize>) -> String {
-        let Some(file) = self.file_of(span) else { return String::new() };
-        let issue = Issue::new(span.start - file.start..span.start - file.start, "");
-        let (line, _) = issue.position(&file.text).unwrap_or((1, 1));
-        if self.files.len() > 1 { format!("line {line} of {}", file.path.display()) } else { format!("line {line}") }
-    }
-
-    /// Return a hint that names the line of the first definition.
-    pub fn first_line_hint(&self, first: &Range<usize>) -> String {
-        format!("the first one is in {}", self.line_name(first))
-    }
-
-    /// Group issues by file. The span of each returned issue is relative to its file. Issues without a span belong to
-    /// the including file.
-    pub fn by_file(&self, issues: Vec<Issue>) -> Vec<FileIssues> {
-        let mut by_file: Vec<_> = self.files.iter().map(|_| Vec::new()).collect();
-        for mut issue in issues {
-            let index = issue.span.as_ref().map_or(0, |span| self.index_of(span));
-            if let (Some(issues), Some(file)) = (by_file.get_mut(index), self.files.get(index)) {
-                issue.span = issue.span.map(|span| span.start - file.start..span.end.saturating_sub(file.start));
-                issues.push(issue);
-            }
-        }
-        let files = self.files.iter().zip(by_file).filter(|(_, issues)| !issues.is_empty());
-        files.map(|(file, issues)| FileIssues { path: file.path.clone(), text: file.text.clone(), issues }).collect()
-    }
-}
 
 /// Read the files that a configuration includes. Return the texts of all files, and the issues of `include`.
 ///

@@ -8,9 +8,8 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
 use serde::{Deserialize, Serialize};
 use toml::value::Datetime;
 
-use crate::config::error::Spanned;
-use crate::config::tables::Health;
-use crate::config::{Text, schema};
+use crate::config::schema;
+use crate::config::spanned::{Spanned, Text};
 
 /// The key `cost`: a number such as `5`, or a table that describes how to determine the cost.
 #[derive(Debug, JsonSchema)]
@@ -165,6 +164,30 @@ pub enum HealthCheck {
     Path(String),
     /// The path with settings.
     Table(Health),
+}
+
+/// `health_check = { … }` of an upstream
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["path"]))]
+pub struct Health {
+    /// Path and query of the health check request, such as `"/healthz"`.
+    pub path: Option<Text>,
+    /// Response statuses that mean that the server is healthy.
+    #[schemars(extend("default" = [200]))]
+    pub status: Option<Vec<Spanned<i64>>>,
+    /// Time between two checks of the same server.
+    #[schemars(schema_with = "schema::duration", extend("default" = "5s"))]
+    pub interval: Option<Text>,
+    /// Maximum time for a check, including the time to connect.
+    #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
+    pub timeout: Option<Text>,
+    /// Number of consecutive failed checks after which a server is unhealthy.
+    #[schemars(range(min = 1, max = 100), extend("default" = 3))]
+    pub unhealthy_threshold: Option<Spanned<i64>>,
+    /// Number of consecutive passed checks after which a server is healthy again.
+    #[schemars(range(min = 1, max = 100), extend("default" = 2))]
+    pub healthy_threshold: Option<Spanned<i64>>,
 }
 
 /// `"ip"` or `["ip", "route"]`.

@@ -6,7 +6,7 @@ use serde_json::Value;
 use toml::de::DeTable;
 
 use crate::config::error::Issue;
-use crate::config::schema::FileKind;
+use crate::config::file_schema::FileKind;
 use crate::config::secrets::has_secret;
 use crate::config::value_types::{RequiredType, boolean_hint};
 

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use crate::config::error::Spanned;
+use crate::config::schema;
 use crate::config::shorthand::{
     HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, UpstreamServer, UpstreamWeights,
 };
-use crate::config::{Text, schema};
+use crate::config::spanned::{Spanned, Text};
 
 /// `[[route]]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -468,30 +468,6 @@ pub struct UpstreamTls {
     pub cert: Option<Text>,
     /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
-}
-
-/// `health_check = { … }` of an upstream
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["path"]))]
-pub struct Health {
-    /// Path and query of the health check request, such as `"/healthz"`.
-    pub path: Option<Text>,
-    /// Response statuses that mean that the server is healthy.
-    #[schemars(extend("default" = [200]))]
-    pub status: Option<Vec<Spanned<i64>>>,
-    /// Time between two checks of the same server.
-    #[schemars(schema_with = "schema::duration", extend("default" = "5s"))]
-    pub interval: Option<Text>,
-    /// Maximum time for a check, including the time to connect.
-    #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
-    pub timeout: Option<Text>,
-    /// Number of consecutive failed checks after which a server is unhealthy.
-    #[schemars(range(min = 1, max = 100), extend("default" = 3))]
-    pub unhealthy_threshold: Option<Spanned<i64>>,
-    /// Number of consecutive passed checks after which a server is healthy again.
-    #[schemars(range(min = 1, max = 100), extend("default" = 2))]
-    pub healthy_threshold: Option<Spanned<i64>>,
 }
 
 /// `outlier_detection = { … }` of an upstream

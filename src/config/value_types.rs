@@ -7,7 +7,7 @@ use toml::Spanned;
 use toml::de::DeValue;
 
 use crate::config::error::Issue;
-use crate::config::schema::FileKind;
+use crate::config::file_schema::FileKind;
 use crate::config::secrets::{is_secret, redact};
 
 /// Keys whose values are durations. Keys that end with `timeout` are durations as well.

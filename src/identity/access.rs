@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 
-use crate::config::file::FileSnapshot;
+use crate::config::sources::FileSnapshot;
 
 /// Length of the prefix `::ffff:0:0/96` of IPv4-mapped IPv6 addresses (RFC 4291 §2.5.5.2).
 const MAPPED_PREFIX_LENGTH: u8 = 96;

@@ -9,10 +9,12 @@ use http::HeaderName;
 use http::header::{AUTHORIZATION, PROXY_AUTHORIZATION};
 
 use crate::config;
-use crate::config::Config;
-use crate::config::error::{Issue, Spanned};
-use crate::config::file::FileSnapshot;
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::config::gateway::Config;
 use crate::config::shorthand::Requirement;
+use crate::config::sources::FileSnapshot;
+use crate::config::spanned::{Spanned, Text};
 use crate::http::headers::{Direction, reserved_reason};
 use crate::identity::Descriptor;
 use crate::identity::api_key::{
@@ -177,11 +179,11 @@ pub(super) fn authentication(
 }
 
 /// Report keys that are not valid for this kind of provider.
-fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
-    let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
-    let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
+fn report_foreign_keys(name: &str, auth: &gateway::Auth, own: Kind, reader: &mut Validator<'_>) {
+    let span = |text: &Option<Text>| text.as_ref().map(|text| text.span());
+    let list = |list: &Option<Vec<Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
     // An empty list has no item with a span. Use the start of the file as its span.
-    let list = |list_of: &Option<Vec<config::Text>>| list(list_of).map(|span| span.unwrap_or_default());
+    let list = |list_of: &Option<Vec<Text>>| list(list_of).map(|span| span.unwrap_or_default());
     for (key, span, owners) in [
         ("header", auth.header.as_ref().map(|header| header.span()), &[Kind::ApiKey][..]),
         ("scheme", span(&auth.scheme), &[Kind::ApiKey]),
@@ -217,7 +219,7 @@ fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut 
 #[allow(clippy::too_many_arguments)]
 fn api_key(
     name: &str,
-    auth: &config::Auth,
+    auth: &gateway::Auth,
     span: &Range<usize>,
     config: &Config,
     limits: &LimitsByName,
@@ -247,7 +249,7 @@ fn api_key(
 }
 
 /// Compile `header` and `scheme`.
-fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> {
+fn key_places(auth: &gateway::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> {
     let has_scheme = |name: &HeaderName| *name == AUTHORIZATION || *name == PROXY_AUTHORIZATION;
     let is_token = |text: &str| {
         !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
@@ -301,7 +303,7 @@ fn describe_places(places: &[KeyPlace]) -> String {
 
 /// Return the consumers of a file. If several providers use the file, it is read only once.
 fn consumers(
-    text: &config::Text,
+    text: &Text,
     config: &Config,
     limits: &LimitsByName,
     hasher: &IdentityHasher,
@@ -323,13 +325,13 @@ fn consumers(
 
 fn jwt(
     name: &str,
-    auth: &config::Auth,
+    auth: &gateway::Auth,
     span: &Range<usize>,
     compiled: &mut Authentication,
     internal: &mut InternalUpstreams,
     reader: &mut Validator<'_>,
 ) -> JwtVerifier {
-    let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
+    let text_of = |text: &Option<Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
     let mut verifier = JwtVerifier {
         issuer: text_of(&auth.issuer),
         audience: text_of(&auth.audience),
@@ -385,7 +387,7 @@ fn jwt(
 }
 
 fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Validator<'_>) {
-    let asks = |listener: &Spanned<config::Listener>| {
+    let asks = |listener: &Spanned<gateway::Listener>| {
         listener.get_ref().tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some())
     };
     if !config.listener.iter().any(asks) {
@@ -396,7 +398,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
 }
 
 /// Compile `claims`, the required claims.
-fn required_claims(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<RequiredClaim> {
+fn required_claims(auth: &gateway::Auth, reader: &mut Validator<'_>) -> Vec<RequiredClaim> {
     let mut required = Vec::new();
     for (name, values) in auth.claims.iter().flat_map(|claims| claims.get_ref()) {
         let alternatives: Vec<_> = values.get_ref().0.iter().map(|Requirement(all)| all.clone()).collect();
@@ -581,7 +583,7 @@ fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String 
 /// Report limits whose identity is a credential that no provider of the route verifies. Limits by client certificate
 /// need no provider.
 pub(super) fn check_limit(
-    text: &config::Text,
+    text: &Text,
     compiled: &CompiledLimit,
     auth: Option<&RouteAuth>,
     (all, config): (&Authentication, &Config),

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
 use crate::config::shorthand::{CostTable, TokenWeights, UsagePointers};
+use crate::config::spanned::{Spanned, Text};
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::payload::json::body::JsonBody;
 use crate::payload::json::rpc::{CountedMessages, Message};

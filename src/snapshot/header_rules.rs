@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
-use crate::config::file::closest_name;
+use crate::config::error::Issue;
+use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::{Cors, ResponseHeaderRules, Route};
+use crate::config::unknown_keys::closest_name;
 use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, OriginPattern, is_cors_header};
 use crate::http::headers::{
     Direction, HeaderAliases, HeaderMutations, ParsedValue, TemplateError, ValueTemplate, Variable, reserved_reason,

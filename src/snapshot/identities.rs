@@ -12,11 +12,17 @@ use ipnet::IpNet;
 use toml::value::Datetime;
 
 use crate::config;
-use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
-use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables, closest_name, resolve_issues};
+use crate::config::environment::EnvLookup;
+use crate::config::error::{ConfigError, FileIssues, Issue};
+use crate::config::file;
+use crate::config::file::{ParsedFile, UnsetVariables, resolve_issues};
+use crate::config::gateway;
+use crate::config::gateway::Config;
 use crate::config::schema::IDENTITY_SOURCES;
 use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
-use crate::config::{Config, Text, file};
+use crate::config::sources::{FileSnapshot, utf8_text};
+use crate::config::spanned::{Spanned, Text};
+use crate::config::unknown_keys::closest_name;
 use crate::identity;
 use crate::identity::access::{AccessRules, NetworkFile, NetworkList, NetworkSet, parse_network, parse_networks};
 use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
@@ -34,7 +40,7 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 const IP_LABEL: &str = "ip";
 
 /// Compile `[client_ip]`.
-pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Validator<'_>) -> ClientIpResolver {
+pub(super) fn client_ip(client_ip: &gateway::ClientIp, reader: &mut Validator<'_>) -> ClientIpResolver {
     let mut trusted = Vec::new();
     for text in client_ip.trusted_proxies.iter().flatten() {
         match parse_network(text.get_ref()) {
@@ -275,7 +281,7 @@ impl<'c> KnownNames<'c> {
 
 /// Read and compile a consumers file.
 pub(super) fn load(
-    text: &config::Text,
+    text: &Text,
     names: &KnownNames<'_>,
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
@@ -334,7 +340,7 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 }
 
 fn compile_consumers(
-    file: &ParsedFile<config::Consumers>,
+    file: &ParsedFile<gateway::Consumers>,
     limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
@@ -436,7 +442,7 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
 }
 
 /// Compile the tier of a consumer. Report an error if no limit has this tier.
-fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
+fn tier(text: Option<&Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.tiers();
     if *limits.tier_source != TierSource::ApiKey {
@@ -458,7 +464,7 @@ fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<I
 
 /// Compile the quotas of a consumer.
 fn limit_variants(
-    written: &BTreeMap<String, config::error::Spanned<config::tables::LimitVariant>>,
+    written: &BTreeMap<String, Spanned<config::tables::LimitVariant>>,
     known_limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
@@ -570,7 +576,7 @@ impl NetworkFiles {
 
 /// Parse the content of a network file.
 fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
-    let text = file::utf8_text(path, content.to_vec())?;
+    let text = utf8_text(path, content.to_vec())?;
     parse_networks(&text).map_err(|(lines, further)| {
         let issue = |span: Range<usize>| {
             let line = &text[span.clone()];

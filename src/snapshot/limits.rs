@@ -8,9 +8,11 @@ use std::time::Duration;
 use http::HeaderName;
 
 use crate::config;
-use crate::config::Config;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::config::gateway::Config;
 use crate::config::shorthand::{CostTable, LimitCost};
+use crate::config::spanned::Spanned;
 use crate::identity::Descriptor;
 use crate::identity::auth::TierSource;
 use crate::identity::{IdentitySpec, OnMissing};
@@ -61,7 +63,7 @@ pub(super) fn limits(
         let limit = limit.get_ref();
         let identity_spec = identities::identity_spec(limit, &span, reader);
         let asks_for_client_cert =
-            |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
+            |listener: &gateway::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)
             && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
         {

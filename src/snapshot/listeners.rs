@@ -13,10 +13,11 @@ use instant_acme::LetsEncrypt;
 use rustls::pki_types::DnsName;
 use socket2::{Domain, Socket, Type};
 
-use crate::config;
-use crate::config::error::{Issue, Spanned};
-use crate::config::file::FileSnapshot;
-use crate::config::{Config, Text};
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::config::gateway::Config;
+use crate::config::sources::FileSnapshot;
+use crate::config::spanned::{Spanned, Text};
 use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;
 use crate::identity::{Descriptor, OnMissing};
@@ -37,7 +38,7 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 
 /// Compile all listeners.
 pub(super) fn listeners(
-    listeners: &[Spanned<config::Listener>],
+    listeners: &[Spanned<gateway::Listener>],
     trusted_proxies: usize,
     acme: &mut AcmeListeners,
     network_files: &mut NetworkFiles,
@@ -118,7 +119,7 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
 }
 
 fn tls(
-    tls: &Spanned<config::ListenerTls>,
+    tls: &Spanned<gateway::ListenerTls>,
     acme: &mut AcmeListeners,
     reader: &mut Validator<'_>,
 ) -> Option<ListenerTls> {
@@ -132,7 +133,7 @@ fn tls(
     let mut certificates = Vec::new();
     let mut files = Vec::new();
     for written in &tls.certificates {
-        let config::Certificate { cert, key } = written.get_ref();
+        let gateway::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
             reader.push_missing(
                 Issue::new(written.span(), "a certificate requires both `cert` and `key`").with_hint(EXAMPLE),
@@ -174,7 +175,7 @@ fn tls(
 
 /// Compile the settings that verify client certificates.
 fn client_verifier(
-    tls: &config::ListenerTls,
+    tls: &gateway::ListenerTls,
     reader: &mut Validator<'_>,
 ) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
     let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
@@ -477,7 +478,7 @@ pub(super) fn acme(
     Some(Acme { settings: Arc::new(settings?), certificates: context.certificates?, names, skipped_wildcards })
 }
 
-fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validator<'_>) -> Option<AcmeSettings> {
+fn settings(acme: &Spanned<gateway::Acme>, config: &Config, reader: &mut Validator<'_>) -> Option<AcmeSettings> {
     let (span, acme) = (acme.span(), acme.get_ref());
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
@@ -606,7 +607,10 @@ fn challenges(
     kinds
 }
 
-fn external_account(account: &Spanned<config::ExternalAccount>, reader: &mut Validator<'_>) -> Option<ExternalAccount> {
+fn external_account(
+    account: &Spanned<gateway::ExternalAccount>,
+    reader: &mut Validator<'_>,
+) -> Option<ExternalAccount> {
     let (span, account) = (account.span(), account.get_ref());
     let key_id = reader.required(account.key_id.as_ref(), &span, "key_id", "\"kid-1\"");
     let mac_key = reader.required(account.mac_key.as_ref(), &span, "mac_key", "\"${ACME_MAC_KEY}\"");

@@ -10,9 +10,10 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
 use crate::config;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
+use crate::config::gateway::Config;
 use crate::config::shorthand::LimitNotify;
-use crate::config::{Config, Text};
+use crate::config::spanned::{Spanned, Text};
 use crate::http::url::HttpUrl;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::notify::Notify;

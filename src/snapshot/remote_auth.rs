@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
-use crate::config;
-use crate::config::Config;
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
-use crate::config::file::FileSnapshot;
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::config::gateway::Config;
 use crate::config::shorthand::UpstreamServer;
+use crate::config::sources::FileSnapshot;
+use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::{Upstream, UpstreamTls as WrittenTls};
 use crate::http::headers::{Direction, reserved_reason};
 use crate::http::url::HttpUrl;
@@ -73,7 +73,7 @@ pub struct KeyUrl {
 /// Compile a provider of kind `basic`. Also return its users file.
 pub(super) fn basic(
     name: &str,
-    auth: &config::Auth,
+    auth: &gateway::Auth,
     span: &Range<usize>,
     reader: &mut Validator<'_>,
 ) -> Option<(BasicProvider, FileSnapshot)> {
@@ -130,7 +130,7 @@ impl BasicProvider {
 /// Compile a provider of kind `forward`. Its server becomes an internal upstream.
 pub(super) fn forward(
     name: &str,
-    auth: &config::Auth,
+    auth: &gateway::Auth,
     span: &Range<usize>,
     internal: &mut InternalUpstreams,
     reader: &mut Validator<'_>,
@@ -199,7 +199,7 @@ fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<He
 /// Compile `cache`. Return the request values that the server receives, and the lifetime and maximum number of cached
 /// admissions.
 fn cache_settings(
-    cache: &Spanned<config::AuthCache>,
+    cache: &Spanned<gateway::AuthCache>,
     request_headers: &[HeaderName],
     reader: &mut Validator<'_>,
 ) -> (ToldParts, Option<(Duration, usize)>) {
@@ -253,7 +253,7 @@ fn cache_settings(
 /// Compile `jwks_url` and `refresh_interval`.
 pub(super) fn key_url(
     name: &str,
-    auth: &config::Auth,
+    auth: &gateway::Auth,
     text: &Text,
     provider: usize,
     internal: &mut InternalUpstreams,
@@ -337,7 +337,7 @@ pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSo
 }
 
 /// Return whether the provider is of kind `forward` and has this header in `response_headers`.
-pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
+pub(super) fn returns_header(auth: &gateway::Auth, name: &HeaderName) -> bool {
     let mut names = auth.response_headers.iter().flatten();
     auth.is_of_kind("forward") && names.any(|text| text.get_ref().eq_ignore_ascii_case(name.as_str()))
 }

@@ -9,9 +9,9 @@ use http::uri::PathAndQuery;
 use http::{HeaderValue, StatusCode};
 
 use crate::config;
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
 use crate::config::shorthand::UpstreamWeights;
+use crate::config::spanned::{Spanned, Text};
 use crate::http::target::forwarded_path;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};

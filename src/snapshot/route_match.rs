@@ -5,8 +5,9 @@ use std::net::Ipv6Addr;
 use std::ops::Range;
 
 use crate::config;
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::ValueRule;
 use crate::http::target;
 use crate::http::target::canonical_path;
@@ -32,7 +33,7 @@ pub(super) enum TrailingSlash {
 pub(super) fn route_match(
     route: &config::tables::Route,
     span: &Range<usize>,
-    listeners: &[Spanned<config::Listener>],
+    listeners: &[Spanned<gateway::Listener>],
     reader: &mut Validator<'_>,
 ) -> Option<(RouteMatch, TrailingSlash)> {
     let hosts = route.hosts.as_deref().map_or_else(Vec::new, |hosts| self::hosts(hosts, span, reader));
@@ -87,14 +88,14 @@ fn is_host(name: &str) -> bool {
 fn listener_indices(
     names: &[Text],
     span: &Range<usize>,
-    listeners: &[Spanned<config::Listener>],
+    listeners: &[Spanned<gateway::Listener>],
     reader: &mut Validator<'_>,
 ) -> Vec<usize> {
     if names.is_empty() {
         let issue = Issue::new(span.clone(), "`listeners` is empty: no request would match");
         reader.push_issue(issue.with_hint("remove `listeners` to serve all listeners"));
     }
-    fn name_of(listener: &Spanned<config::Listener>) -> Option<&str> {
+    fn name_of(listener: &Spanned<gateway::Listener>) -> Option<&str> {
         listener.get_ref().name.as_ref().map(|name| name.get_ref().as_str())
     }
     let mut indices = Vec::new();

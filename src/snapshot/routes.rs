@@ -13,8 +13,8 @@ use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
-use crate::config::Config;
 use crate::config::error::Issue;
+use crate::config::gateway::Config;
 use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
 use crate::http::headers::{Direction, HeaderMutations};

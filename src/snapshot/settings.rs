@@ -14,10 +14,10 @@ use redis::{ClientTlsConfig, TlsCertificates};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::Level;
 
-use crate::config;
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
+use crate::config::error::Issue;
+use crate::config::gateway;
 use crate::config::shorthand::{AccessLog, AccessLogTable};
+use crate::config::spanned::{Spanned, Text};
 use crate::http::url::HttpUrl;
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
@@ -166,7 +166,7 @@ impl AccessLogTarget {
 }
 
 /// Compile `[server]`.
-pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> ServerSettings {
+pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let workers = match reader.number(server.workers.as_ref(), 0..1025, 0) {
         0 => cores,
@@ -214,7 +214,7 @@ fn default_max_connections(workers: usize) -> i64 {
 }
 
 /// Compile `[log]`.
-pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
+pub(super) fn log(log: &gateway::Log, reader: &mut Validator<'_>) -> LogSettings {
     // People read logs on a terminal. Programs read logs from a file or a pipe.
     let by_terminal = |is_terminal| if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let levels = [
@@ -365,7 +365,7 @@ pub enum AdminSocket {
 const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
-pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut Validator<'_>) -> AdminSocket {
+pub(super) fn admin_socket(admin: Option<&Spanned<gateway::Admin>>, reader: &mut Validator<'_>) -> AdminSocket {
     let Some(text) = admin.and_then(|admin| admin.get_ref().socket.as_ref()) else { return AdminSocket::Default };
     match text.get_ref().as_str() {
         "off" => AdminSocket::Off,
@@ -404,7 +404,7 @@ impl fmt::Debug for AdminToken {
 
 /// Compile `[admin]`.
 pub(super) fn admin(
-    admin: &Spanned<config::Admin>,
+    admin: &Spanned<gateway::Admin>,
     listeners: &[Listener],
     reader: &mut Validator<'_>,
 ) -> Option<AdminSettings> {
@@ -449,12 +449,12 @@ pub fn raise_soft_limit() {
 // === `[store]`: the store URL, TLS, timeouts and capacities ===
 
 /// Compile `gateway_count`.
-pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -> u64 {
+pub(super) fn gateway_count(store: &gateway::Store, reader: &mut Validator<'_>) -> u64 {
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
 /// Compile `[store]`. `routes` determine the algorithms that the Lua scripts must support.
-pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
+pub(super) fn store(store: &gateway::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
     let defaults = RedisSettings::default();
     let timeout = reader.duration(store.timeout.as_ref(), defaults.timeout);
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), defaults.connect_timeout).max(timeout);
@@ -546,18 +546,18 @@ fn read_password(text: &Text, reader: &mut Validator<'_>) -> Option<String> {
 }
 
 /// Compile `sentinel`, the credentials for the Sentinels.
-fn sentinel_credentials(store: &config::Store, scheme: &str, reader: &mut Validator<'_>) -> Credentials {
+fn sentinel_credentials(store: &gateway::Store, scheme: &str, reader: &mut Validator<'_>) -> Credentials {
     let Some(sentinel) = &store.sentinel else { return Credentials::default() };
     if !scheme.is_empty() && !scheme.ends_with("+sentinel") {
         let issue = Issue::new(sentinel.span(), "`sentinel` is valid only for a store at `redis+sentinel://`");
         reader.push_missing(issue.with_hint("remove `sentinel`; `username` and `password` are for Redis"));
     }
-    let config::StoreSentinel { username, password, password_file } = sentinel.get_ref();
+    let gateway::StoreSentinel { username, password, password_file } = sentinel.get_ref();
     credentials([username, password, password_file], reader)
 }
 
 /// Report credentials of the store `memory:`, which needs none.
-fn report_unused_credentials(store: &config::Store, reader: &mut Validator<'_>) {
+fn report_unused_credentials(store: &gateway::Store, reader: &mut Validator<'_>) {
     let keys = [("username", &store.username), ("password", &store.password), ("password_file", &store.password_file)];
     let written = |(key, text): (_, &Option<Text>)| {
         let text = text.as_ref().filter(|text| !text.get_ref().is_empty())?;
@@ -572,8 +572,8 @@ fn report_unused_credentials(store: &config::Store, reader: &mut Validator<'_>) 
 }
 
 /// Compile the trust roots and the client certificate for connections to the store.
-fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
-    let config::StoreTls { ca, cert, key } = tls.get_ref();
+fn tls_certificates(tls: &Spanned<gateway::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
+    let gateway::StoreTls { ca, cert, key } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =
         TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
     if let (Some([cert, key]), Some(text)) = (&own, &tls.get_ref().cert)

@@ -11,10 +11,10 @@ use rustls::pki_types::ServerName;
 use x509_parser::parse_x509_certificate;
 
 use crate::config;
-use crate::config::Text;
-use crate::config::error::{Issue, Spanned};
-use crate::config::file::FileSnapshot;
+use crate::config::error::Issue;
 use crate::config::shorthand::HealthCheck;
+use crate::config::sources::FileSnapshot;
+use crate::config::spanned::{Spanned, Text};
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
 use crate::tls::{Certificate, TlsError, TrustRoots};
@@ -181,7 +181,7 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
 /// Compile `health_check`.
 pub(super) fn health(check: &Spanned<HealthCheck>, reader: &mut Validator<'_>) -> HealthSettings {
     let span = check.span();
-    let defaults = config::tables::Health::default();
+    let defaults = config::shorthand::Health::default();
     let (path, health) = match check.get_ref() {
         HealthCheck::Path(path) => (Some((path, span.clone())), &defaults),
         HealthCheck::Table(health) => {

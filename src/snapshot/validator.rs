@@ -8,14 +8,14 @@ use std::time::Duration;
 use http::header::HOST;
 use http::{HeaderName, HeaderValue, Method};
 
-use crate::config::Text;
-use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
-use crate::config::file::FileSnapshot;
-use crate::config::file::{
-    EnvLookup, ParsedFile, UnknownKeys, UnresolvedValue, UnsetVariables, closest_name, resolve_issues,
-};
+use crate::config::environment::{EnvLookup, UnresolvedValue};
+use crate::config::error::{ConfigError, FileIssues, Issue};
+use crate::config::file::{ParsedFile, UnsetVariables, resolve_issues};
 use crate::config::foreign::meant_word;
-use crate::config::include::Sources;
+use crate::config::sources::FileSnapshot;
+use crate::config::sources::Sources;
+use crate::config::spanned::{Spanned, Text};
+use crate::config::unknown_keys::{UnknownKeys, closest_name};
 use crate::http::url::{HttpUrl, UrlError};
 use crate::limiter::quota::parse_duration_us;
 

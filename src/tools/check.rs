@@ -18,9 +18,10 @@ use ipnet::IpNet;
 use tokio::time::timeout;
 
 use crate::config;
-use crate::config::error::{FileIssues, Issue, Spanned};
+use crate::config::error::{FileIssues, Issue};
 use crate::config::file::ParsedFile;
-use crate::config::{Config, Text};
+use crate::config::gateway::Config;
+use crate::config::spanned::{Spanned, Text};
 use crate::http::headers::Variable;
 use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;

@@ -8,7 +8,7 @@ use crate::support::gateway::binary;
 use crate::support::reference;
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
-use sluicegate::config::schema;
+use sluicegate::config::{file_schema, schema};
 use sluicegate::snapshot::CompiledConfig;
 
 fn root() -> PathBuf {
@@ -32,7 +32,7 @@ impl Validator {
 }
 
 fn gateway() -> Validator {
-    Validator::new(schema::gateway().to_value())
+    Validator::new(file_schema::gateway().to_value())
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn documents_match_the_code() {
         endpoints == reference::with_endpoints(&endpoints),
         "docs/reference/admin-api.md differs from the endpoints: `make reference`"
     );
-    let known = schema::gateway().to_value();
+    let known = file_schema::gateway().to_value();
     let tables = known["properties"].as_object().unwrap().keys().filter(|key| *key != "include");
     let mut known: BTreeSet<_> = tables.cloned().collect();
     known.insert("consumer".to_owned());
@@ -85,7 +85,7 @@ fn valid_files_match_the_schema() {
         assert_eq!(schema.validate_toml(&text), Ok(()), "{}", path.display());
     }
     let consumers = std::fs::read_to_string(root().join("consumers.toml")).unwrap();
-    assert_eq!(Validator::new(schema::consumers().to_value()).validate_toml(&consumers), Ok(()));
+    assert_eq!(Validator::new(file_schema::consumers().to_value()).validate_toml(&consumers), Ok(()));
 }
 
 /// A configuration with a minimal route, to which each case adds a table or a key.
@@ -342,7 +342,7 @@ fn file_with(path: &str) -> Value {
 #[test]
 fn schema_defaults_words_and_bounds_match_the_gateway() {
     let mut found = Vec::new();
-    leaves(&schema::gateway().to_value(), &[], &mut found);
+    leaves(&file_schema::gateway().to_value(), &[], &mut found);
     let (mut seen, mut wrong) = ((0, 0, 0), Vec::new());
     for (path, schema) in found {
         let name = path.join(".");

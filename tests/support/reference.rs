@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 use sluicegate::admin::api::ENDPOINTS;
-use sluicegate::config::schema;
+use sluicegate::config::file_schema;
 
 const BEGIN: &str = "<!-- keys of ";
 const END: &str = "<!-- end of keys -->";
@@ -12,12 +12,15 @@ const END: &str = "<!-- end of keys -->";
 /// Return the JSON Schemas with their file names in docs/.
 pub fn schemas() -> Vec<(&'static str, String)> {
     let text = |schema| serde_json::to_string_pretty(&schema).unwrap() + "\n";
-    vec![("gateway.schema.json", text(schema::gateway())), ("consumers.schema.json", text(schema::consumers()))]
+    vec![
+        ("gateway.schema.json", text(file_schema::gateway())),
+        ("consumers.schema.json", text(file_schema::consumers())),
+    ]
 }
 
 /// Return the page with regenerated tables. A table is between `<!-- keys of PATH -->` and the end mark.
 pub fn filled(page: &str) -> String {
-    let (gateway, consumers) = (schema::gateway().to_value(), schema::consumers().to_value());
+    let (gateway, consumers) = (file_schema::gateway().to_value(), file_schema::consumers().to_value());
     let mut pieces = page.split(BEGIN);
     let mut out = pieces.next().unwrap().to_owned();
     for piece in pieces {

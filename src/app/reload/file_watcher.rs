@@ -17,8 +17,8 @@ use std::time::Duration;
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::{info, warn};
 
-use crate::config::file::FileSnapshot;
 use crate::config::include::ConfigFiles;
+use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::limiter::clock;

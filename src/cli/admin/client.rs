@@ -20,8 +20,8 @@ use tokio::time::timeout;
 use toml::de::DeTable;
 
 use crate::app::listen::default_path;
-use crate::cli::{env_var, load_for};
-use crate::config::file::substituted;
+use crate::cli::shared::{env_var, load_for};
+use crate::config::environment::substituted;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::CompiledConfig;
 

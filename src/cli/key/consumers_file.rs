@@ -13,12 +13,12 @@ use serde::Serialize;
 use toml_edit::{Array, ArrayOfTables, Datetime, DocumentMut, InlineTable, Item, Table, TableLike, Value, value};
 
 use crate::cli::key::FINGERPRINT_DIGITS;
-use crate::cli::{env_var, load_for};
-use crate::config::Config;
-use crate::config::error::Spanned;
+use crate::cli::shared::{env_var, load_for};
 use crate::config::file as config;
-use crate::config::file::closest_name;
+use crate::config::gateway::Config;
 use crate::config::shorthand::datetime_us;
+use crate::config::spanned::Spanned;
+use crate::config::unknown_keys::closest_name;
 use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 

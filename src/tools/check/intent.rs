@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::config::Text;
 use crate::config::error::Issue;
-use crate::config::file::closest_name;
+use crate::config::spanned::Text;
+use crate::config::unknown_keys::closest_name;
 use crate::identity::Descriptor;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::routes::{Route, RouteAction};

@@ -6,6 +6,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 
 use crate::config;
 use crate::config::error::Issue;
+use crate::config::spanned::Text;
 use crate::http::target::canonical_host;
 use crate::payload::json::body::{JsonBody, text_value};
 use crate::routing::RouteRequest;
@@ -223,7 +224,7 @@ fn open_alternatives_of(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]
         // An empty list would mean all listeners.
         (!others.is_empty()).then(|| open_route(Sample::new(candidate)?, &others, |other| other.listeners.is_none()))?
     });
-    let first_span = |texts: &Option<Vec<config::Text>>| texts.iter().flatten().next().map(|text| text.span());
+    let first_span = |texts: &Option<Vec<Text>>| texts.iter().flatten().next().map(|text| text.span());
     let by_method = by_method.map(|(found, methods)| {
         (found, format!("requests with {}", methods.join(", ")), "`methods`", first_span(&parsed.methods))
     });

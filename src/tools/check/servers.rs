@@ -9,8 +9,8 @@ use futures_util::future::join_all;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::config::Config;
 use crate::config::error::Issue;
+use crate::config::gateway::Config;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::remote_auth::internal_name;
 use crate::upstream::dns::DnsResolver;
