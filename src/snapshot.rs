@@ -426,6 +426,8 @@ impl RestartOnlyKeys {
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
+        // The compiled limits contain the local share, so a reload applies a new number of gateways.
+        fixed.remove("store.gateway_count");
         add_table("log", &config.log, &mut fixed);
         RestartOnlyKeys(fixed)
     }

@@ -8,9 +8,9 @@ use std::path::Path;
 
 use crate::support::admin_listener::{self, HERE};
 use crate::support::certificates::Authority;
-use crate::support::client::Client;
+use crate::support::client::{Client, load};
 use crate::support::gateway::{Gateway, binary};
-use crate::support::redis::free_port;
+use crate::support::redis::{Redis, free_port};
 use crate::support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
 use crate::support::upstream::Upstream;
 use crate::support::{eventually, signal};
@@ -254,7 +254,6 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         ("store.password_file", add("store", "password_file = \"ca.pem\"")),
         ("store.prefix", add("store", "prefix = \"other\"")),
         ("store.secret", change("planted secret of the store", "planted another secret of it")),
-        ("store.gateway_count", add("store", "gateway_count = 2")),
         ("store.denial_cache", add("store", "denial_cache = 1000")),
         ("store.max_memory_states", add("store", "max_memory_states = 100000")),
         ("log.format", add("log", "format = \"json\"")),
@@ -265,12 +264,12 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     let schema =
         std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/gateway.schema.json")).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
-    // These keys are valid only together with another key, which differs, too.
-    let with_others = ["store.username", "store.sentinel"];
+    // The first two keys are valid only together with another key, which differs, too. A reload applies the last one.
+    let other_keys = ["store.username", "store.sentinel", "store.gateway_count"];
     for table in ["store", "log"] {
         for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
             let key = format!("{table}.{key}");
-            if with_others.contains(&&*key) {
+            if other_keys.contains(&&*key) {
                 continue;
             }
             assert!(rows.iter().any(|(row, _)| *row == key), "{key} has no case in this test");
@@ -303,6 +302,30 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
     let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
     assert_eq!(out.matches(REFUSED).count(), 2, "each key has its own warning: {out}");
+}
+
+#[test]
+fn reload_changes_the_number_of_gateways_before_and_during_an_outage() {
+    let redis = Redis::start();
+    let config = |gateways: u64| {
+        format!(
+            "[store]\nurl = \"{}\"\ngateway_count = {gateways}\n\
+             [limit.l]\nby = \"global\"\nquota = \"40/24h\"\nalgorithm = \"sliding-log\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+            redis.url()
+        )
+    };
+    let gateways = [(); 2].map(|()| Gateway::start(&with_admin(&config(1))));
+    let scale = |text: String| gateways.iter().for_each(|gateway| reloads(gateway, &text));
+    let admitted = |gateway: &Gateway| load(&[gateway.address], 1, 41, "/r", &[]).iter().filter(|&&s| s == 200).count();
+    scale(config(4));
+    let [two, four] = [2, 4].map(config);
+    drop(redis);
+    assert_eq!(gateways.each_ref().map(admitted), [10, 10], "a quarter of 40 in each gateway");
+    scale(two);
+    assert_eq!(gateways.each_ref().map(admitted), [10, 10], "a half, of which the first outage has used a quarter");
+    scale(four);
+    assert_eq!(gateways.each_ref().map(admitted), [0, 0], "more than a quarter is used");
 }
 
 #[test]
