@@ -147,8 +147,9 @@ impl Gateway {
             Admission::Admitted(admitted) => exchange.respond(admitted, request).await,
             Admission::Answered(answer) => {
                 request_body::discard_body(request, flow);
-                let (response, outcome) = answer.into_response();
-                return exchange.send(response, outcome, Held::default());
+                let (mut response, outcome) = answer.into_response();
+                exchange.send(&mut response, outcome, Held::default());
+                return response;
             }
             Admission::Rejected(rejection) => {
                 if rejection.has_request_id() {
@@ -438,15 +439,19 @@ impl<'a> Exchange<'a> {
     }
 
     /// Complete the response to an admitted or rejected request.
-    fn complete(self, result: Result<Reply, Rejection<'_>>) -> Response<Body> {
+    fn complete(&mut self, result: Result<Reply, Rejection<'_>>) -> Response<Body> {
         match result {
-            Ok(Reply { response, held }) => self.send(response, "ok", held),
+            Ok(Reply { mut response, held }) => {
+                self.send(&mut response, "ok", held);
+                response
+            }
             Err(rejection) => {
                 let (mut response, outcome) = self.reject(rejection);
                 if let Some(route) = self.facts.route {
                     route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
                 }
-                self.send(response, outcome, Held::default())
+                self.send(&mut response, outcome, Held::default());
+                response
             }
         }
     }
@@ -465,14 +470,14 @@ impl<'a> Exchange<'a> {
     }
 
     /// Set the headers that all responses have, and update the metrics. The access log record and the spans are written
-    /// when the response body ends.
-    fn send(self, mut response: Response<Body>, outcome: &'static str, held: Held) -> Response<Body> {
+    /// when the response body ends. The response is not moved, because it is large.
+    fn send(&mut self, response: &mut Response<Body>, outcome: &'static str, held: Held) {
         let status = response.status();
         if let Some(cors) = &self.facts.cors {
             cors.apply(response.headers_mut());
         }
         if self.has_unread_body {
-            request_body::set_connection_close(&mut response, self.flow);
+            request_body::set_connection_close(response, self.flow);
         }
         if self.is_http2_head
             && let Some(length) = response.body_mut().discard_content()
@@ -482,6 +487,5 @@ impl<'a> Exchange<'a> {
         if let Some(completion) = self.record.finish(status, outcome, held) {
             response.body_mut().on_complete(completion);
         }
-        response
     }
 }

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::mem;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -162,21 +163,18 @@ impl Body {
 
 /// Keep the request in flight until the body of its response is dropped. After a protocol upgrade, move the body to the
 /// connection, where it serves as the tunnel.
-pub fn complete_response(in_flight: InFlightRequest, mut response: Response<Body>) -> Response<Body> {
+pub fn complete_response(in_flight: InFlightRequest, response: &mut Response<Body>) {
     if response.version() == Version::HTTP_10 {
         in_flight.flow().mark_close_delimited();
     }
-    if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-        if in_flight.announces_close() {
-            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-        }
-        response.body_mut().track_in_flight(in_flight);
-        return response;
+    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+        let body = mem::replace(response.body_mut(), Body::full(""));
+        return in_flight.set_tunnel(Box::pin(body.run_tunnel()));
     }
-    response.map(|body| {
-        in_flight.set_tunnel(Box::pin(body.run_tunnel()));
-        Body::full("")
-    })
+    if in_flight.announces_close() {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    response.body_mut().track_in_flight(in_flight);
 }
 
 impl fmt::Debug for Body {

@@ -517,9 +517,11 @@ impl<K: Keeper + Unpin> Future for ServedRequest<K> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(request) = &mut self.request else { return Poll::Pending };
-        let response = ready!(request.as_mut().poll(cx));
-        self.request = None;
-        Poll::Ready(response)
+        let polled = request.as_mut().poll(cx);
+        if polled.is_ready() {
+            self.request = None;
+        }
+        polled
     }
 }
 
@@ -585,8 +587,9 @@ fn serve_request(
         {
             return Err(h2::Reason::CANCEL.into());
         }
-        let response = gateway.handle(request, &peer, in_flight.flow()).await;
-        Ok(complete_response(in_flight, response))
+        let mut response = gateway.handle(request, &peer, in_flight.flow()).await;
+        complete_response(in_flight, &mut response);
+        Ok(response)
     })
 }
 

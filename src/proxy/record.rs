@@ -176,7 +176,7 @@ impl<'a> Record<'a> {
 
     /// Update the metrics, and return what has to be done at the end of the response body: settle reservations, write
     /// the access log record and release permits. Return `None` if there is nothing to do.
-    pub(super) fn finish(mut self, status: StatusCode, outcome: &'static str, held: Held) -> Option<Box<Completion>> {
+    pub(super) fn finish(&mut self, status: StatusCode, outcome: &'static str, held: Held) -> Option<Box<Completion>> {
         self.is_finished = true;
         self.snapshot.metrics.record_response(self.route_index, status, self.started_at.elapsed());
         let mut log = self.log.take();
