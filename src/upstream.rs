@@ -31,6 +31,7 @@ use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
 use crate::http::flow::StreamFlow;
 use crate::http::headers::is_safe;
 use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
+use crate::http::target;
 use crate::limiter::clock::monotonic;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::{Connection, EndpointPool, SendError, StreamOutcome, classify_error};
@@ -38,7 +39,7 @@ use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::endpoint::{Endpoint, LoadBalancer, RequestPermit, Rng};
 use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::{AttemptLog, ReplayableRequest, RetryReason, RetryState, RetryTarget};
-use crate::upstream::settings::UpstreamSettings;
+use crate::upstream::settings::{HostPolicy, UpstreamSettings};
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -59,6 +60,16 @@ struct EndpointPools {
     version: u64,
     /// One pool per endpoint, in the order of `load_balancer.endpoints`.
     pools: Vec<Arc<EndpointPool>>,
+}
+
+/// How a request is sent to an upstream.
+pub struct SendOptions<'a> {
+    /// Bounds and timeouts of the bodies, and the deadline.
+    pub limits: BodyLimits,
+    /// The HTTP/1.x connection or HTTP/2 stream of the client.
+    pub flow: &'a StreamFlow,
+    /// Which `Host` the server receives. The request already has this host, unless it is the host of the server.
+    pub host: &'a HostPolicy,
 }
 
 /// State of the endpoint selection of one request.
@@ -127,6 +138,11 @@ impl Upstream {
     /// Return whether requests contain the certificate of the client.
     pub fn sends_client_cert(&self) -> bool {
         self.cluster.settings.client_cert_header
+    }
+
+    /// Return the `Host` of requests for routes without `upstream_host`.
+    pub fn host(&self) -> &HostPolicy {
+        &self.cluster.settings.host
     }
 
     /// Return host and port of the first server. The gateway sends this value as `Host` if a request has no host.
@@ -324,10 +340,10 @@ impl Upstream {
     pub async fn send(
         &self,
         mut request: Box<Request<RequestBody>>,
-        bounds: BodyLimits,
-        flow: &StreamFlow,
+        options: SendOptions<'_>,
         attempts: &mut AttemptLog,
     ) -> Result<Response<Body>, UpstreamError> {
+        let SendOptions { limits: bounds, flow, host } = options;
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;
         let progress = request.body_mut().apply_limits(bounds);
@@ -369,6 +385,9 @@ impl Upstream {
                 }
             };
             attempts.record_endpoint(permit.endpoint());
+            if matches!(host, HostPolicy::Server) {
+                target::set_host(&mut request, &permit.endpoint().server.authority);
+            }
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             flow.stop_if_abandoned().await;
             let result = {

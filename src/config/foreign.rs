@@ -158,7 +158,7 @@ const FOREIGN_KEYS: &[ForeignKeys] = &[
     // `[upstream.NAME]`.
     keys("upstream", &["health", "healthcheck", "healthchecks", "healthpath", "healthuri", "check", "activehealthchecks", "httpchk"],
         "write health_check = \"/healthz\""),
-    keys("upstream", &["url", "urls", "uri", "host", "hosts", "server", "address", "addresses", "target", "targets", "endpoint", "endpoints",
+    keys("upstream", &["url", "urls", "uri", "hosts", "server", "address", "addresses", "target", "targets", "endpoint", "endpoints",
         "backends", "nodes", "origin", "origins", "proxypass", "to", "upstreams", "loadassignment", "dial", "addr"],
         "write servers = {list}"),
     keys("upstream", &["port"], "write servers = [\"http://127.0.0.1:{bare}\"]"),

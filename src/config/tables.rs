@@ -44,6 +44,9 @@ pub struct Route {
     /// Name of an upstream, or several names with weights: `{ api = 9, canary = 1 }`. A route has exactly one of
     /// `upstream`, `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
+    /// `Host` that the servers of the upstream receive from this route: `"client"`, `"server"` or a name. Default: `host`
+    /// of the upstream.
+    pub upstream_host: Option<Text>,
     /// Response that the gateway sends itself, without an upstream: `{ status = 200, body = "…", content_type =
     /// "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
@@ -401,6 +404,11 @@ pub struct Upstream {
     /// With HTTP/2, the requests of a worker to a server share up to four connections. gRPC requires HTTP/2.
     #[schemars(extend("enum" = ["http1", "http2"], "default" = "http1"))]
     pub protocol: Option<Text>,
+    /// `Host` that the servers receive: `"client"` (the host of the client's request), `"server"` (the host and port in
+    /// the URL of the server), or a name such as `"api.example.com"` ([table](http.md#host-for-upstreams)). Servers at
+    /// hosting providers usually require `"server"`.
+    #[schemars(extend("default" = "client"))]
+    pub host: Option<Text>,
     /// Maximum time to connect, including the TLS handshake and attempts at other servers. If it expires, the client
     /// gets 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]

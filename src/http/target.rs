@@ -65,7 +65,7 @@ pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
 
 /// Return the host of `host`, `host:port`, `[v6]` or `[v6]:port`. Return `None` for any other text, such as
 /// `user@host`.
-fn strip_port(authority: &str) -> Option<&str> {
+pub fn strip_port(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
         Some((v6, rest)) => {
             let is_valid = v6.parse::<Ipv6Addr>().is_ok();
@@ -223,6 +223,25 @@ pub fn set_http2_target<B>(request: &mut Request<B>) {
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
     *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
     *request.version_mut() = Version::HTTP_2;
+}
+
+/// Replace the host of a request: `:authority` with HTTP/2, otherwise `Host`. `authority` must be valid, as in the URL
+/// of a server.
+pub fn set_host<B>(request: &mut Request<B>, authority: &str) {
+    if request.version() == Version::HTTP_2 {
+        let mut uri = mem::take(request.uri_mut()).into_parts();
+        uri.authority = uri::Authority::try_from(authority).ok();
+        *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+    } else if let Ok(host) = HeaderValue::from_str(authority) {
+        request.headers_mut().insert(HOST, host);
+    }
+}
+
+/// Return the host that the client requested, with its port, and without a trailing dot.
+pub fn received_host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
+    let authority = uri.authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
+    let host = authority.or_else(|| headers.get(HOST).cloned())?;
+    Some(strip_trailing_dot(&host).unwrap_or(host))
 }
 
 #[cfg(test)]

@@ -34,10 +34,11 @@ use crate::proxy::request::{Peer, RequestHead};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
-use crate::upstream::Upstream;
 use crate::upstream::connector::Protocol;
 use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
+use crate::upstream::settings::HostPolicy;
+use crate::upstream::{SendOptions, Upstream};
 
 /// A request that is forwarded to an upstream.
 pub(super) struct Forwarding<'f> {
@@ -79,6 +80,7 @@ pub(super) async fn forward(
     }
     let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
+    let host = route.upstream_host.as_ref().unwrap_or(upstream.host());
     let selected = mirror::select(snapshot, peer, route, &request);
     if upstream.sends_proxy_header() {
         let client = peer.proxied_connection(request.headers());
@@ -99,6 +101,7 @@ pub(super) async fn forward(
             forwarded: &peer.forwarded,
             request_id,
             trace,
+            host,
             authority: upstream.authority(),
             length: request.body().size_hint().exact(),
             header_values: &header_values,
@@ -141,7 +144,7 @@ pub(super) async fn forward(
         {
             progress.set_share(Some(upstream.start_upload(network)?));
         }
-        upstream.send(request, limits, flow, attempts).await
+        upstream.send(request, SendOptions { limits, flow, host }, attempts).await
     });
     let mut response = match deadline {
         None => exchange.await?,
@@ -218,7 +221,9 @@ pub struct UpstreamRequestInfo<'a> {
     pub request_id: HeaderValue,
     /// Trace context that the upstream uses as the parent of its spans. `None` if the request is not traced.
     pub trace: Option<TraceContext>,
-    /// Value of `Host` for the upstream if the request has no host.
+    /// Which `Host` the upstream receives.
+    pub host: &'a HostPolicy,
+    /// Host of the first server: `Host` for `HostPolicy::Server`, and for requests without a host.
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
@@ -263,8 +268,13 @@ pub fn prepare_upstream_headers<B>(
         headers.insert(HOST, plain.clone());
         host = Some(plain);
     }
-    if let (None, Ok(host)) = (&host, HeaderValue::from_str(info.authority)) {
-        headers.insert(HOST, host);
+    match (info.host, &host) {
+        (HostPolicy::Client, Some(_)) => {}
+        (HostPolicy::Client, None) | (HostPolicy::Server, _) => {
+            let authority = HeaderValue::from_str(info.authority).ok();
+            authority.into_iter().for_each(|host| drop(headers.insert(HOST, host)));
+        }
+        (HostPolicy::Name(name), _) => drop(headers.insert(HOST, name.clone())),
     }
     headers::set_forwarded(headers, info.forwarded, host.as_ref(), version);
     headers.insert(X_REQUEST_ID, info.request_id);

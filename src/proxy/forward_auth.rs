@@ -20,7 +20,7 @@ use crate::http::headers::{
     ForwardedInfo, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, client_scheme, join_cookies,
 };
 use crate::http::request_body::RequestBody;
-use crate::http::target::strip_trailing_dot;
+use crate::http::target::received_host;
 use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::identity::forward::{
     Admission, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
@@ -29,8 +29,10 @@ use crate::limiter::clock::monotonic;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::AuthResult;
 use crate::proxy::request::{Peer, TargetedRequest};
+use crate::upstream::SendOptions;
 use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
+use crate::upstream::settings::HostPolicy;
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
@@ -128,9 +130,7 @@ pub(super) fn told_headers(provider: &ForwardProvider, peer: &Peer, request: &Ta
         headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
     }
     if told.host {
-        let authority = head.uri.authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
-        let host = authority.or_else(|| received.get(HOST).cloned());
-        let host = host.map(|host| strip_trailing_dot(&host).unwrap_or(host));
+        let host = received_host(head.uri, received);
         headers.extend(from_proxy(&X_FORWARDED_HOST).or(host).map(|host| (X_FORWARDED_HOST, host)));
         let scheme = || HeaderValue::from_static(client_scheme(received, &peer.forwarded));
         headers.insert(X_FORWARDED_PROTO, from_proxy(&X_FORWARDED_PROTO).unwrap_or_else(scheme));
@@ -242,7 +242,9 @@ impl AuthServer<'_> {
         let limits = BodyLimits { deadline: None, upload, idle_timeout, max_body: None };
         let started_at = monotonic();
         let mut attempts = AttemptLog::new(false);
-        let result = upstream.send(request, limits, self.flow, &mut attempts).await;
+        let result = upstream
+            .send(request, SendOptions { limits, flow: self.flow, host: &HostPolicy::Client }, &mut attempts)
+            .await;
         self.snapshot.metrics.record_upstream(self.provider.upstream, &result, started_at.elapsed(), &attempts);
         result
     }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use http::header::TRANSFER_ENCODING;
+use http::header::{HOST, TRANSFER_ENCODING};
 use http::{HeaderName, HeaderValue, Request};
 use http_body::Body as _;
 use http_body_util::BodyExt;
@@ -26,9 +26,10 @@ use crate::proxy::mirror_state::{CopyResult, DropReason, InFlight, MirrorStats, 
 use crate::proxy::request::Peer;
 use crate::snapshot::route_action::Mirror;
 use crate::snapshot::routes::Route;
-use crate::upstream::Upstream;
 use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::retry::AttemptLog;
+use crate::upstream::settings::HostPolicy;
+use crate::upstream::{SendOptions, Upstream};
 
 /// Header that marks a copy. The value of the header is `1`.
 pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");
@@ -39,6 +40,8 @@ pub(super) struct Selected<'a> {
     stats: Arc<MirrorStats>,
     /// Connection of the client, if the gateway sends PROXY headers to the upstream of the copies.
     client: Option<ProxiedConnection>,
+    /// The host that the client requested, which may differ from the `Host` of the request to the original upstream.
+    host: Option<HeaderValue>,
     snapshot: &'a ConfigSnapshot,
     peer: &'a Peer,
 }
@@ -60,14 +63,15 @@ pub(super) fn select<'a>(
     }
     let upstream = &snapshot.upstreams[mirror.upstream];
     let client = upstream.sends_proxy_header().then(|| peer.proxied_connection(request.headers()));
-    Some(Selected { mirror, stats, client, snapshot, peer })
+    let host = target::received_host(request.uri(), request.headers());
+    Some(Selected { mirror, stats, client, host, snapshot, peer })
 }
 
 impl Selected<'_> {
     /// Copy a request that is about to be sent to `original`. `request` already has the target and the headers for an
     /// HTTP/1.1 upstream. `is_upgrade` is true if the request offers to upgrade the connection.
     pub(super) fn copy(self, original: &Upstream, request: &mut Request<RequestBody>, is_upgrade: bool) {
-        let Selected { mirror, stats, client, snapshot, peer } = self;
+        let Selected { mirror, stats, client, host, snapshot, peer } = self;
         if is_upgrade {
             return stats.drop_copy(DropReason::Upgrade);
         }
@@ -86,6 +90,13 @@ impl Selected<'_> {
             let certificate = peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
             ClientCertificate::set_headers(certificate, head.headers_mut());
         }
+        let host = match upstream.host() {
+            HostPolicy::Client => host,
+            // `Upstream::send` sets the host of the server.
+            HostPolicy::Server => None,
+            HostPolicy::Name(name) => Some(name.clone()),
+        };
+        host.into_iter().for_each(|host| drop(head.headers_mut().insert(HOST, host)));
         if let Some(client) = client {
             head.extensions_mut().insert(client);
         }
@@ -164,7 +175,8 @@ impl RequestCopy {
             target::set_http2_target(&mut request);
         }
         let started_at = monotonic();
-        let result = upstream.send(request, limits, &flow, &mut AttemptLog::single_attempt()).await;
+        let options = SendOptions { limits, flow: &flow, host: upstream.host() };
+        let result = upstream.send(request, options, &mut AttemptLog::single_attempt()).await;
         responses.record(result.as_ref().ok().map(http::Response::status), started_at.elapsed());
         match result {
             Ok(response) => {

@@ -16,9 +16,10 @@ use crate::http::target::forwarded_path;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::snapshot::routes::{DirectResponse, Redirect, RedirectTarget, Rewrite, RouteAction};
+use crate::snapshot::upstreams::host_policy;
 use crate::snapshot::validator::Validator;
 use crate::upstream::connector::Protocol;
-use crate::upstream::settings::UpstreamSettings;
+use crate::upstream::settings::{HostPolicy, UpstreamSettings};
 
 /// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;
@@ -411,6 +412,15 @@ impl Mirror {
     pub fn picks_next(&self) -> bool {
         u128::from(self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO)) < self.share
     }
+}
+
+/// Compile `upstream_host` of a route.
+pub(super) fn upstream_host(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<HostPolicy> {
+    let text = route.upstream_host.as_ref()?;
+    if route.upstream.is_none() {
+        reader.push_missing(Issue::new(text.span(), "`upstream_host` requires an upstream"));
+    }
+    Some(host_policy(text, reader))
 }
 
 /// Compile `mirror` of a route.

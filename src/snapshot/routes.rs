@@ -38,10 +38,12 @@ use crate::snapshot::header_rules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::check_cost_fits;
-use crate::snapshot::route_action::{Mirror, WeightedUpstreams, mirror, rewrite, route_action, websocket};
+use crate::snapshot::route_action::{
+    Mirror, WeightedUpstreams, mirror, rewrite, route_action, upstream_host, websocket,
+};
 use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::validator::Validator;
-use crate::upstream::settings::UpstreamSettings;
+use crate::upstream::settings::{HostPolicy, UpstreamSettings};
 
 /// A compiled route.
 #[derive(Debug)]
@@ -56,6 +58,8 @@ pub struct Route {
     pub path_pattern: PathPattern,
     /// The action for requests of the route.
     pub action: RouteAction,
+    /// `Host` that servers receive. `None` for `host` of the upstream.
+    pub upstream_host: Option<HostPolicy>,
     /// Change of the path before the request is forwarded. `None` if the path does not change.
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
@@ -431,6 +435,7 @@ impl Route {
                 to: RedirectTarget::OtherSlash,
                 status: StatusCode::PERMANENT_REDIRECT,
             }),
+            upstream_host: None,
             rewrite: None,
             timeout: None,
             access: self.access.clone(),
@@ -487,6 +492,7 @@ pub(super) fn routes(
         let matching = route_match(written, &span, &config.listener, reader);
         let path = matching.as_ref().map(|(pattern, _)| &pattern.path);
         let action = route_action(written, &span, path, upstreams, reader);
+        let upstream_host = upstream_host(written, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
@@ -513,6 +519,7 @@ pub(super) fn routes(
             path: written.path_regex.as_ref().or(written.path.as_ref()).map_or("/", |path| path.get_ref()).into(),
             path_pattern: pattern.path.clone(),
             action: target,
+            upstream_host,
             rewrite,
             timeout,
             access: access.map(Arc::new),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::StatusCode;
+use http::{HeaderValue, StatusCode};
 use rustls::pki_types::ServerName;
 use x509_parser::parse_x509_certificate;
 
@@ -15,12 +15,13 @@ use crate::config::error::Issue;
 use crate::config::shorthand::HealthCheck;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
+use crate::http::target::strip_port;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
 use crate::tls::{Certificate, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};
 use crate::upstream::settings::{
-    EjectionSettings, HealthSettings, LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings,
+    EjectionSettings, HealthSettings, HostPolicy, LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings,
 };
 
 /// Compile all upstreams. Also return the TLS settings of upstreams that have servers with `https://` URLs.
@@ -58,6 +59,7 @@ pub(super) fn upstream(
         name: name.into(),
         servers,
         protocol,
+        host: upstream.host.as_ref().map_or(HostPolicy::Client, |text| host_policy(text, reader)),
         connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
         response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
         pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
@@ -144,6 +146,23 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
             None => {
                 reader.unknown_name(text.span(), "value", other, words.into_iter());
                 LoadBalancingPolicy::LeastRequests
+            }
+        },
+    }
+}
+
+/// Compile `host` of an upstream or `upstream_host` of a route.
+pub(super) fn host_policy(text: &Text, reader: &mut Validator<'_>) -> HostPolicy {
+    match &**text.get_ref() {
+        "client" => HostPolicy::Client,
+        "server" => HostPolicy::Server,
+        name => match strip_port(name).and_then(|_| HeaderValue::from_str(name).ok()) {
+            Some(value) => HostPolicy::Name(value),
+            None => {
+                let issue = Issue::new(text.span(), format!("`{name}` is not a host"));
+                reader
+                    .push_issue(issue.with_hint("write \"client\", \"server\" or a name such as \"api.example.com\""));
+                HostPolicy::Client
             }
         },
     }

@@ -361,11 +361,41 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
     }
+    issues.extend(unchosen_hosts(input));
     issues.extend(inspection_beyond_buffers(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
     issues.extend(routes::open_alternatives(input));
     issues
+}
+
+/// Warn of upstreams with `https://` URLs whose servers may reject requests with the `Host` of the client: nothing in the
+/// configuration chooses a `Host`, and the names in the URLs are not the hosts of the routes.
+fn unchosen_hosts<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let upstreams = input.config.upstreams.iter().enumerate();
+    upstreams.filter_map(|(index, settings)| {
+        let parsed = input.parsed.upstream.get(&*settings.name)?.get_ref();
+        let server = settings.servers.iter().position(|server| {
+            let is_name = server.needs_dns() && server.host.rsplit('.').next() != Some("localhost");
+            is_name && server.tls.is_some() && sends_another_host(input, index, &server.host)
+        })?;
+        let (host, span) = (&settings.servers[server].host, parsed.servers.get(server)?.span());
+        let message = format!(
+            "`{host}` gets the `Host` of the client, which a server with `https://` may reject with 421 or 404"
+        );
+        let hint = "set host = \"server\" to send the host of the URL, or host = \"client\" if this is intended";
+        parsed.host.is_none().then(|| Issue::new(span, message).with_hint(hint))
+    })
+}
+
+/// Return whether a route forwards requests for other hosts than `host` to this upstream, and does not choose a `Host`.
+fn sends_another_host(input: &LintInput<'_>, upstream: usize, host: &str) -> bool {
+    input.config.routes.iter().filter(|route| route.upstream_host.is_none()).any(|route| {
+        let RouteAction::Forward(upstreams) = &route.action else { return false };
+        let hosts = input.route(route.index).and_then(|route| route.get_ref().hosts.as_deref()).unwrap_or_default();
+        let is_same = !hosts.is_empty() && hosts.iter().all(|name| name.get_ref().eq_ignore_ascii_case(host));
+        upstreams.upstreams().any(|index| index == upstream) && !is_same
+    })
 }
 
 /// Methods whose requests usually have no body.

@@ -374,7 +374,7 @@ impl UpstreamCluster {
 pub(super) mod tests {
     use super::*;
     use crate::upstream::connector::Protocol;
-    use crate::upstream::settings::UpstreamServerSettings;
+    use crate::upstream::settings::{HostPolicy, UpstreamServerSettings};
 
     pub(in crate::upstream) fn settings(servers: &[&str]) -> UpstreamSettings {
         let server = |host: &&str| UpstreamServerSettings {
@@ -389,6 +389,7 @@ pub(super) mod tests {
             name: "api".into(),
             servers: servers.iter().map(server).collect(),
             protocol: Protocol::Http1,
+            host: HostPolicy::Client,
             connect_timeout: second,
             response_timeout: second,
             pool_idle_timeout: second,

@@ -11,11 +11,12 @@ use tokio::time::{sleep, timeout};
 
 use crate::http::body_limits::ReadLimit;
 use crate::http::request_body::RequestBody;
+use crate::http::target::set_http2_target;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::EndpointPool;
 use crate::upstream::connector::Protocol;
 use crate::upstream::endpoint::{Endpoint, Rng};
-use crate::upstream::settings::HealthSettings;
+use crate::upstream::settings::{HealthSettings, HostPolicy, UpstreamSettings};
 
 /// User-Agent of health checks.
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");
@@ -67,7 +68,7 @@ async fn check_once(
 ) -> Result<(), String> {
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
     let (mut connection, _) = pool.connect(None).await.map_err(|error| format!("cannot connect: {error}"))?;
-    let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
+    let request = check_request(&cluster.settings, health, endpoint).map_err(|error| error.to_string())?;
     let response = connection
         .send(request, ReadLimit::Any)
         .await
@@ -79,20 +80,18 @@ async fn check_once(
 }
 
 fn check_request(
-    protocol: &Protocol,
+    settings: &UpstreamSettings,
     health: &HealthSettings,
     endpoint: &Endpoint,
 ) -> http::Result<Request<RequestBody>> {
     let request = Request::get(Uri::from(health.path.clone())).header(USER_AGENT, USER_AGENT_VALUE);
-    let request = match protocol {
-        Protocol::Http1 => request.header(HOST, &*endpoint.server.authority),
-        Protocol::Http2 => request.uri(
-            Uri::builder()
-                .scheme("http")
-                .authority(&*endpoint.server.authority)
-                .path_and_query(health.path.clone())
-                .build()?,
-        ),
+    let request = match &settings.host {
+        HostPolicy::Name(name) => request.header(HOST, name),
+        HostPolicy::Client | HostPolicy::Server => request.header(HOST, &*endpoint.server.authority),
     };
-    request.body(RequestBody::empty())
+    let mut request = request.body(RequestBody::empty())?;
+    if settings.protocol == Protocol::Http2 {
+        set_http2_target(&mut request);
+    }
+    Ok(request)
 }

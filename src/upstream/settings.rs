@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use http::uri::PathAndQuery;
-use http::{HeaderName, StatusCode};
+use http::{HeaderName, HeaderValue, StatusCode};
 
 use crate::upstream::connector::{EndpointTls, Protocol};
 
@@ -17,6 +17,8 @@ pub struct UpstreamSettings {
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,
+    /// `Host` of requests to the servers, for routes without `upstream_host`.
+    pub host: HostPolicy,
     /// Maximum time until a connection to any endpoint is established, including the TLS handshake and attempts to
     /// connect to other endpoints. This is also the maximum time in the wait queue.
     pub connect_timeout: Duration,
@@ -51,6 +53,17 @@ impl UpstreamSettings {
     }
 }
 
+/// The `Host` that servers receive (`host` of an upstream, `upstream_host` of a route).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HostPolicy {
+    /// The host of the client's request.
+    Client,
+    /// The host and port in the URL of the server that receives the request.
+    Server,
+    /// This host.
+    Name(HeaderValue),
+}
+
 /// Settings of one entry of `servers`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UpstreamServerSettings {
@@ -68,7 +81,7 @@ pub struct UpstreamServerSettings {
 
 impl UpstreamServerSettings {
     /// Return whether the host is a name that must be resolved.
-    pub(crate) fn needs_dns(&self) -> bool {
+    pub fn needs_dns(&self) -> bool {
         self.host.parse::<IpAddr>().is_err()
     }
 

@@ -97,6 +97,7 @@ mod topologies;
 mod traces;
 mod upgrades;
 mod upstream_faults;
+mod upstream_host;
 mod upstream_tls;
 mod urls;
 mod usage;

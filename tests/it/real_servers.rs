@@ -1,4 +1,4 @@
-//! Real servers (nginx, Node, Python) killed and restarted under load: fault 24 in docs/testing.md.
+//! Real servers (nginx, Node, Python): killed and restarted under load (fault 24 in docs/testing.md), and virtual hosts.
 #![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::collections::HashSet;
@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use crate::support::certificates::{Authority, NOW};
 use crate::support::gateway::Gateway;
 use crate::support::redis::free_port;
 use crate::support::{SetOnDrop, eventually};
@@ -189,4 +190,72 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
         posts.len()
     );
     assert!(!ids.is_empty() && gets > 20, "{gets} GET requests, {} POST requests recorded by the servers", ids.len());
+}
+
+/// nginx with two virtual hosts over TLS. Each answers with its name, and requests for other hosts get 421.
+fn virtual_hosts(folder: &Path, ca: &Authority) -> Server {
+    let hosts = ["localhost", "api.test"];
+    for host in hosts {
+        let pair = ca.server(&[host], NOW);
+        std::fs::write(folder.join(format!("{host}.pem")), pair.cert).unwrap();
+        std::fs::write(folder.join(format!("{host}.key")), pair.key).unwrap();
+    }
+    let folder = folder.to_owned();
+    Server::start(move |port| {
+        let at = |name: &str| folder.join(name).display().to_string();
+        let tls = |host: &str| {
+            format!(
+                "ssl_certificate {}; ssl_certificate_key {};",
+                at(&format!("{host}.pem")),
+                at(&format!("{host}.key"))
+            )
+        };
+        let named = |host: &str| {
+            let tls = tls(host);
+            format!("server {{ listen 127.0.0.1:{port} ssl; server_name {host}; {tls} return 200 {host}; }}\n")
+        };
+        let text = format!(
+            "daemon off; master_process off; pid {}; error_log {};\nevents {{}}\n\
+             http {{ access_log off; client_body_temp_path {}; proxy_temp_path {}; fastcgi_temp_path {}; uwsgi_temp_path {}; \
+             scgi_temp_path {};\nserver {{ listen 127.0.0.1:{port} ssl default_server; {} return 421; }}\n{} }}\n",
+            at("pid"),
+            at("log"),
+            at("b"),
+            at("p"),
+            at("f"),
+            at("u"),
+            at("s"),
+            tls("localhost"),
+            hosts.map(named).concat(),
+        );
+        std::fs::write(folder.join("nginx.conf"), text).unwrap();
+        let mut command = Command::new("nginx");
+        command.env("PATH", format!("{}:/usr/sbin", std::env::var("PATH").unwrap())).arg("-c").arg(at("nginx.conf"));
+        command
+    })
+}
+
+#[test]
+fn virtual_hosts_of_nginx_are_reached_by_the_host_of_the_upstream() {
+    let (ca, folder) = (Authority::new("ca"), tempfile::tempdir().unwrap());
+    let nginx = virtual_hosts(folder.path(), &ca);
+    let upstream = |name: &str, lines: &str| {
+        format!(
+            "[upstream.{name}]\nservers = [\"https://localhost:{}\"]\n{lines}\n\
+             [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n",
+            nginx.port
+        )
+    };
+    let config = [
+        upstream("client", "tls = { ca = \"ca.pem\" }"),
+        upstream("server", "tls = { ca = \"ca.pem\" }\nhost = \"server\""),
+        upstream("name", "tls = { ca = \"ca.pem\", server_name = \"api.test\" }\nhost = \"api.test\""),
+    ];
+    let gateway = Gateway::start_with(&config.concat(), &[("ca.pem", &ca.pem())]);
+    let mut client = gateway.client();
+    for (path, status, text) in [("/client", 421, ""), ("/server", 200, "localhost"), ("/name", 200, "api.test")] {
+        let reply = client.request("GET", path, &[("Host", "shop.example")], b"");
+        assert_eq!(reply.status, status, "{path}: {}", reply.text());
+        assert!(reply.text().contains(text), "{path}: {}", reply.text());
+    }
 }

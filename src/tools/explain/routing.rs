@@ -28,6 +28,7 @@ use crate::tools::explain::limits::PeekedLimits;
 use crate::tools::explain::report::{
     HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
+use crate::upstream::settings::HostPolicy;
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -175,9 +176,11 @@ pub(super) fn upstream_report(
     let RequestVariables { route, peer, credentials, head, .. } = *variables;
     let request_id = variables.request_id.clone();
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
-    // If a request has no host, the gateway sends the authority of the server as `Host`. The report shows the authority
-    // of the first server.
+    // For `host = "server"`, and for requests without a host, `Host` is the authority of the server. The report shows the
+    // authority of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
+    let of_upstream = upstreams().next().map_or(&HostPolicy::Client, |upstream| &upstream.host);
+    let host = route.upstream_host.as_ref().unwrap_or(of_upstream);
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
     // The client certificate is unknown here, so the report lists the headers for the certificate only as removed.
     let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(None);
@@ -186,6 +189,7 @@ pub(super) fn upstream_report(
         forwarded: &peer.forwarded,
         request_id,
         trace: None,
+        host,
         authority,
         length,
         header_values,
