@@ -21,8 +21,9 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use percent_encoding::percent_decode;
 
 use crate::identity::api_key::Caller;
-use crate::identity::auth::{Credentials, TierSource};
+use crate::identity::auth::{AuthError, Credentials, TierSource};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::payload::form::FieldValue;
 use crate::payload::json::body::{JsonBody, JsonPointer, JsonValue, MAX_VALUE};
 use crate::payload::json::rpc::{CountedMessages, Message};
 use crate::routing::condition::query_values;
@@ -158,7 +159,17 @@ impl IdentitySpec {
 
     /// Return whether the identity depends on the body of the request.
     pub fn reads_body(&self) -> bool {
+        self.reads_json() || self.reads_form()
+    }
+
+    /// Return whether the identity depends on values or messages of a JSON body.
+    pub fn reads_json(&self) -> bool {
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Json(_) | Descriptor::Rpc(_)))
+    }
+
+    /// Return whether the identity depends on fields of a form in the body.
+    pub fn reads_form(&self) -> bool {
+        self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Form(_)))
     }
 
     /// Return which JSON-RPC messages the limit charges. Return `None` if it charges each request once.
@@ -288,6 +299,8 @@ pub enum Descriptor {
     ClientCert,
     /// User name of Basic authentication.
     Basic,
+    /// User name in the Basic credentials of the request, which the gateway does not verify.
+    ClaimedUser,
     /// Value of a header from the authentication server.
     Forward(HeaderName),
     /// Host of the request, as used for routing.
@@ -296,6 +309,8 @@ pub enum Descriptor {
     Method,
     /// Value at this pointer in the JSON body.
     Json(JsonPointer),
+    /// Value of the form field with this name in the body.
+    Form(Box<str>),
     /// A part of a JSON-RPC message in the body.
     Rpc(RpcSource),
     /// One identity for all clients.
@@ -343,10 +358,12 @@ impl fmt::Display for Descriptor {
             Descriptor::Jwt(name) => write!(f, "claim `{name}` of a bearer token"),
             Descriptor::ClientCert => f.write_str("subject of a client certificate"),
             Descriptor::Basic => f.write_str("name of a user"),
+            Descriptor::ClaimedUser => f.write_str("user name in the header `authorization`"),
             Descriptor::Forward(name) => write!(f, "header `{name}` of the authentication server"),
             Descriptor::Host => f.write_str("host"),
             Descriptor::Method => f.write_str("method"),
             Descriptor::Json(pointer) => write!(f, "JSON value `{pointer}`"),
+            Descriptor::Form(name) => write!(f, "form field `{name}`"),
             Descriptor::Rpc(RpcSource::McpTool) => f.write_str("MCP tool"),
             Descriptor::Rpc(RpcSource::McpMethod) => f.write_str("MCP method"),
             Descriptor::Rpc(RpcSource::Method) => f.write_str("JSON-RPC method"),
@@ -409,7 +426,9 @@ impl Descriptor {
             | Descriptor::Basic
             | Descriptor::Forward(_) => None,
             Descriptor::Host | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
-            Descriptor::Json(_) | Descriptor::Rpc(_) => None,
+            Descriptor::Json(_) | Descriptor::Form(_) | Descriptor::Rpc(_) => None,
+            // The upstream's scheme of the header, not this limit, decides who may send it.
+            Descriptor::ClaimedUser => None,
         }
     }
 
@@ -429,7 +448,9 @@ impl Descriptor {
             | Descriptor::Path(_)
             | Descriptor::Host
             | Descriptor::Method
+            | Descriptor::ClaimedUser
             | Descriptor::Json(_)
+            | Descriptor::Form(_)
             | Descriptor::Rpc(_)
             | Descriptor::Global
             | Descriptor::Route => false,
@@ -527,6 +548,8 @@ impl Descriptor {
             }),
             Descriptor::Host => only(b'n', vec![Cow::Borrowed(request.host.as_bytes())]),
             Descriptor::Method => Ok(IdentityPart::Value(b'm', Cow::Borrowed(request.method.as_str().as_bytes()))),
+            Descriptor::ClaimedUser => self.extract_claimed_user(request.headers),
+            Descriptor::Form(name) => self.extract_form(name, request),
             Descriptor::Json(pointer) => self.extract_json(request.body.and_then(|body| body.value(pointer))),
             Descriptor::Rpc(source) => {
                 let messages = request.body.and_then(|body| body.messages.as_ref()?.as_ref().ok());
@@ -544,6 +567,38 @@ impl Descriptor {
 }
 
 impl Descriptor {
+    /// Return the user name in the header Authorization.
+    fn extract_claimed_user<'a>(&self, headers: &HeaderMap) -> Result<IdentityPart<'a>, IdentityError> {
+        match basic::claimed_user(headers) {
+            Ok(Some(user)) => Ok(IdentityPart::Value(self.tag(), Cow::Owned(user))),
+            Ok(None) => Ok(IdentityPart::Missing(IdentityError::Missing(self.clone()))),
+            Err(AuthError::Ambiguous(_)) => Err(IdentityError::Ambiguous(self.clone())),
+            Err(_) => Err(IdentityError::Malformed(self.clone())),
+        }
+    }
+
+    fn extract_form<'a>(
+        &self,
+        name: &str,
+        request: &'a RequestAttributes<'_>,
+    ) -> Result<IdentityPart<'a>, IdentityError> {
+        let unusable = |reason| Err(IdentityError::Unusable(self.clone(), reason));
+        let form = request.body.and_then(|body| body.form.as_ref());
+        // Some servers read a query parameter instead of a field with the same name.
+        if form.is_some() && query_values(request.query.unwrap_or_default(), name).next().is_some() {
+            return unusable("is also a query parameter");
+        }
+        match form.and_then(|form| form.value(name)) {
+            None => Ok(IdentityPart::Missing(IdentityError::Missing(self.clone()))),
+            Some(FieldValue::Text(text)) => Ok(IdentityPart::Value(self.tag(), Cow::Borrowed(text.as_bytes()))),
+            Some(FieldValue::TooLong) => unusable(TOO_LONG),
+            Some(FieldValue::Ambiguous) => unusable(
+                "is ambiguous: it occurs twice or in a different spelling (such as another case), is a file, or \
+                 contains control characters",
+            ),
+        }
+    }
+
     fn extract_json<'a>(&self, value: Option<&'a JsonValue>) -> Result<IdentityPart<'a>, IdentityError> {
         let unusable = |reason| Err(IdentityError::Unusable(self.clone(), reason));
         let Some(value) = value else { return Ok(IdentityPart::Missing(IdentityError::Missing(self.clone()))) };

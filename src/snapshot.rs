@@ -122,6 +122,8 @@ pub struct CompiledConfig {
 pub struct BodyInspection {
     /// Pointers to the JSON values to read.
     pub pointers: Arc<JsonPointers>,
+    /// Names of the form fields to read.
+    pub fields: Arc<[Box<str>]>,
     /// Whether a limit reads JSON-RPC messages.
     pub reads_messages: bool,
     /// Whether a limit counts the tokens of an LLM API.
@@ -379,12 +381,16 @@ fn body_inspection(
 ) -> BodyInspection {
     let mut pointers = table.matched_pointers().to_vec();
     let mut inspection = BodyInspection::default();
+    let mut fields = BTreeSet::new();
     for limits in routes.iter().map(|route| &route.rate_limits) {
         for descriptor in limits.identities.iter().flat_map(|spec| &spec.descriptors) {
             if let Descriptor::Json(pointer) = descriptor
                 && !pointers.contains(pointer)
             {
                 pointers.push(pointer.clone());
+            }
+            if let Descriptor::Form(name) = descriptor {
+                fields.insert(name.clone());
             }
         }
         inspection.reads_messages |= limits.limits.iter().any(|limit| limit.counted.is_some());
@@ -394,7 +400,11 @@ fn body_inspection(
         let message = format!("routes and limits use {} different JSON pointers", pointers.len());
         reader.push_issue(Issue { span: None, message, hint: Some(format!("at most {MAX_POINTERS} are supported")) });
     }
-    BodyInspection { pointers: Arc::new(JsonPointers::new(pointers)), ..inspection }
+    BodyInspection {
+        pointers: Arc::new(JsonPointers::new(pointers)),
+        fields: fields.into_iter().collect(),
+        ..inspection
+    }
 }
 
 // === Keys that require a restart when they change ===

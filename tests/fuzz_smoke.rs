@@ -26,6 +26,8 @@ mod configuration;
 mod credentials;
 #[path = "../fuzz/targets/field_writer.rs"]
 mod field_writer;
+#[path = "../fuzz/targets/form.rs"]
+mod form;
 #[path = "../fuzz/targets/forwarded.rs"]
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
@@ -544,6 +546,41 @@ fn key_sets() {
         "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
+}
+
+#[test]
+fn forms() {
+    let examples: [&[u8]; 3] = [
+        b"application/x-www-form-urlencoded\nuser=alice&user%5Bname%5D=a+b&password=%C3%A9",
+        b"multipart/form-data; boundary=b\n--b\r\nContent-Disposition: form-data; name=\"user\"\r\n\r\nalice\r\n--b--\r\n",
+        b"multipart/form-data; boundary=b\n--b\r\nContent-Disposition: form-data; name=\"f\"; filename=\"x\"\r\n\
+          Content-Type: text/plain\r\n\r\nx\r\n--b\r\nContent-Disposition: form-data; name=\"user\"\r\n\r\na\r\n--b--",
+    ];
+    let tokens = [
+        "&",
+        "=",
+        "%",
+        "%75ser",
+        "user",
+        "User",
+        "[",
+        "]",
+        "+",
+        ";",
+        "\r\n",
+        "\n",
+        "--b",
+        "--",
+        "\"",
+        "\\",
+        ": ",
+        "name=",
+        "filename*=",
+        "Content-Transfer-Encoding: base64\r\n",
+        "\0",
+        "\u{e9}",
+    ];
+    fuzz("forms", &examples, &tokens, form::run);
 }
 
 #[test]

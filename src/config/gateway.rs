@@ -120,8 +120,8 @@ pub struct Server {
     /// request bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
-    /// Maximum size of a JSON request body that the gateway reads. It reads a body to select a route (`match.json`), to
-    /// determine an identity (`json:POINTER`, `mcp:tool`, `mcp:method`, `jsonrpc:method`) or to compute a cost
+    /// Maximum size of a JSON request body or form that the gateway reads. It reads a body to select a route
+    /// (`match.json`), to determine an identity (`json:POINTER`, `form:NAME`, `mcp:tool`, `mcp:method`, `jsonrpc:method`) or to compute a cost
     /// (`cost.tools`). A larger body gets 413.
     #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
     pub inspect_body: Option<Text>,

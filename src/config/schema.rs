@@ -70,7 +70,7 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
 
 /// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if
 /// it is in upper case.
-pub const IDENTITY_SOURCES: [&str; 19] = [
+pub const IDENTITY_SOURCES: [&str; 21] = [
     "api-key",
     "ip",
     "user:HEADER",
@@ -81,11 +81,13 @@ pub const IDENTITY_SOURCES: [&str; 19] = [
     "jwt:CLAIM",
     "client-cert",
     "basic",
+    "basic:user",
     "auth:HEADER",
     "host",
     "route",
     "method",
     "json:POINTER",
+    "form:NAME",
     "mcp:tool",
     "mcp:method",
     "jsonrpc:method",

@@ -264,9 +264,10 @@ pub struct Redirect {
 #[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
     /// Identity to which the limit applies: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
-    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (a header from an
-    /// authentication server), `host`, `route`, `method`, `json:POINTER` (a value in the JSON body, such as
-    /// `json:/model`), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `global`, or a list of these. With a list, each
+    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the verified user name), `basic:user` (the user name
+    /// that the client sends, not verified), `auth:HEADER` (a header from an authentication server), `host`, `route`,
+    /// `method`, `json:POINTER` (a value in the JSON body, such as `json:/model`), `form:NAME` (a field of an HTML form
+    /// in the body), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `global`, or a list of these. With a list, each
     /// combination of values is a separate identity. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need an
     /// authentication provider that verifies this credential, in `require` or `identify` of the route. If several
     /// providers verify a credential, the first one determines the identity.

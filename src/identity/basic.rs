@@ -280,6 +280,18 @@ pub(super) fn has_basic_credentials(headers: &HeaderMap) -> bool {
     headers.get_all(AUTHORIZATION).iter().any(|value| credentials_of(value.as_bytes()).is_some())
 }
 
+/// Return the user name in the Basic credentials of a request, without verifying the password. Return `None` if the
+/// request has none.
+///
+/// # Errors
+/// The request has several headers `Authorization`, or its credentials are malformed.
+pub(super) fn claimed_user(headers: &HeaderMap) -> Result<Option<Vec<u8>>, AuthError> {
+    let Some(credentials) = basic_credentials(headers)? else { return Ok(None) };
+    let (mut pair, colon) = decode(credentials).ok_or(BasicError::Malformed)?;
+    pair.truncate(colon);
+    Ok(Some(pair))
+}
+
 /// Decode `USER:PASSWORD`. Return the bytes and the index of the first colon: a password may contain colons, but a user
 /// name may not (RFC 7617 §2). Return `None` if the base64 is invalid, the colon is missing, or the text contains
 /// control characters.

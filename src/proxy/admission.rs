@@ -376,7 +376,7 @@ async fn read_for_route<'a, I: AdmissionIo>(
     let max_read = config.server.inspect_body;
     let reads_tokens = config.body_inspection.reads_tokens;
     let content = io.read_body(head, BodyRead { max_body: None, max_read, reads_tokens, deadline: None }).await?;
-    content.require(max_read).map_err(Rejection::Inspect)?;
+    content.require_json(max_read).map_err(Rejection::Inspect)?;
     Ok(Box::new(content))
 }
 

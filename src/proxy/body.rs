@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
+use crate::payload::form::{FormFields, FormType};
 use crate::payload::json::body::{Collector, JsonBody};
 use crate::payload::json::rpc::RpcError;
 use crate::payload::json::{body, rpc};
@@ -30,7 +31,7 @@ pub enum BodyContent {
     Empty,
     /// The body cannot be read.
     Unread(UnreadBody),
-    /// The body is a JSON document.
+    /// The body is a JSON document or a form.
     Read(Box<InspectedBody>),
 }
 
@@ -39,27 +40,42 @@ pub enum BodyContent {
 pub struct InspectedBody {
     /// Length of the body in bytes.
     pub length: usize,
-    /// Values and JSON-RPC messages that were read from the body.
+    /// Values, JSON-RPC messages or form fields that were read from the body.
     pub json: JsonBody,
     /// The maximum token usage of a request to an LLM API. `None` if no limit counts tokens.
     pub llm: Option<Result<RequestInfo, RequestError>>,
 }
 
+/// How the gateway reads a body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BodyFormat {
+    /// As JSON.
+    Json,
+    /// As a form.
+    Form(FormType),
+}
+
 impl BodyContent {
     /// Parse the bytes of a complete body. `reads_tokens` is true if a limit counts the tokens of an LLM API.
-    pub fn from_bytes(bytes: &[u8], inspection: &BodyInspection, reads_tokens: bool) -> Self {
+    pub fn from_bytes(bytes: &[u8], format: &BodyFormat, inspection: &BodyInspection, reads_tokens: bool) -> Self {
         if bytes.is_empty() {
             return BodyContent::Empty;
         }
-        let BodyInspection { pointers, reads_messages, .. } = inspection;
-        let read = match reads_tokens {
-            true => request::inspect_with(bytes, Collector::new(pointers, *reads_messages))
-                .map(|(llm, json)| (Some(llm), json)),
-            false => body::read(bytes, pointers, *reads_messages).map(|json| (None, json)),
+        let BodyInspection { pointers, reads_messages, fields, .. } = inspection;
+        let read = match format {
+            BodyFormat::Form(form) => FormFields::read(bytes, form, fields)
+                .map(|form| (None, JsonBody::from_form(form)))
+                .map_err(UnreadBody::from),
+            BodyFormat::Json if reads_tokens => request::inspect_with(bytes, Collector::new(pointers, *reads_messages))
+                .map(|(llm, json)| (Some(llm), json))
+                .map_err(UnreadBody::from),
+            BodyFormat::Json => {
+                body::read(bytes, pointers, *reads_messages).map(|json| (None, json)).map_err(UnreadBody::from)
+            }
         };
         match read {
             Ok((llm, json)) => BodyContent::Read(Box::new(InspectedBody { length: bytes.len(), json, llm })),
-            Err(error) => BodyContent::Unread(error.into()),
+            Err(error) => BodyContent::Unread(error),
         }
     }
 
@@ -71,11 +87,20 @@ impl BodyContent {
         }
     }
 
-    /// Return an error if the body cannot be read or is longer than `max_body` bytes.
+    /// Return an error if the body is not a JSON document of at most `max_body` bytes.
     ///
     /// # Errors
     /// The reason why the body cannot be read.
-    pub fn require(&self, max_body: usize) -> Result<(), InspectError> {
+    pub fn require_json(&self, max_body: usize) -> Result<(), InspectError> {
+        self.require(max_body)?;
+        match self.json().is_some_and(|json| json.form.is_some()) {
+            true => Err(UnreadBody::MediaType.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Return an error if the body cannot be read or is longer than `max_body` bytes.
+    fn require(&self, max_body: usize) -> Result<(), InspectError> {
         match self {
             BodyContent::Unread(error) => Err(error.clone().into()),
             BodyContent::Read(read) if read.length > max_body => Err(UnreadBody::TooLong(max_body).into()),
@@ -83,16 +108,21 @@ impl BodyContent {
         }
     }
 
-    /// Check that the limits of a route can use the body: its JSON-RPC messages must be valid, and MCP headers that
-    /// repeat values of the body must have the same values.
+    /// Check that the limits of a route can use the body: it must be a JSON document or a form, whichever the limits
+    /// read. Its JSON-RPC messages must be valid, and MCP headers that repeat values of the body must have the same
+    /// values.
     ///
     /// # Errors
     /// The body cannot be read, is not a valid JSON-RPC message, or contradicts the MCP headers.
     pub fn check(&self, body_use: BodyUse, headers: &HeaderMap, max_body: usize) -> Result<(), InspectError> {
-        if !body_use.values {
-            return Ok(());
+        match (body_use.values, body_use.fields) {
+            (false, false) => return Ok(()),
+            (true, false) => self.require_json(max_body)?,
+            (_, true) => self.require(max_body)?,
         }
-        self.require(max_body)?;
+        if !body_use.values && self.json().is_some_and(|json| json.form.is_none()) {
+            return Err(UnreadBody::NoForm.into());
+        }
         let messages = self.json().and_then(|json| json.messages.as_ref()).filter(|_| body_use.messages);
         let Some(messages) = messages else { return Ok(()) };
         let messages = messages.as_ref().map_err(RpcError::clone)?;
@@ -129,7 +159,7 @@ impl LimitInspection {
     /// `max_values` is the maximum length of a body from which values are read.
     pub fn new(limits: &RouteLimits, method: &Method, max_values: usize) -> Option<Self> {
         let (body_use, llm) = (limits.body_use(method), limits.llm_inspection(method));
-        let bounds = [body_use.values.then_some(max_values), llm.map(|llm| llm.max_body)];
+        let bounds = [body_use.is_any().then_some(max_values), llm.map(|llm| llm.max_body)];
         let max_read = bounds.into_iter().flatten().max()?;
         Some(LimitInspection { body_use, llm, max_read })
     }
@@ -148,30 +178,45 @@ pub struct BodyRead {
     pub deadline: Option<Instant>,
 }
 
-/// Return why a body with these headers cannot be read: it has a content coding, or its media type cannot be JSON in
-/// UTF-8. The values that an application reads from such a body may differ from those that the gateway reads.
-pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
+/// Return how to read a body with these headers.
+///
+/// # Errors
+/// The body has a content coding, or its media type can be neither JSON in UTF-8 nor a form that a limit reads. The
+/// values that an application reads from such a body may differ from those that the gateway reads.
+pub fn format(headers: &HeaderMap, inspection: &BodyInspection) -> Result<BodyFormat, UnreadBody> {
     let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
     if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {
-        return Some(UnreadBody::ContentCoding);
+        return Err(UnreadBody::ContentCoding);
     }
     let mut types = headers.get_all(CONTENT_TYPE).iter();
-    let is_json = types.next().is_none_or(|media_type| media_type.to_str().is_ok_and(may_be_json));
-    (!is_json || types.next().is_some()).then_some(UnreadBody::MediaType)
+    let Some(media_type) = types.next() else { return Ok(BodyFormat::Json) };
+    if types.next().is_some() {
+        return Err(UnreadBody::MediaType);
+    }
+    match media_type.to_str() {
+        Ok(media_type) if is_form(media_type) && !inspection.fields.is_empty() => {
+            Ok(BodyFormat::Form(FormType::parse(media_type)?))
+        }
+        Ok(media_type) if may_be_json(media_type) => Ok(BodyFormat::Json),
+        Ok(_) | Err(_) => Err(UnreadBody::MediaType),
+    }
+}
+
+fn is_form(media_type: &str) -> bool {
+    let essence = media_type.split(';').next().unwrap_or_default().trim();
+    FormType::is_form(&essence.to_ascii_lowercase())
 }
 
 /// Return whether an application may read a body of this media type as JSON in UTF-8.
 fn may_be_json(media_type: &str) -> bool {
-    let mut parts = media_type.split(';').map(|part| part.trim().to_ascii_lowercase());
-    let essence = parts.next().unwrap_or_default();
-    let is_form = essence == "application/x-www-form-urlencoded" || essence.starts_with("multipart/");
+    let mut parameters = media_type.split(';').skip(1).map(|part| part.trim().to_ascii_lowercase());
     let is_utf8 = |parameter: String| match parameter.split_once('=') {
         Some((name, charset)) if name.trim_end() == "charset" => {
             matches!(charset.trim_matches([' ', '"']), "utf-8" | "utf8" | "us-ascii")
         }
         _ => true,
     };
-    !is_form && parts.all(is_utf8)
+    !is_form(media_type) && parameters.all(is_utf8)
 }
 
 /// Return the part of the memory for inspected bodies that the client network may use: `max_buffered / INSPECTED_SHARE`
@@ -206,10 +251,11 @@ pub(super) async fn read(
     if http_body::Body::is_end_stream(body) {
         return Ok(BodyContent::Empty);
     }
-    if let Some(reason) = unreadable(headers) {
-        return Ok(BodyContent::Unread(reason));
-    }
     let config = &snapshot.config;
+    let format = match format(headers, &config.body_inspection) {
+        Ok(format) => format,
+        Err(reason) => return Ok(BodyContent::Unread(reason)),
+    };
     let settings = &config.server;
     let idle_timeout = settings.body_idle_timeout;
     let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
@@ -220,7 +266,7 @@ pub(super) async fn read(
         Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
     };
     Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
-        ReadBody::Whole(bytes) => parse(snapshot, bytes, reads_tokens).await,
+        ReadBody::Whole(bytes) => parse(snapshot, bytes, format, reads_tokens).await,
         ReadBody::TooLong => BodyContent::Unread(UnreadBody::TooLong(max_read)),
         ReadBody::NoCapacity => BodyContent::Unread(UnreadBody::NoCapacity),
     })
@@ -232,16 +278,16 @@ const MAX_PARSED_BY_WORKER: usize = 64 << 10;
 
 /// Parse the bytes of a complete body. A blocking thread parses a long body, so that the other requests of the worker do
 /// not wait. The number of bodies that are parsed at the same time is bounded.
-async fn parse(snapshot: &ConfigSnapshot, bytes: Bytes, reads_tokens: bool) -> BodyContent {
+async fn parse(snapshot: &ConfigSnapshot, bytes: Bytes, format: BodyFormat, reads_tokens: bool) -> BodyContent {
     let config = &snapshot.config;
     if bytes.len() <= MAX_PARSED_BY_WORKER {
-        return BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens);
+        return BodyContent::from_bytes(&bytes, &format, &config.body_inspection, reads_tokens);
     }
     let permit = snapshot.metrics.parser_permits.clone().acquire_owned().await;
     let config = config.clone();
     let parsing = spawn_blocking(move || {
         let _permit = permit;
-        BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens)
+        BodyContent::from_bytes(&bytes, &format, &config.body_inspection, reads_tokens)
     });
     // The task fails only if the runtime shuts down.
     parsing.await.unwrap_or(BodyContent::Unread(UnreadBody::NoCapacity))

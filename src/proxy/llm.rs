@@ -93,12 +93,15 @@ impl Content {
         match body {
             BodyContent::Empty => Ok(Content::Empty),
             BodyContent::Read(read) if read.length > max_body => Err(LlmError::TooLong(max_body)),
+            BodyContent::Read(read) if read.json.form.is_some() => Err(LlmError::MediaType),
             BodyContent::Read(read) => {
                 let info = read.llm.take().unwrap_or(Err(RequestError::NoObject));
                 info.map(Content::Read).map_err(LlmError::Body)
             }
             BodyContent::Unread(UnreadBody::ContentCoding) => Err(LlmError::ContentCoding),
-            BodyContent::Unread(UnreadBody::MediaType) => Err(LlmError::MediaType),
+            BodyContent::Unread(UnreadBody::MediaType | UnreadBody::NoForm | UnreadBody::Form(_)) => {
+                Err(LlmError::MediaType)
+            }
             BodyContent::Unread(UnreadBody::TooLong(_)) => Err(LlmError::TooLong(max_body)),
             BodyContent::Unread(UnreadBody::NoCapacity) => Err(LlmError::NoCapacity),
             BodyContent::Unread(UnreadBody::Json(error)) => Err(LlmError::Body(error.clone().into())),

@@ -19,6 +19,7 @@ use crate::identity::IdentityError;
 use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
+use crate::payload::form::FormError;
 use crate::payload::json::body::JsonError;
 use crate::payload::json::rpc;
 use crate::payload::llm::provider::Provider;
@@ -164,14 +165,20 @@ impl Rejection<'_> {
             }
             Rejection::Inspect(error) => {
                 let (status, outcome) = match &error {
-                    InspectError::Unread(UnreadBody::TooLong(_) | UnreadBody::Json(JsonError::TooManyValues)) => {
-                        (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
-                    }
+                    InspectError::Unread(
+                        UnreadBody::TooLong(_)
+                        | UnreadBody::Json(JsonError::TooManyValues)
+                        | UnreadBody::Form(FormError::TooManyFields),
+                    ) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
                     InspectError::Unread(UnreadBody::NoCapacity) => {
                         (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow")
                     }
                     InspectError::Unread(
-                        UnreadBody::ContentCoding | UnreadBody::MediaType | UnreadBody::Json(JsonError::Syntax(_)),
+                        UnreadBody::ContentCoding
+                        | UnreadBody::MediaType
+                        | UnreadBody::NoForm
+                        | UnreadBody::Json(JsonError::Syntax(_))
+                        | UnreadBody::Form(FormError::Syntax(_)),
                     )
                     | InspectError::Ambiguous(_)
                     | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),

@@ -7,6 +7,7 @@ use crate::identity::IdentityError;
 use crate::identity::auth::{AuthError, Challenge};
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
+use crate::payload::form::FormError;
 use crate::payload::json::body::{JsonError, JsonPointer};
 use crate::payload::json::rpc::RpcError;
 use crate::payload::llm::provider::Provider;
@@ -142,6 +143,12 @@ pub enum UnreadBody {
         "the request body is a form or has a charset other than UTF-8, but the gateway has to read the body as JSON"
     )]
     MediaType,
+    /// The body is no form, but the limits of the route read only forms.
+    #[error("the request body is not a form, but the gateway has to read it as a form")]
+    NoForm,
+    /// The body cannot be read as a form.
+    #[error(transparent)]
+    Form(#[from] FormError),
     /// The body is longer than the maximum that the gateway reads.
     #[error("the request body is longer than {0} bytes, which is the maximum that the gateway reads")]
     TooLong(usize),

@@ -169,6 +169,8 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
         Some(("query", name)) if !name.is_empty() => return Some(Descriptor::Query(name.into())),
         Some(("jwt", name)) if !name.is_empty() => return Some(Descriptor::Jwt(name.into())),
         Some(("path", name)) if !name.is_empty() => return Some(Descriptor::Path(name.into())),
+        Some(("form", name)) if !name.is_empty() => return Some(Descriptor::Form(name.into())),
+        Some(("basic", "user")) => return Some(Descriptor::ClaimedUser),
         Some(("json", pointer)) => return json_pointer(pointer, span, reader).map(Descriptor::Json),
         Some(("mcp", "tool")) => return Some(Descriptor::Rpc(RpcSource::McpTool)),
         Some(("mcp", "method")) => return Some(Descriptor::Rpc(RpcSource::McpMethod)),

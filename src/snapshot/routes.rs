@@ -128,10 +128,19 @@ pub struct RouteLimits {
 pub struct BodyUse {
     /// Whether the limits read JSON values or JSON-RPC messages.
     pub values: bool,
+    /// Whether the limits read form fields.
+    pub fields: bool,
     /// Whether the limits read JSON-RPC messages.
     pub messages: bool,
     /// Whether the messages are MCP messages. The MCP headers of the request must then match its body.
     pub is_mcp: bool,
+}
+
+impl BodyUse {
+    /// Return whether the limits read anything.
+    pub fn is_any(self) -> bool {
+        self.values || self.fields
+    }
 }
 
 /// How to read request bodies to count the tokens of an LLM API.
@@ -218,7 +227,8 @@ impl RouteLimits {
                 continue;
             }
             body_use.messages |= route_limit.counted.is_some();
-            body_use.values |= spec.reads_body() || route_limit.counted.is_some();
+            body_use.values |= spec.reads_json() || route_limit.counted.is_some();
+            body_use.fields |= spec.reads_form();
             body_use.is_mcp |= spec.is_mcp() || matches!(route_limit.cost, Cost::Tools(_));
         }
         body_use

@@ -192,11 +192,12 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
 
     /// Return the content of the body of a request with these headers.
     fn content(&self, headers: &HeaderMap, max_read: usize, reads_tokens: bool) -> BodyContent {
-        match body::unreadable(headers) {
+        let inspection = &self.config.body_inspection;
+        match body::format(headers, inspection) {
             _ if self.body.is_empty() => BodyContent::Empty,
-            Some(reason) => BodyContent::Unread(reason),
-            None if self.body.len() > max_read => BodyContent::Unread(UnreadBody::TooLong(max_read)),
-            None => BodyContent::from_bytes(self.body, &self.config.body_inspection, reads_tokens),
+            Err(reason) => BodyContent::Unread(reason),
+            Ok(_) if self.body.len() > max_read => BodyContent::Unread(UnreadBody::TooLong(max_read)),
+            Ok(format) => BodyContent::from_bytes(self.body, &format, inspection, reads_tokens),
         }
     }
 

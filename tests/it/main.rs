@@ -55,6 +55,7 @@ mod listener_limits;
 mod llm;
 mod load_balancing;
 mod log_sockets;
+mod logins;
 mod lua54;
 mod manual;
 mod mcp;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
+use crate::payload::form::FormFields;
 use crate::payload::json::names::{NameIndex, bits};
 use crate::payload::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
 
@@ -78,20 +79,27 @@ impl JsonValue {
     }
 }
 
-/// The values that were read from a body.
+/// The values that were read from a body: a JSON document or a form.
 #[derive(Debug, Clone, Default)]
 pub struct JsonBody {
     pointers: Arc<JsonPointers>,
     values: Vec<Option<JsonValue>>,
     /// The JSON-RPC messages, if the reader was created to read them.
     pub messages: Option<Result<Messages, RpcError>>,
+    /// The fields of the form. `None` if the body is a JSON document.
+    pub form: Option<FormFields>,
 }
 
 impl JsonBody {
     /// Create a body with these values, for sample requests.
     pub fn from_values(values: Vec<(JsonPointer, JsonValue)>) -> Self {
         let (pointers, values): (Vec<_>, Vec<_>) = values.into_iter().map(|(at, value)| (at, Some(value))).unzip();
-        JsonBody { pointers: Arc::new(JsonPointers::new(pointers)), values, messages: None }
+        JsonBody { pointers: Arc::new(JsonPointers::new(pointers)), values, messages: None, form: None }
+    }
+
+    /// Create a body that is a form.
+    pub fn from_form(form: FormFields) -> Self {
+        JsonBody { form: Some(form), ..JsonBody::default() }
     }
 
     /// Return the value at a pointer. `pointer` must be one of the pointers with which the body was read.
@@ -329,7 +337,7 @@ impl Collector {
     /// Return the values that were collected.
     pub fn finish(self) -> JsonBody {
         let messages = self.messages.map(MessageReader::finish);
-        JsonBody { pointers: self.pointers, values: self.values, messages }
+        JsonBody { pointers: self.pointers, values: self.values, messages, form: None }
     }
 }
 

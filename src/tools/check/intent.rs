@@ -103,7 +103,15 @@ pub(super) fn path_without_wildcard(input: &LintInput<'_>, route: &Route) -> Opt
 
 /// Return whether clients choose the value of an identity freely, so that each request can have another one.
 fn is_chosen_by_clients(descriptor: &Descriptor) -> bool {
-    matches!(descriptor, Descriptor::Header(_) | Descriptor::Cookie(_) | Descriptor::Query(_) | Descriptor::Json(_))
+    matches!(
+        descriptor,
+        Descriptor::Header(_)
+            | Descriptor::Cookie(_)
+            | Descriptor::Query(_)
+            | Descriptor::Json(_)
+            | Descriptor::Form(_)
+            | Descriptor::ClaimedUser
+    )
 }
 
 /// Return whether an identity is an address or comes from a verified credential or a trusted proxy.

@@ -261,7 +261,9 @@ fn identity_part_reports(
             | Descriptor::Forward(_)
             | Descriptor::Host
             | Descriptor::Method
+            | Descriptor::ClaimedUser
             | Descriptor::Json(_)
+            | Descriptor::Form(_)
             | Descriptor::Rpc(_)
             | Descriptor::Route => format!("the {descriptor}"),
         };

@@ -537,7 +537,8 @@ pub(super) fn missing_identity_input(
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Basic => Some("the user name (Basic authentication)".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
-        Descriptor::Json(_) | Descriptor::Rpc(_) => Some(format!("the {descriptor} of the body")),
+        Descriptor::ClaimedUser => header(&http::header::AUTHORIZATION),
+        Descriptor::Json(_) | Descriptor::Form(_) | Descriptor::Rpc(_) => Some(format!("the {descriptor} of the body")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
