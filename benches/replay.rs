@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::io::Cursor;
 use std::path::Path;
 
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::replay::{LogInput, ReadProgress, Replay, ReplayOptions};
 

@@ -57,6 +57,7 @@
 pub mod admin;
 pub mod app;
 pub mod cli;
+pub mod clock;
 pub mod config;
 pub mod http;
 pub mod identity;

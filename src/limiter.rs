@@ -3,7 +3,6 @@
 pub mod address;
 pub mod admin;
 pub mod algorithm;
-pub mod clock;
 pub mod decision;
 pub mod denial_cache;
 pub mod fallback;
@@ -35,8 +34,8 @@ use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
+use crate::clock::{Clock, elapsed_since, monotonic, unix_us};
 use crate::limiter::algorithm::{Outcome, Status};
-use crate::limiter::clock::{Clock, elapsed_since, monotonic, unix_us};
 use crate::limiter::decision::{Decision, LimitCheck, offer_events};
 use crate::limiter::denial_cache::{DenialCache, DenialHit};
 use crate::limiter::fallback::{StoreUnavailable, decide_overloaded, decide_without_store};

@@ -25,12 +25,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+use crate::clock;
+use crate::clock::LogThrottle;
 use crate::http::body_limits::BufferBudget;
 use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::identity::client_cert::ClientCertificate;
-use crate::limiter::clock;
-use crate::limiter::clock::LogThrottle;
 use crate::limiter::metrics::Counter;
 use crate::listener::handshake::{LOG_INTERVAL, Protocol, ProxyError, ProxySource};
 use crate::listener::http_connection::{

@@ -28,6 +28,7 @@ use http_body::Body as _;
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
+use crate::clock::monotonic;
 use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::flow::StreamFlow;
@@ -39,7 +40,6 @@ use crate::identity::RequestAttributes;
 use crate::identity::auth::{AuthError, Credentials, Proof, ProviderKind, Verification, Verified};
 use crate::identity::forward::{CacheKey, ForwardProvider};
 use crate::limiter::Limiter;
-use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;

@@ -25,6 +25,7 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use crate::clock::monotonic;
 use crate::http::body;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
@@ -32,7 +33,6 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::is_safe;
 use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
 use crate::http::target;
-use crate::limiter::clock::monotonic;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::{Connection, EndpointPool, SendError, StreamOutcome, classify_error};
 use crate::upstream::connector::{Protocol, ProxiedConnection};

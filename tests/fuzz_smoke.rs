@@ -11,7 +11,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use support::random::seed;
 
 #[path = "../fuzz/targets/access_log.rs"]

@@ -18,8 +18,8 @@ use crate::admin::response::{
     AdminResponse, ApiError, Result, format_rfc3339, json_response, store_error, text_response, typed_response,
 };
 use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
+use crate::clock::{monotonic, unix_us};
 use crate::identity::display::IdentityDisplay;
-use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
 use crate::limiter::store::UsageError;

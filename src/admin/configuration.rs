@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::admin::request::ApiContext;
 use crate::admin::response::{AdminResponse, format_rfc3339, json_response};
+use crate::clock::unix_us;
 use crate::config::include::ConfigFiles;
-use crate::limiter::clock::unix_us;
 use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
 
 /// Response body of `/api/config`.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 
 /// Maximum number of connections that serve all kinds of requests, unlike the reserved connections.
 const MAX_CONNECTIONS: usize = 64;

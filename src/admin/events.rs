@@ -22,7 +22,7 @@ use crate::admin::connections::AdminConnection;
 use crate::admin::metrics::sum_counts;
 use crate::admin::response::{AdminResponse, ApiError, Result, format_rfc3339};
 use crate::admin::state::{AdminState, ReadinessReport};
-use crate::limiter::clock::{monotonic, unix_us};
+use crate::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 

@@ -22,7 +22,7 @@ use crate::app::acme::storage::{
     ACCOUNT, Attempts, Directory, RenewalRecord, SharedRecords, Storage, StorageError, attempts_record,
     certificate_record, renewal_record,
 };
-use crate::limiter::clock::{LogThrottle, unix_us};
+use crate::clock::{LogThrottle, unix_us};
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;

@@ -17,8 +17,8 @@ use tokio::time::timeout;
 use tracing::warn;
 use uuid::Uuid;
 
+use crate::clock::LogThrottle;
 use crate::http::url::HttpUrl;
-use crate::limiter::clock::LogThrottle;
 use crate::telemetry::trace::TraceExporter;
 use crate::tls::TrustRoots;
 use crate::upstream::connector;

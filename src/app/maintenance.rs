@@ -22,8 +22,8 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::app::AppError;
+use crate::clock::unix_us;
 use crate::identity::jwt::{KeySet, KeySetError, REFRESH_TIMEOUT};
-use crate::limiter::clock::unix_us;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::remote_auth::KeyUrl;
 use crate::telemetry::pluralize;

@@ -27,7 +27,7 @@ use uuid::Uuid;
 use crate::admin::usage::consumer_name;
 use crate::app::AppError;
 use crate::app::maintenance::with_jitter;
-use crate::limiter::clock::{LogThrottle, elapsed_since, unix_us};
+use crate::clock::{LogThrottle, elapsed_since, unix_us};
 use crate::limiter::metrics::MetricFamily;
 use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, EventQueue, QuotaEvent};
 use crate::limiter::redis::RedisSettings;

@@ -14,10 +14,10 @@ use jiff::Timestamp;
 use toml_edit::Datetime;
 
 use crate::cli::key::consumers_file::{ConsumerRow, ConsumersDoc, ConsumersFile, KeyDetails, KeyRow};
+use crate::clock;
 use crate::config::file::config_option;
 use crate::config::shorthand::datetime_us;
 use crate::identity::api_key::KeyHash;
-use crate::limiter::clock;
 use crate::limiter::quota::parse_duration_us;
 
 /// Number of hex digits in a fingerprint. A fingerprint consists of the first digits of a key's hash.

@@ -14,8 +14,8 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::Notify;
 use tokio::time;
 
+use crate::clock::monotonic;
 use crate::http::body_limits::{BufferBudget, BufferReservation, LazyTimer, ReadLimit};
-use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 

@@ -15,7 +15,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf, copy_bidirectional};
 use tokio::time::timeout;
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 
 /// Protocols that carry HTTP requests, possibly inside TLS. Inside a tunnel, such requests would bypass routes and
 /// limits.

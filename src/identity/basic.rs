@@ -26,9 +26,9 @@ use md5::{Digest, Md5};
 use quick_cache::sync::Cache;
 use tokio::task::spawn_blocking;
 
+use crate::clock::monotonic;
 use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::identity::hash_queue::{HashQueue, VerificationBusy};
-use crate::limiter::clock::monotonic;
 
 /// Time for which verified credentials are cached, so that they are not hashed again.
 const VERIFIED_TTL: Duration = Duration::from_secs(60);

@@ -18,8 +18,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use quick_cache::sync::Cache;
 use tokio::sync::watch;
 
+use crate::clock::monotonic;
 use crate::identity::auth::AuthError;
-use crate::limiter::clock::monotonic;
 
 /// A provider of kind `forward`.
 #[derive(Debug)]

@@ -24,8 +24,8 @@ use serde_json::{Map, Value};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 
+use crate::clock::{elapsed_since, monotonic};
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
-use crate::limiter::clock::{elapsed_since, monotonic};
 
 /// Leeway in seconds for differences between the clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more
 /// than a few minutes". Clocks that are synchronized by NTP differ by less than a second. After a pause of a virtual

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 use crate::limiter::denial_cache::MAX_DENIAL_AGE;
 use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::memory::MemoryStore;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::clock::elapsed_since;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::clock::elapsed_since;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::notify::{EventQueue, LimitUsage};
 use crate::limiter::quota::Quota;

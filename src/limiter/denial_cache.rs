@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use quick_cache::sync::Cache;
 
+use crate::clock::{monotonic, subtract_drift};
 use crate::limiter::algorithm::{Outcome, Status};
-use crate::limiter::clock::{monotonic, subtract_drift};
 
 /// Maximum age of an entry. A client that keeps sending requests therefore costs the store one call per second. During
 /// this time, a cached denial may be wrong: an administrator may reset the identity, or another gateway may refund

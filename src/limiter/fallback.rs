@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tracing::warn;
 
-use crate::limiter::clock::{LogThrottle, unix_us};
+use crate::clock::{LogThrottle, unix_us};
 use crate::limiter::decision::{Decision, LimitCheck, offer_events};
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::notify::EventQueue;
@@ -141,7 +141,7 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::clock::Clock;
+    use crate::clock::Clock;
     use crate::limiter::key::IdentityHasher;
     use crate::limiter::spec::LimitSpec;
 

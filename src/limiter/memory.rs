@@ -10,9 +10,9 @@ use std::time::Duration;
 use indexmap::IndexMap;
 use tracing::warn;
 
+use crate::clock::{Clock, LogThrottle};
 use crate::limiter::algorithm::concurrency::PermitAction;
 use crate::limiter::algorithm::{Change, State, Status, Step, StepKind};
-use crate::limiter::clock::{Clock, LogThrottle};
 use crate::limiter::key::Key;
 use crate::limiter::usage::UsageTable;
 use crate::limiter::verdict::{Charge, Operation, Verdict};

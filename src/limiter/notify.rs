@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
+use crate::clock::monotonic;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::clock::monotonic;
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::Counter;
 use crate::limiter::quota::Quota;

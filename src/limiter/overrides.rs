@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
-use crate::limiter::clock::{LogThrottle, monotonic};
+use crate::clock::{LogThrottle, monotonic};
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, IdentityHasher, Key};

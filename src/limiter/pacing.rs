@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout_at;
 
-use crate::limiter::clock::{elapsed_since, monotonic};
+use crate::clock::{elapsed_since, monotonic};
 
 /// Maximum number of checks that wait in one queue of a worker. A Redis server cannot perform this many checks within
 /// the default timeout of 50 ms. Further checks are rejected at once.

@@ -11,8 +11,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::clock::subtract_drift;
 use crate::limiter::algorithm::{Outcome, Rule};
-use crate::limiter::clock::subtract_drift;
 use crate::limiter::verdict::Verdict;
 
 /// Time after which unused tokens are refunded. Before the refund, other gateways cannot use these tokens.
@@ -242,10 +242,10 @@ fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock::monotonic;
     use crate::limiter::algorithm::Status;
     use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
     use crate::limiter::algorithm::sliding_log::SlidingLog;
-    use crate::limiter::clock::monotonic;
 
     const SECOND: u64 = 1_000_000;
     const GROUP: u128 = 7;

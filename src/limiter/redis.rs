@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 use uuid::Uuid;
 
-use crate::limiter::clock::Clock;
+use crate::clock::Clock;
 use crate::limiter::key::Identity;
 use crate::limiter::redis::cluster::topology::{SlotMap, identity_slot};
 use crate::limiter::redis::connection::checkout;

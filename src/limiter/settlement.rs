@@ -18,8 +18,8 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::{debug, warn};
 
+use crate::clock::{elapsed_since, monotonic};
 use crate::limiter::algorithm::{Outcome, Rule};
-use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::notify::{EventQueue, LimitUsage, Notify};
@@ -747,10 +747,10 @@ impl Drop for DeferredCharges {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock::Clock;
     use crate::limiter::algorithm::concurrency::Concurrency;
     use crate::limiter::algorithm::token_bucket::TokenBucket;
     use crate::limiter::algorithm::{Change, State, StepKind};
-    use crate::limiter::clock::Clock;
     use crate::limiter::key::{IdentityHasher, StateName};
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::quota::Quota;

@@ -19,8 +19,8 @@ use tokio::task::yield_now;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use crate::clock::{elapsed_since, monotonic};
 use crate::limiter::algorithm::{Outcome, Status};
-use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::metrics::AnsweredBy;
 use crate::limiter::pacing::{MAX_WAITING_CHECKS, latency_target, worker_delay};
 use crate::limiter::prefetch::{PrefetchPool, PrefetchReservation};
@@ -418,7 +418,7 @@ fn refunds(charges: &[OwnedCharge], outcomes: &[Outcome], tokens: u64, with_late
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::clock::Clock;
+    use crate::clock::Clock;
     use crate::limiter::key::IdentityHasher;
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::spec::LimitSpec;

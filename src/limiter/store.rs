@@ -8,7 +8,7 @@ use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
-use crate::limiter::clock::elapsed_since;
+use crate::clock::elapsed_since;
 use crate::limiter::key::Identity;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};

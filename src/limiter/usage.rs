@@ -20,7 +20,7 @@ use jiff::{Timestamp, ToSpan};
 use tracing::warn;
 use uuid::Uuid;
 
-use crate::limiter::clock::LogThrottle;
+use crate::clock::LogThrottle;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, QuotaError, start_of_day_us};
 

@@ -17,9 +17,9 @@ use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, TlsAcceptor};
 use tracing::{info, warn};
 
+use crate::clock;
+use crate::clock::LogThrottle;
 use crate::http::problem;
-use crate::limiter::clock;
-use crate::limiter::clock::LogThrottle;
 use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::{PARSER_PROXY_STATUS, ReclaimableStream};
 use crate::tls::{ALPN_ACME_TLS, ManagedCertificates};

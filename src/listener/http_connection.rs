@@ -22,12 +22,12 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
+use crate::clock::monotonic;
 use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
-use crate::limiter::clock::monotonic;
 use crate::listener::handshake::Protocol;
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;

@@ -15,9 +15,9 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
 
+use crate::clock::monotonic;
 use crate::http::flow::ConnectionActivity;
 use crate::http::problem;
-use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
 use crate::listener::metrics::ListenerMetrics;
 

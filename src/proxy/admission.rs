@@ -12,12 +12,12 @@ use serde_json::Value;
 use tokio::time::Instant;
 use tracing::debug;
 
+use crate::clock;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::identity::RequestAttributes;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::{AuthError, Credentials, Verification, Verified};
-use crate::limiter::clock;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;

@@ -13,6 +13,7 @@ use http_body_util::BodyExt;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::warn;
 
+use crate::clock::monotonic;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::flow::StreamFlow;
@@ -25,7 +26,6 @@ use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::identity::forward::{
     Admission, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
 };
-use crate::limiter::clock::monotonic;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::AuthResult;
 use crate::proxy::request::{Peer, TargetedRequest};

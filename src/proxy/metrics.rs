@@ -10,11 +10,11 @@ use datasketches::frequencies::{ErrorType, FrequentItemsSketch};
 use http::{Response, StatusCode};
 use tokio::sync::Semaphore;
 
+use crate::clock::monotonic;
 use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, UsageByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
-use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::key::Identity;

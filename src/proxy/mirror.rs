@@ -14,12 +14,12 @@ use http_body_util::BodyExt;
 use tokio::time::timeout;
 use tracing::debug;
 
+use crate::clock::monotonic;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::flow::StreamFlow;
 use crate::http::request_body::{BodyTee, RequestBody, TeeError};
 use crate::http::{headers, target};
 use crate::identity::client_cert::ClientCertificate;
-use crate::limiter::clock::monotonic;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::ResponseStats;
 use crate::proxy::mirror_state::{CopyResult, DropReason, InFlight, MirrorStats, MirrorTasks};

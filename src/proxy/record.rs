@@ -10,11 +10,11 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use uuid::{NoContext, Timestamp, Uuid};
 
+use crate::clock::monotonic;
 use crate::http::body::{Body, OnComplete};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
-use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::settlement::Deferred;
 use crate::proxy::config_snapshot::ConfigSnapshot;

@@ -8,13 +8,13 @@ use http::header::{FORWARDED, TRANSFER_ENCODING};
 use http::uri::{PathAndQuery, Uri};
 use http::{HeaderMap, Method, Request, Version};
 
+use crate::clock;
 use crate::http::cors;
 use crate::http::headers::{ForwardedInfo, http1_header_count};
 use crate::http::target::{canonical_path, forwarded_path, request_host};
 use crate::identity::auth::{AuthRequest, Credentials};
 use crate::identity::client_cert::ClientCertificate;
 use crate::identity::{ClientIpResolver, RequestAttributes};
-use crate::limiter::clock;
 use crate::payload::json::body::JsonBody;
 use crate::proxy::rejection::Rejection;
 use crate::routing::condition::RouteBody;

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::ArcSwap;
 use tokio::sync::oneshot;
 
+use crate::clock;
 use crate::config::include::ConfigFiles;
-use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
 

@@ -13,9 +13,9 @@ use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use tracing::warn;
 
+use crate::clock::{LogThrottle, unix_us};
 use crate::http::problem::append_text;
 use crate::http::text::{Escape, escape_deceptive};
-use crate::limiter::clock::{LogThrottle, unix_us};
 use crate::telemetry::log::{Journald, LogFormat, LogSocket, Syslog, SyslogHeader, push_framed};
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};

@@ -26,8 +26,8 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
+use crate::clock::{LogThrottle, monotonic};
 use crate::http::text::{Escape, escape_deceptive};
-use crate::limiter::clock::{LogThrottle, monotonic};
 
 /// Maximum number of log lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;

@@ -8,8 +8,8 @@ use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, FromRedisValue, RedisError, Value};
 use serde::Serialize;
 
+use crate::clock::monotonic;
 use crate::limiter::algorithm::Rule;
-use crate::limiter::clock::monotonic;
 use crate::limiter::key::{Identity, IdentityHasher, Key, StateName};
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::redis::connection::ServerMode;

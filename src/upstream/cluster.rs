@@ -11,8 +11,8 @@ use http::{HeaderMap, StatusCode};
 use tokio::sync::Notify;
 use tracing::{info, warn};
 
+use crate::clock::monotonic;
 use crate::http::body_limits::UsageByNetwork;
-use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::{
     Endpoint, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng, endpoint_weights, hash,
 };

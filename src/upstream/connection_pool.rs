@@ -20,10 +20,10 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::{sleep, timeout};
 
+use crate::clock::monotonic;
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
 use crate::http::request_body::{RequestBody, UploadProgress};
-use crate::limiter::clock::monotonic;
 use crate::upstream::connector;
 use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::endpoint::{Endpoint, RequestPermit};

@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use crate::limiter::clock::LogThrottle;
+use crate::clock::LogThrottle;
 use crate::upstream::connector::UpstreamStream;
 use crate::upstream::health::{Health, HealthState};
 use crate::upstream::settings::{LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings};

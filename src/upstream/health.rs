@@ -156,7 +156,7 @@ impl HealthState {
 #[cfg(test)]
 mod health_state_tests {
     use super::*;
-    use crate::limiter::clock::monotonic;
+    use crate::clock::monotonic;
 
     const S: Duration = Duration::from_secs(1);
 

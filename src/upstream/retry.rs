@@ -253,7 +253,7 @@ mod budget_tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::limiter::clock::monotonic;
+    use crate::clock::monotonic;
 
     #[test]
     fn budget_allows_a_fifth_of_requests_and_a_minimum_rate() {

@@ -9,8 +9,8 @@ use crate::support::resp::{Answer, FakeRedis, error};
 use crate::support::stores::{
     Limit, SECOND, START, Stores, all as all_of, bucket, buckets, call, concurrency, log, quota,
 };
+use sluicegate::clock::{Clock, monotonic};
 use sluicegate::limiter::algorithm::Rule;
-use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::redis::RedisSettings;

@@ -10,7 +10,7 @@ use crate::support::upstream::Upstream;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rcgen::{DnType, ExtendedKeyUsagePurpose};
 use rustls::version::{TLS12, TLS13};
-use sluicegate::limiter::clock;
+use sluicegate::clock;
 
 const NAME: &str = "gate.test";
 

@@ -12,7 +12,7 @@ use crate::support::gateway::Gateway;
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{MAX_WAIT, eventually};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 const REFUSED_STREAM: u32 = 7;
 const CANCEL: u32 = 8;

@@ -13,7 +13,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::upstream::{read_head, serve};
 use crate::support::{assert_silent, eventually};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// An upstream that sends response headers and leaves the body open. The test ends the bodies.
 struct Streaming {

@@ -11,7 +11,7 @@ use crate::support::tokens::{Key, in_seconds, key_set};
 use crate::support::upstream::{Seen, Upstream};
 use aws_lc_rs::digest::{SHA256, digest};
 use serde_json::json;
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 const PROXY: &str = "127.0.0.9";
 

@@ -50,7 +50,7 @@ use crate::support::redis::Redis;
 use crate::support::stores::{
     Limit, SECOND, START, Stores, bucket, calendar, call, concurrency, every_algorithm, longest_reset, redis_store,
 };
-use sluicegate::limiter::clock::Clock;
+use sluicegate::clock::Clock;
 use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use sluicegate::limiter::quota::CalendarUnit;
 use sluicegate::limiter::verdict::Operation;

@@ -10,7 +10,7 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::{MAX_WAIT, signal, upstream};
 use serde_json::Value;
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// All algorithms. The configuration has one limit per algorithm, so that the gateway needs all Redis permissions.
 const KINDS: [&str; 6] =

@@ -16,7 +16,7 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 use serde_json::{Value, json};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// Return a response without a body.
 fn response(status: &str, headers: &str) -> Vec<u8> {

@@ -18,7 +18,7 @@ use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// What the test server does with a request in addition to responding.
 #[derive(Clone, Copy)]

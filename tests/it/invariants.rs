@@ -47,6 +47,7 @@ use crate::support::stores::{
     usage_in_memory, usage_in_redis,
 };
 use proptest::prelude::*;
+use sluicegate::clock::monotonic;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
@@ -54,7 +55,6 @@ use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::algorithm::{Outcome, Rule, Status};
-use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};

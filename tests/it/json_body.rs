@@ -5,7 +5,7 @@ use std::io::BufRead;
 use std::time::Duration;
 
 use http::Request;
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use sluicegate::payload::json::body::{MAX_ELEMENTS, MAX_MEMBERS};
 
 use crate::support::client::{Client, Reply};

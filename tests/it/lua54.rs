@@ -12,8 +12,8 @@ use crate::support::stores::{
 };
 use lua::{Database, Interpreter, Replied};
 use proptest::prelude::*;
+use sluicegate::clock::Clock;
 use sluicegate::limiter::algorithm::Rule;
-use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::redis::script;

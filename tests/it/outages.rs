@@ -10,7 +10,7 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, serve};
 use crate::support::{SetOnDrop, eventually, signal};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// Start a gateway with this store and these limits on `/r`.
 fn gateway(store: &str, limits: &[&str]) -> Gateway {

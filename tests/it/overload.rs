@@ -17,7 +17,7 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
 use crate::support::{SetOnDrop, eventually, signal};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// A wrk script that counts responses by status. The header `x-new`, if there is one, gets a new value with each
 /// request. wrk has one script state per thread.
@@ -337,7 +337,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
     }
     assert_eq!(running.len(), LIMIT, "the store admits up to the limit");
     signal(&redis.child, "STOP");
-    let stopped = sluicegate::limiter::clock::monotonic();
+    let stopped = sluicegate::clock::monotonic();
     eventually("the breakers are open", || {
         try_each(&mut running);
         gateways.iter().all(|gateway| gateway.log().contains("the store is down"))
@@ -393,7 +393,7 @@ fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
     }
     signal(&redis.child, "CONT");
     drop(client);
-    let answers = sluicegate::limiter::clock::monotonic();
+    let answers = sluicegate::clock::monotonic();
     eventually("Redis runs what was written", || redis.calls("zadd") > admitted);
     eventually("all permits are released", || redis.keys().iter().all(|key| key.contains("~probe")));
     assert!(answers.elapsed() < PERMIT / 2, "released after {:?}, not expired", answers.elapsed());

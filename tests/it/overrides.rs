@@ -8,7 +8,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::{eventually, signal};
 use serde_json::{Value, json};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use sluicegate::limiter::redis::overrides;
 use sluicegate::limiter::redis::overrides::{
     KnownRevision, OverrideEntry, OverrideWrite, WriteStatus, parse_restore_reply,

@@ -14,7 +14,7 @@ use crate::support::redis::Redis;
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::upstream::Upstream;
 use crate::support::{MAX_WAIT, eventually};
-use sluicegate::limiter::clock::{elapsed_since, monotonic, unix_us};
+use sluicegate::clock::{elapsed_since, monotonic, unix_us};
 
 /// Return a configuration with one global limit. The store timeout is so long that no check times out: every admitted
 /// request has been charged.

@@ -13,7 +13,7 @@ use crate::support::client::Client;
 use crate::support::frames::{HEADERS, Http2, RST_STREAM};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{read_head, read_request, serve};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 const TIMEOUT: Duration = Duration::from_secs(1);
 

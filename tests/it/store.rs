@@ -10,9 +10,9 @@ use crate::support::stores::{
     quota, redis_store, sliding, window,
 };
 use redis::ConnectionLike;
+use sluicegate::clock::{Clock, monotonic};
 use sluicegate::limiter::algorithm::fixed_window::WindowStart;
 use sluicegate::limiter::algorithm::{Rule, Status};
-use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, IdentityHasher, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarUnit;

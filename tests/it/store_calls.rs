@@ -8,7 +8,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::upstream::Upstream;
 use crate::support::{eventually, signal};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 fn config(redis: &Redis, limits: &str, routes: &[(&str, &str)]) -> String {
     let routes: String = routes

@@ -10,7 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket, call};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};

@@ -12,7 +12,7 @@ use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
 use crate::support::sentinel::Sentinels;
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// A configuration of `limits` on one route. The tests use windows of ten years, so that no window begins during a
 /// test.

@@ -15,7 +15,7 @@ use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{MAX_WAIT, assert_silent, eventually};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 use tungstenite::client::IntoClientRequest;
 use tungstenite::handshake::client::Response;
 use tungstenite::handshake::server;

@@ -14,7 +14,7 @@ use crate::support::frames::Http2;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{MAX_WAIT, eventually};
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 /// The timeout for connecting, for response headers, and for pauses in a body.
 const TIMEOUT: Duration = Duration::from_secs(1);

@@ -18,7 +18,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use jiff::Timestamp;
 use redis::Commands;
 use serde_json::Value;
-use sluicegate::limiter::clock::Clock;
+use sluicegate::clock::Clock;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::{RedisDeployment, RedisSettings};
 use sluicegate::limiter::store::RedisStore;

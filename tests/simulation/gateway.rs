@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use sluicegate::clock::Clock;
 use sluicegate::limiter::Limiter;
 use sluicegate::limiter::admin::LimiterAdmin;
 use sluicegate::limiter::algorithm::Status;
-use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::decision::{Decision, LimitCheck};
 use sluicegate::limiter::denial_cache::DenialCache;
 use sluicegate::limiter::key::IdentityHasher;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use sluicegate::clock::Clock;
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::key::Identity;
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::pacing::MAX_WORKER_DELAY;

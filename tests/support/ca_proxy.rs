@@ -12,7 +12,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::CertificateDer;
 use rustls::version::TLS13;
 use serde_json::Value;
-use sluicegate::limiter::clock::unix_us;
+use sluicegate::clock::unix_us;
 use x509_parser::prelude::ParsedExtension;
 
 use super::certificates::{NOW, TlsClient, tls};

@@ -4,6 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt::{Error, Write};
 
+use sluicegate::clock::Clock;
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -11,7 +12,6 @@ use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
-use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};

@@ -79,7 +79,7 @@ impl Redis {
     }
 
     pub fn connection(&self) -> redis::Connection {
-        let began = sluicegate::limiter::clock::monotonic();
+        let began = sluicegate::clock::monotonic();
         loop {
             // Retry, because a Redis server closes all connections when a Sentinel changes its role.
             match self.client().get_connection() {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use sluicegate::limiter::clock::monotonic;
+use sluicegate::clock::monotonic;
 
 use super::upstream::serve;
 

@@ -23,8 +23,8 @@ use tracing::{debug, info, warn};
 use crate::app::acme::storage::{
     ACCOUNT, PendingOrder, Storage, StorageError, StoredChallenge, certificate_record, challenge_record, order_record,
 };
+use crate::clock::monotonic;
 use crate::http::url::HttpUrl;
-use crate::limiter::clock::monotonic;
 use crate::snapshot::listeners::AcmeSettings;
 use crate::tls::{Certificate, Challenge, ChallengeKind, ManagedCertificates, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};

@@ -20,8 +20,8 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::app::acme::TICK;
+use crate::clock::LogThrottle;
 use crate::http::url::HttpUrl;
-use crate::limiter::clock::LogThrottle;
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::tls::Certificate;

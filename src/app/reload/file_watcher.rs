@@ -17,11 +17,11 @@ use std::time::Duration;
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::{info, warn};
 
+use crate::clock;
 use crate::config::include::ConfigFiles;
 use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
-use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 

@@ -14,12 +14,12 @@ use toml_edit::{Array, ArrayOfTables, Datetime, DocumentMut, InlineTable, Item, 
 
 use crate::cli::key::FINGERPRINT_DIGITS;
 use crate::cli::shared::{env_var, load_for};
+use crate::clock;
 use crate::config::file as config;
 use crate::config::gateway::Config;
 use crate::config::shorthand::datetime_us;
 use crate::config::spanned::Spanned;
 use crate::config::unknown_keys::closest_name;
-use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 
 /// The parsed consumers file, with its formatting.

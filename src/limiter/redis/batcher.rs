@@ -23,8 +23,8 @@ use tokio::task::yield_now;
 use tokio::time::{sleep, sleep_until, timeout, timeout_at};
 use tracing::debug;
 
+use crate::clock::{Clock, elapsed_since, monotonic};
 use crate::limiter::algorithm::AlgorithmKind;
-use crate::limiter::clock::{Clock, elapsed_since, monotonic};
 use crate::limiter::metrics::{LimiterMetrics, LostCost};
 use crate::limiter::pacing::{
     MAX_WAITING_CHECKS, OUTAGE_RETRY_INTERVAL, SETTLEMENT_TIMEOUT, latency_target, wait_until, worker_delay,

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tracing::field::display;
 use tracing::{info, warn};
 
-use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
+use crate::clock::{elapsed_since, monotonic, unix_us};
 use crate::limiter::redis::error::diagnose_reply;
 use crate::limiter::redis::server::Address;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};

@@ -15,8 +15,8 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, warn};
 
+use crate::clock::{elapsed_since, monotonic};
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::metrics::LimiterMetrics;
 use crate::limiter::pacing::{OVERLOAD_RETRY_INTERVAL, SETTLEMENT_TIMEOUT};

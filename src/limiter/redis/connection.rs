@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 use crate::limiter::redis::error;
 use crate::limiter::redis::script::{AlgorithmSet, all_scripts};
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use redis::{ConnectionAddr, ErrorKind, RedisError};
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
 /// First delay before a call that Redis rejected is sent again. Each further delay is twice as long, up to

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{sleep, timeout};
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 use crate::limiter::key::{IdentityHasher, Key, StateName};
 use crate::limiter::pacing::wait_until;
 use crate::limiter::redis::batch::{ProbeCall, Purpose};

@@ -9,7 +9,7 @@ use futures_util::future::{join_all, select_ok};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisResult};
 
-use crate::limiter::clock::monotonic;
+use crate::clock::monotonic;
 use crate::limiter::redis::connection;
 use crate::limiter::redis::connection::{Dial, ServerMode};
 use crate::limiter::redis::error::{diagnose_connect, diagnose_timeout};

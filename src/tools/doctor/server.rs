@@ -7,8 +7,8 @@ use std::time::Duration;
 use redis::{Client, Value};
 use tokio::time::timeout;
 
+use crate::clock::{Clock, monotonic, unix_us};
 use crate::limiter::algorithm::{AlgorithmKind, Rule};
-use crate::limiter::clock::{Clock, monotonic, unix_us};
 use crate::limiter::key::{IdentityHasher, Key, StateName};
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::batcher::ServerStore;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use http::Response;
 use tokio::runtime::{Builder, Runtime as Reactor};
 
+use crate::clock::monotonic;
 use crate::http::body::Body;
 use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
@@ -16,7 +17,6 @@ use crate::identity::display::DisplayPart;
 use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::{Outcome, Rule, Status, StepKind};
-use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::IdentityEncoder;
 use crate::limiter::overrides::{OverrideTable, Overrides};

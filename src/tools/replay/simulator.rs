@@ -5,9 +5,9 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
 
+use crate::clock::Clock;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::concurrency::Concurrency;
-use crate::limiter::clock::Clock;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::memory::MemoryStore;
