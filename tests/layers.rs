@@ -71,6 +71,18 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         ],
     ),
     (
+        "identity",
+        &[
+            &["display"],
+            &["spec"],
+            &["auth"],
+            &["api_key"],
+            &["basic", "forward", "jwt"],
+            &["verification"],
+            &["access", "client_cert", "consumer", "hash_queue"],
+        ],
+    ),
+    (
         "limiter",
         &[
             &["admin"],

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use http::Version;
 use http::header::{FORWARDED, HeaderMap, HeaderName, HeaderValue};
 use sluicegate::http::headers::{ForwardedInfo, ProtectedHeaders, set_forwarded, strip_hop_by_hop, strip_untrusted};
-use sluicegate::identity::ClientIpResolver;
+use sluicegate::identity::spec::ClientIpResolver;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 

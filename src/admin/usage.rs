@@ -7,9 +7,9 @@ use jiff::civil::Date;
 use jiff::{Timestamp, ToSpan};
 use serde::{Deserialize, Serialize};
 
-use crate::identity::Descriptor;
-use crate::identity::api_key::ConsumerDirectory;
+use crate::identity::consumer::ConsumerDirectory;
 use crate::identity::display::{IdentityInput, IdentityInputError};
+use crate::identity::spec::Descriptor;
 use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};

@@ -14,8 +14,8 @@ use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_parts, request_target};
 use crate::config::diff;
 use crate::config::diff::Difference;
-use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::auth::TierSource;
+use crate::identity::consumer::{Caller, ConsumerDirectory};
 use crate::identity::display::IdentityInput;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 

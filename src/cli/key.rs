@@ -17,7 +17,7 @@ use crate::cli::key::consumers_file::{ConsumerRow, ConsumersDoc, ConsumersFile, 
 use crate::clock;
 use crate::config::file::config_option;
 use crate::config::shorthand::datetime_us;
-use crate::identity::api_key::KeyHash;
+use crate::identity::consumer::KeyHash;
 use crate::limiter::quota::parse_duration_us;
 
 /// Number of hex digits in a fingerprint. A fingerprint consists of the first digits of a key's hash.

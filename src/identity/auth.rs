@@ -4,12 +4,14 @@ use std::slice::from_ref;
 use std::sync::Arc;
 
 use http::header::AUTHORIZATION;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::identity::api_key::{ApiKeyProvider, Caller, KeyPlace, MISSING_CALLER, OnUnknownKey};
-use crate::identity::basic::{self, BasicError, BasicProvider};
-use crate::identity::forward::{Admission, Denial, ForwardProvider};
-use crate::identity::jwt::{self, Claims, JwtVerifier, TokenError};
+use crate::identity::api_key::{ApiKeyProvider, KeyPlace, OnUnknownKey};
+use crate::identity::basic::{self, BasicProvider};
+use crate::identity::consumer::{Caller, MISSING_CALLER};
+use crate::identity::forward::ForwardProvider;
+use crate::identity::jwt::{self, JwtVerifier};
+use crate::identity::verification::{Admission, AuthError, AuthRequest, Claims, Proof, Verification};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 
 /// An authentication provider (`[auth.NAME]`). It verifies one kind of credential.
@@ -74,19 +76,6 @@ pub struct Challenge {
     is_bearer: bool,
 }
 
-/// The parts of a request that are used for authentication.
-#[derive(Debug, Clone, Copy)]
-pub struct AuthRequest<'r> {
-    /// Request headers.
-    pub headers: &'r HeaderMap,
-    /// Whether the connection has a verified client certificate.
-    pub has_client_cert: bool,
-    /// Name of the route.
-    pub route: &'r str,
-    /// Current time in µs since the Unix epoch.
-    pub now_us: u64,
-}
-
 /// The results of verifying a request's credentials, by provider. Empty for a route without providers.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials<'a> {
@@ -94,94 +83,6 @@ pub struct Credentials<'a> {
     route: Option<&'a RouteAuth>,
     /// Index of each provider that was called, and its result, in the order of the calls.
     checked: Vec<(usize, Verification)>,
-}
-
-/// The result of one provider.
-#[derive(Debug, Clone)]
-pub enum Verification {
-    /// The request has no credential of this kind.
-    Absent,
-    /// The credential has another format, or is from another issuer. The request is rejected unless another provider of
-    /// the route verifies the credential.
-    Foreign(AuthError),
-    /// The credential is valid.
-    Valid(Proof),
-    /// The credential is invalid.
-    Invalid(AuthError),
-    /// The credential is valid, but lacks a required permission.
-    Forbidden(AuthError),
-    /// The credential cannot be verified at this time.
-    Unavailable(AuthError),
-    /// The result depends on another server or on a password hash. See [`Verified::Waits`].
-    Pending,
-}
-
-/// A verified credential.
-#[derive(Debug, Clone)]
-pub enum Proof {
-    /// The caller that owns the API key, and a bit set of the headers that contain the key. Bit n is the header at
-    /// index n of [`ApiKeyProvider::places`].
-    ApiKey(Caller, u32),
-    /// The claims of the bearer token.
-    Jwt(Arc<Claims>),
-    /// The client certificate of the connection.
-    ClientCert,
-    /// The user name.
-    Basic(Box<str>),
-    /// The authentication server's admission.
-    Forward(Arc<Admission>),
-}
-
-/// The reason why authentication failed. It never contains parts of a credential.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AuthError {
-    /// The request has no credential that `require` accepts.
-    #[error("{0}")]
-    Missing(Arc<str>),
-    /// The API key is unknown or disabled.
-    #[error("the API key is unknown")]
-    UnknownApiKey(KeySource),
-    /// The API key has expired.
-    #[error("the API key has expired")]
-    ExpiredApiKey(KeySource),
-    /// The API key is restricted to other routes.
-    #[error("the API key is not valid for this route")]
-    ApiKeyRoute,
-    /// The client certificate of the connection has expired since the TLS handshake, or a reload has replaced the CA
-    /// certificates.
-    #[error(
-        "the client certificate has expired or is no longer trusted: open a new connection with a valid certificate"
-    )]
-    UntrustedCertificate,
-    /// Two headers contain different API keys.
-    #[error("the headers `{0}` and `{1}` have different API keys")]
-    DifferentApiKeys(HeaderName, HeaderName),
-    /// The header occurs more than once.
-    #[error("the header `{0}` is present more than once")]
-    Ambiguous(HeaderName),
-    /// The header is not a credential in the syntax of RFC 9110 §11.4. Servers could read different credentials from
-    /// it.
-    #[error("the header `{0}` is malformed")]
-    Malformed(HeaderName),
-    /// The bearer token is invalid.
-    #[error(transparent)]
-    Token(#[from] TokenError),
-    /// The bearer token lacks a required claim.
-    #[error("the bearer token lacks the required claim `{0}`")]
-    Claim(Arc<str>),
-    /// The user name or the password is wrong.
-    #[error(transparent)]
-    Basic(#[from] BasicError),
-    /// The authentication server denied the request. The client gets the server's response.
-    #[error("the authentication server denied the request with status {}", .0.status.as_u16())]
-    Denied(Arc<Denial>),
-    /// The credential cannot be verified at this time. The client should retry later.
-    #[error("{0}")]
-    Unavailable(&'static str),
-    /// The authentication server sent an invalid response. The request is rejected even with `on_error = "allow"`,
-    /// because the client may have provoked the invalid response.
-    #[error("the request cannot be authenticated at the moment")]
-    InvalidResponse,
 }
 
 /// The state of the authentication of a request.
@@ -207,15 +108,6 @@ impl From<AuthError> for Stop {
     fn from(error: AuthError) -> Self {
         Stop::Failed(error)
     }
-}
-
-/// How a client sent an API key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeySource {
-    /// The client sent the key as a bearer token.
-    Bearer,
-    /// The client sent the key with another scheme or without a scheme.
-    Other,
 }
 
 impl ProviderKind {
@@ -268,13 +160,6 @@ impl AuthProvider {
     }
 }
 
-impl Verification {
-    /// Return whether an authentication server has admitted the request.
-    fn is_admission(&self) -> bool {
-        matches!(self, Verification::Valid(Proof::Forward(_)))
-    }
-}
-
 impl Challenge {
     /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is not a valid header value.
     pub fn new(text: &str) -> Option<Self> {
@@ -289,39 +174,6 @@ impl Challenge {
             true => HeaderValue::from_static("Bearer error=\"invalid_token\""),
             false => self.value.clone(),
         }
-    }
-}
-
-impl AuthError {
-    /// Return the status of the response: 400, 401, 403 or 503, or the status that the authentication server sent.
-    pub fn status(&self) -> StatusCode {
-        match self {
-            AuthError::Missing(_) | AuthError::UnknownApiKey(_) | AuthError::ExpiredApiKey(_) | AuthError::Token(_) => {
-                StatusCode::UNAUTHORIZED
-            }
-            AuthError::Basic(_) | AuthError::UntrustedCertificate => StatusCode::UNAUTHORIZED,
-            AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
-            AuthError::Denied(denial) => denial.status,
-            AuthError::Unavailable(_) | AuthError::InvalidResponse => StatusCode::SERVICE_UNAVAILABLE,
-            AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) | AuthError::Malformed(_) => {
-                StatusCode::BAD_REQUEST
-            }
-        }
-    }
-
-    /// Return whether the credential cannot be verified at this time.
-    pub fn is_unavailable(&self) -> bool {
-        matches!(self, AuthError::Unavailable(_) | AuthError::InvalidResponse)
-    }
-
-    /// Return whether the bearer token of the request was invalid. The token may be a JWT or an API key.
-    fn is_invalid_bearer_token(&self) -> bool {
-        matches!(
-            self,
-            AuthError::Token(_)
-                | AuthError::UnknownApiKey(KeySource::Bearer)
-                | AuthError::ExpiredApiKey(KeySource::Bearer)
-        )
     }
 }
 

@@ -27,8 +27,8 @@ use quick_cache::sync::Cache;
 use tokio::task::spawn_blocking;
 
 use crate::clock::monotonic;
-use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::identity::hash_queue::{HashQueue, VerificationBusy};
+use crate::identity::verification::{AuthError, BasicError, Proof, Verification};
 
 /// Time for which verified credentials are cached, so that they are not hashed again.
 const VERIFIED_TTL: Duration = Duration::from_secs(60);
@@ -47,17 +47,6 @@ const MAX_CREDENTIALS: usize = 1024;
 
 /// Maximum bcrypt cost. 2^16 rounds take about 4 s.
 const MAX_BCRYPT_COST: u32 = 16;
-
-/// The reason why Basic credentials are rejected. It never contains parts of the credentials.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum BasicError {
-    /// The header is not base64 of `USER:PASSWORD`, contains control characters, or is longer than 1 KiB.
-    #[error("the Basic credentials are malformed")]
-    Malformed,
-    /// The user is unknown, or the password is wrong.
-    #[error("the user name or the password is wrong")]
-    Rejected,
-}
 
 /// A provider of kind `basic`.
 #[derive(Debug)]

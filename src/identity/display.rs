@@ -9,8 +9,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use crate::http::target;
-use crate::identity::api_key::{Caller, ConsumerDirectory};
-use crate::identity::{
+use crate::identity::consumer::{Caller, ConsumerDirectory};
+use crate::identity::spec::{
     ANONYMOUS_TAG, ClientIpResolver, Descriptor, IP_TAG, IdentityPart, IdentitySpec, OnMissing, RequestAttributes,
     RpcSource, cookie_value, octets,
 };
@@ -100,33 +100,6 @@ impl Descriptor {
                 self.label().eq_ignore_ascii_case(label)
             }
             _ => self.label() == label,
-        }
-    }
-
-    /// Return the tag for values of this descriptor. Accepted API keys have a different tag, and so do client networks
-    /// that replace another part.
-    pub(super) fn tag(&self) -> u8 {
-        match self {
-            Descriptor::ApiKey => b'c',
-            Descriptor::Ip => IP_TAG,
-            Descriptor::User(_) => b'u',
-            Descriptor::Header(_) => b'h',
-            Descriptor::Cookie(_) => b'o',
-            Descriptor::Query(_) => b'q',
-            Descriptor::Path(_) => b'p',
-            Descriptor::Jwt(_) => b'j',
-            Descriptor::ClientCert => b's',
-            Descriptor::Basic => b'b',
-            Descriptor::Forward(_) => b'f',
-            Descriptor::Host => b'n',
-            Descriptor::Method => b'm',
-            Descriptor::Json(_) => b'd',
-            Descriptor::Form(_) => b'e',
-            Descriptor::ClaimedUser => b'l',
-            Descriptor::Rpc(RpcSource::McpTool) => b't',
-            Descriptor::Rpc(RpcSource::McpMethod | RpcSource::Method) => b'v',
-            Descriptor::Global => b'g',
-            Descriptor::Route => b'r',
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Forward authentication: the parts of a request that an authentication server receives, the server's decision, and a
-//! cache of admissions. The exchange with the server is in `proxy/authentication.rs`.
+//! cache of admissions. The exchange with the server is in `proxy/forward_auth.rs`.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,18 +8,17 @@ use std::time::{Duration, Instant};
 
 use aws_lc_rs::digest::{Context, SHA256};
 use aws_lc_rs::rand;
-use bytes::Bytes;
 use http::header::{
     ACCEPT, ACCEPT_CHARSET, ACCEPT_ENCODING, ACCEPT_LANGUAGE, CACHE_CONTROL, CONNECTION, CONTENT_ENCODING,
     CONTENT_LANGUAGE, COOKIE, FORWARDED, IF_MATCH, IF_NONE_MATCH, TE, TRAILER, UPGRADE, VIA,
 };
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use quick_cache::sync::Cache;
 use tokio::sync::watch;
 
 use crate::clock::monotonic;
-use crate::identity::auth::AuthError;
+use crate::identity::verification::{Admission, AuthError};
 
 /// A provider of kind `forward`.
 #[derive(Debug)]
@@ -83,24 +82,6 @@ impl ToldParts {
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
 }
 
-/// The server's decision to admit a request, with headers for the upstream.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Admission {
-    /// The `response_headers` that the server sent.
-    pub headers: HeaderMap,
-}
-
-/// The response of an authentication server that denies a request. The client gets this response.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Denial {
-    /// Status of the response, which is not 2xx.
-    pub status: StatusCode,
-    /// Headers of the response that are sent to the client.
-    pub headers: HeaderMap,
-    /// Body of the response.
-    pub body: Bytes,
-}
-
 /// Headers that may occur several times, because their values form one list (RFC 9110 §5.3). `Cookie` is also in this
 /// list, because the gateway joins its occurrences. All other headers may occur only once.
 const LIST_HEADERS: [HeaderName; 16] = [
@@ -135,14 +116,6 @@ impl ForwardProvider {
     pub fn new(settings: ForwardSettings, upstream: usize) -> Self {
         let cache = settings.cache.map(|(_, max_entries)| Arc::new(ForwardCache::new(max_entries)));
         ForwardProvider { settings, upstream, cache, denied: Box::new(ForwardCache::new(MAX_DENIED)) }
-    }
-}
-
-impl Admission {
-    /// Return the value of a header for use as an identity. Return `None` if the header is absent, empty or repeated.
-    pub fn identity(&self, name: &HeaderName) -> Option<&[u8]> {
-        let mut values = self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
-        values.next().filter(|value| !value.is_empty() && values.next().is_none())
     }
 }
 
@@ -336,7 +309,11 @@ fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use http::StatusCode;
+
     use super::*;
+    use crate::identity::verification::Denial;
 
     fn headers(lines: &[(&str, &str)]) -> HeaderMap {
         let mut map = HeaderMap::new();

@@ -1,7 +1,6 @@
 //! Verification of JSON Web Tokens (RFC 7519), which clients send as bearer tokens (RFC 6750). The public keys come
 //! from a file or a URL.
 
-use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -25,7 +24,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 
 use crate::clock::{elapsed_since, monotonic};
-use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
+use crate::identity::verification::{AuthError, AuthRequest, Claims, Proof, TokenError, Verification};
 
 /// Leeway in seconds for differences between the clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more
 /// than a few minutes". Clocks that are synchronized by NTP differ by less than a second. After a pause of a virtual
@@ -58,44 +57,11 @@ pub struct RequiredClaim {
     pub alternatives: Vec<Vec<String>>,
 }
 
-/// The claims of a verified token.
-#[derive(Debug)]
-pub struct Claims(Map<String, Value>);
-
-/// The reason why a token is rejected. Errors never contain parts of the token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum TokenError {
-    /// The token is not a JWT, has a critical header parameter (`crit`), or has invalid claims.
-    #[error("the bearer token is malformed")]
-    Malformed,
-    /// The keys of the issuer have not been fetched yet.
-    #[error("the keys of the token issuer are not available yet")]
-    NoKeys,
-    /// No key matches the `kid` of the token. For a token without a `kid`: no key, or more than one key, matches its
-    /// algorithm.
-    #[error("the bearer token is signed with an unknown key")]
-    UnknownKey,
-    /// The algorithm of the token differs from the algorithm of the key.
-    #[error("the algorithm of the bearer token differs from the algorithm of its key")]
-    Algorithm,
-    /// The signature of the token is invalid.
-    #[error("the signature of the bearer token is invalid")]
-    Signature,
-    /// The claim `exp` is missing.
-    #[error("the bearer token has no expiration time")]
-    NoExpiration,
-    /// The time in `exp` has passed.
-    #[error("the bearer token has expired")]
-    Expired,
-    /// The time in `nbf` is in the future.
-    #[error("the bearer token is not valid yet")]
-    NotYetValid,
-    /// The claim `iss` is missing or is not the configured issuer.
-    #[error("the bearer token is from another issuer")]
-    Issuer,
-    /// The claim `aud` does not match the configured audience.
-    #[error("the bearer token is for another audience")]
-    Audience,
+impl RequiredClaim {
+    /// Return whether the claim has all values of at least one alternative.
+    fn is_met_by(&self, claims: &Claims) -> bool {
+        self.alternatives.iter().any(|values| values.iter().all(|value| claims.contains(&self.name, value)))
+    }
 }
 
 /// Return the token in `Authorization: Bearer`. Return `None` if the header is missing or has another scheme.
@@ -180,7 +146,7 @@ impl JwtVerifier {
             Err(error) => return Verification::Invalid(error),
         };
         match self.verify(token, request.now_us as f64 / 1e6) {
-            Ok(claims) => match self.claims.iter().find(|required| !claims.satisfy(required)) {
+            Ok(claims) => match self.claims.iter().find(|required| !required.is_met_by(&claims)) {
                 Some(missing) => Verification::Forbidden(AuthError::Claim(missing.name.clone())),
                 None => Verification::Valid(Proof::Jwt(claims)),
             },
@@ -277,37 +243,6 @@ impl JwtVerifier {
             _ => false,
         };
         if for_us { Ok(()) } else { Err(TokenError::Audience) }
-    }
-}
-
-impl Claims {
-    /// Return whether the claim has all values of at least one alternative.
-    fn satisfy(&self, required: &RequiredClaim) -> bool {
-        let RequiredClaim { name, alternatives } = required;
-        alternatives.iter().any(|values| values.iter().all(|value| self.contains(name, value)))
-    }
-
-    /// Return whether a claim has or contains a value. A list must contain the value. A string must be equal to the
-    /// value, or contain the value as a space-separated word (as in `scope`, RFC 8693 §4.2).
-    fn contains(&self, name: &str, value: &str) -> bool {
-        match self.0.get(name) {
-            Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
-            Some(Value::String(text)) => text == value || text.split(' ').any(|word| word == value),
-            Some(Value::Bool(flag)) => value == if *flag { "true" } else { "false" },
-            Some(Value::Number(number)) => number.to_string() == value,
-            Some(Value::Null | Value::Object(_)) | None => false,
-        }
-    }
-
-    /// Return a claim as an identity. Return `None` unless it is a string that is not empty, a number or a boolean.
-    pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
-        match self.0.get(name)? {
-            Value::String(text) if text.is_empty() => None,
-            Value::String(text) => Some(Cow::Borrowed(text)),
-            Value::Number(number) => Some(Cow::Owned(number.to_string())),
-            Value::Bool(flag) => Some(Cow::Borrowed(if *flag { "true" } else { "false" })),
-            Value::Null | Value::Array(_) | Value::Object(_) => None,
-        }
     }
 }
 

@@ -22,10 +22,11 @@ use crate::http::headers::{
 };
 use crate::http::request_body::RequestBody;
 use crate::http::target::received_host;
-use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::identity::forward::{
-    Admission, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
+    CacheRole, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
 };
+use crate::identity::verification::{Admission, Denial};
+use crate::identity::verification::{AuthError, Proof, Verification};
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::AuthResult;
 use crate::proxy::request::{Peer, TargetedRequest};

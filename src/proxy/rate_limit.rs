@@ -1,6 +1,6 @@
 //! Rate limit checks: the limit key, the quota and the cost of a request for each limit of its route.
 
-use crate::identity::{IdentitySpec, RequestAttributes};
+use crate::identity::spec::{IdentitySpec, RequestAttributes};
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::Deferred;

@@ -3,8 +3,9 @@
 use http::{Method, StatusCode};
 
 use crate::http::target::PathError;
-use crate::identity::IdentityError;
-use crate::identity::auth::{AuthError, Challenge};
+use crate::identity::auth::Challenge;
+use crate::identity::spec::IdentityError;
+use crate::identity::verification::AuthError;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
 use crate::payload::form::FormError;

@@ -16,12 +16,11 @@ use crate::config::shorthand::Requirement;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::http::headers::{Direction, reserved_reason};
-use crate::identity::Descriptor;
-use crate::identity::api_key::{
-    ApiKeyProvider, ConsumerDirectory, ConsumerKey, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey,
-};
+use crate::identity::api_key::{ApiKeyProvider, KeyPlace, MAX_PLACES, OnUnknownKey};
 use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth, TierSource};
+use crate::identity::consumer::{ConsumerDirectory, ConsumerKey, Consumers};
 use crate::identity::jwt::{JwtVerifier, KeySet, RequiredClaim};
+use crate::identity::spec::Descriptor;
 use crate::limiter::key::IdentityHasher;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::identities::{self, KnownNames, LimitsByName};

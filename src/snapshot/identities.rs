@@ -25,9 +25,11 @@ use crate::config::spanned::{Spanned, Text};
 use crate::config::unknown_keys::closest_name;
 use crate::identity;
 use crate::identity::access::{AccessRules, NetworkFile, NetworkList, NetworkSet, parse_network, parse_networks};
-use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
 use crate::identity::auth::TierSource;
-use crate::identity::{ClientIpResolver, Descriptor, Exemptions, IdentitySpec, OnMissing, RpcSource, cookie_value};
+use crate::identity::consumer::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
+use crate::identity::spec::{
+    ClientIpResolver, Descriptor, Exemptions, IdentitySpec, OnMissing, RpcSource, cookie_value,
+};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
 use crate::payload::json::body::{JsonPointer, MAX_SEGMENTS};
@@ -401,7 +403,7 @@ fn compile_consumers(
                 issues.push(Issue::new(span, "this is not the hash of a key").with_hint(KEY_HASH_HINT));
                 continue;
             };
-            let key = identity::api_key::ConsumerKey { hash, consumer: consumer.clone(), terms };
+            let key = identity::consumer::ConsumerKey { hash, consumer: consumer.clone(), terms };
             if let Err(other) = consumers.insert(key) {
                 issues.push(Issue::new(span, format!("the consumer `{}` has this key already", other.name)));
             }

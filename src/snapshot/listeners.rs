@@ -20,7 +20,7 @@ use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;
-use crate::identity::{Descriptor, OnMissing};
+use crate::identity::spec::{Descriptor, OnMissing};
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::upstreams;

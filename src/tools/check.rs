@@ -27,7 +27,7 @@ use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;
-use crate::identity::{Descriptor, OnMissing};
+use crate::identity::spec::{Descriptor, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};

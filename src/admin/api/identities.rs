@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::admin::request::{ApiContext, MAX_LISTED_LIMITS, QueryParams, unknown_limit};
 use crate::admin::response::{AdminResponse, ApiError, Result, json_response, seconds_rounded_up, store_error};
-use crate::identity::Descriptor;
-use crate::identity::api_key::{Caller, ConsumerDirectory};
+use crate::identity::consumer::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
+use crate::identity::spec::Descriptor;
 use crate::limiter::admin::AdminError;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::key::{Identity, StateName};

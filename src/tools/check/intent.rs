@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::config::error::Issue;
 use crate::config::spanned::Text;
 use crate::config::unknown_keys::closest_name;
-use crate::identity::Descriptor;
+use crate::identity::spec::Descriptor;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::settings::AdminSettings;

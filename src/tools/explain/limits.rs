@@ -11,10 +11,10 @@ use tokio::runtime::{Builder, Runtime as Reactor};
 
 use crate::clock::monotonic;
 use crate::http::body::Body;
-use crate::identity::Descriptor;
-use crate::identity::api_key::Caller;
+use crate::identity::consumer::Caller;
 use crate::identity::display::DisplayPart;
-use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
+use crate::identity::spec::Descriptor;
+use crate::identity::spec::{IdentityLookup, IdentitySpec, RequestAttributes};
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::{Outcome, Rule, Status, StepKind};
 use crate::limiter::decision::{Decision, LimitCheck};

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use http::header::{HOST, HeaderValue};
 use http::{HeaderMap, HeaderName, Method, Request, StatusCode, Uri, Version};
 
-use crate::identity::Descriptor;
-use crate::identity::api_key::Caller;
-use crate::identity::auth::{AuthRequest, Credentials, ProviderKind, RouteAuth, Verified};
-use crate::identity::{IdentitySpec, OnMissing};
+use crate::identity::auth::{Credentials, ProviderKind, RouteAuth, Verified};
+use crate::identity::consumer::Caller;
+use crate::identity::spec::Descriptor;
+use crate::identity::spec::{IdentitySpec, OnMissing};
+use crate::identity::verification::AuthRequest;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::Quota;
