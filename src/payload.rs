@@ -11,6 +11,8 @@ pub mod form;
 
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {
+    mod event_frames;
+    pub mod image;
     pub mod json_scanner;
     pub mod provider;
     pub mod request;

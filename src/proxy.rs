@@ -429,6 +429,9 @@ impl<'a> Exchange<'a> {
         let settled = holdings.settle(route, &snapshot.metrics, &result).await;
         // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
+        if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
+            llm::remove_account_headers(response.headers_mut());
+        }
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
         }
@@ -467,7 +470,8 @@ impl<'a> Exchange<'a> {
             Rejection::Upstream(error) => warn!(%error, request_id, "upstream request failed"),
             _ => {}
         }
-        rejection.into_response(id, self.snapshot.config.server.proxy_status, self.facts.rpc_id.as_ref())
+        let RequestFacts { rpc_id, api, .. } = &self.facts;
+        rejection.into_response(id, self.snapshot.config.server.proxy_status, rpc_id.as_ref(), *api)
     }
 
     /// Set the headers that all responses have, and update the metrics. The access log record and the spans are written

@@ -392,10 +392,10 @@ fn overrun(llm: &LlmCost) -> String {
     let cut = if *cuts { " (the gateway cuts event streams at this maximum)" } else { "" };
     format!(
         "requests in flight can exceed this limit if they use more than they reserved: text with fewer than {} bytes \
-         per token (an excess of at most {max_excess} per request), images of more than {} tokens, audio of more than \
-         {} tokens, input that is not in the body{unread}, and output beyond the requested maximum (without a \
+         per token (an excess of at most {max_excess} per request), images and documents with more tokens than the \
+         estimate, audio of more than {} tokens, input that is not in the body{unread}, and output beyond the requested maximum (without a \
          requested maximum: beyond {} tokens{cut})",
-        estimate.bytes_per_token, estimate.image, estimate.audio, estimate.default_output
+        estimate.bytes_per_token, estimate.audio, estimate.default_output
     )
 }
 

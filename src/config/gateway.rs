@@ -122,7 +122,7 @@ pub struct Server {
     pub max_buffered: Option<Text>,
     /// Maximum size of a JSON request body or form that the gateway reads. It reads a body to select a route
     /// (`match.json`), to determine an identity (`json:POINTER`, `form:NAME`, `mcp:tool`, `mcp:method`, `jsonrpc:method`) or to compute a cost
-    /// (`cost.tools`). A larger body gets 413.
+    /// (`cost.tools`). A larger body gets 413. Must not exceed `max_buffered`.
     #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
     pub inspect_body: Option<Text>,
     /// Maximum total size of the headers of a request. A request with larger headers gets 431. Must be at least 8KiB.

@@ -43,7 +43,7 @@ const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"]
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
 /// Keys in `cost` of a limit that are not secret, although their names contain `token`.
-const PUBLIC_COST_KEYS: [&str; 3] = ["bytes_per_token", "image_tokens", "audio_tokens"];
+const PUBLIC_COST_KEYS: [&str; 4] = ["bytes_per_token", "image_tokens", "audio_tokens", "document_tokens"];
 
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];

@@ -54,12 +54,16 @@ pub struct CostTable {
     /// output tokens of a stream that reports no usage.
     #[schemars(range(min = 1, max = 1000), extend("default" = 4))]
     pub bytes_per_token: Option<Spanned<i64>>,
-    /// With `llm`: estimated number of tokens of an image.
-    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
+    /// With `llm`: estimated number of tokens of an image. Default: the formula of the provider for the size of a base64
+    /// image, 1000 for a link.
+    #[schemars(range(min = 0, max = 1_000_000_000))]
     pub image_tokens: Option<Spanned<i64>>,
     /// With `llm`: estimated number of tokens of an audio part.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
     pub audio_tokens: Option<Spanned<i64>>,
+    /// With `llm`: estimated number of tokens of each started 64 KiB of a base64 document (PDF) or video.
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 3000))]
+    pub document_tokens: Option<Spanned<i64>>,
     /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With
     /// `unit = "usd-micros"`, a weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
@@ -68,7 +72,8 @@ pub struct CostTable {
     /// that a pattern does not set, the value in `weights` applies.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
     /// With `llm`: maximum size of the request body that the gateway reads before the rate limit check. A larger body
-    /// gets 413, unless `reserve` is set. Default: `server.inspect_body`.
+    /// gets 413, unless `reserve` is set. Must not exceed `server.max_buffered`. Default: `server.inspect_body` if it is set,
+    /// otherwise 16MiB, but at most `server.max_buffered`.
     #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
     /// With `llm`: cost to reserve if the gateway cannot read the request body, because the body is larger than
@@ -81,11 +86,30 @@ pub struct CostTable {
     /// abort the provider's response.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
+    /// With `llm`: what to charge if the client or the provider aborts a response before it has reported its usage.
+    /// `"reservation"`: the reservation, or the usage so far if it is larger. `"estimate"`: the usage so far. When the
+    /// client disconnects, the gateway continues to read the response for up to 2 s or 1 MiB.
+    #[schemars(extend("enum" = ["reservation", "estimate"], "default" = "reservation"))]
+    pub on_abort: Option<Text>,
     /// With `llm`: if the client does not request the usage of a stream from OpenAI's API, request it and remove the
     /// additional event from the response. This option changes the request body. It applies only to paths that end with
-    /// `/completions`.
-    #[schemars(extend("default" = false))]
+    /// `/completions`. Set it to false for servers that reject `stream_options`.
+    #[schemars(extend("default" = true))]
     pub include_usage: Option<Spanned<bool>>,
+    /// With `llm`: longest time that a client may wait before it retries a denied request. If the wait is longer, the
+    /// response has `x-should-retry: false` and, in the format of OpenAI, the code `insufficient_quota`. SDKs then
+    /// report the error at once instead of waiting for days.
+    #[schemars(schema_with = "schema::duration", extend("default" = "2m"))]
+    pub max_retry_wait: Option<Text>,
+    /// With `llm`: whether clients get the rate limit headers of the provider (`x-ratelimit-…`,
+    /// `anthropic-ratelimit-…`), which describe the account that all clients share. False: the gateway removes them.
+    #[schemars(extend("default" = false))]
+    pub provider_headers: Option<Spanned<bool>>,
+    /// With `llm`: how to treat a request with a body whose path is no known operation of an LLM API
+    /// ([operations](limits.md#operations)). `"reserve"`: reserve and count tokens. `"free"`: count nothing. `"reject"`:
+    /// respond with 404.
+    #[schemars(extend("enum" = ["reserve", "free", "reject"], "default" = "reserve"))]
+    pub unknown: Option<Text>,
     /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with another
     /// format: `{ input = "/meta/in", output = "/meta/out" }`. Default: the formats of OpenAI, Anthropic, Gemini,
     /// Ollama, Mistral and Cohere.

@@ -3,17 +3,20 @@
 
 use std::any::Any;
 use std::fmt;
+use std::future::poll_fn;
 use std::mem;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_LENGTH, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
-use tokio::time::Instant;
+use tokio::runtime::Handle;
+use tokio::time::{Instant, timeout_at};
 
 use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer, ReadBound, ReadLimit};
 use crate::http::flow::{DataChunk, InFlightRequest, StreamFlow};
@@ -28,10 +31,42 @@ pub trait OnComplete: Send {
         ControlFlow::Continue(())
     }
 
-    /// Called when the body is dropped. `complete` is true if the whole body was sent. `bytes_sent` is the number of
-    /// body bytes that were sent.
-    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
+    /// Return whether the callback holds back data, which [`on_end`](Self::on_end) returns.
+    fn holds_data(&self) -> bool {
+        false
+    }
+
+    /// Called at the end of the body, before `on_complete`. Return the data that the callback has held back.
+    fn on_end(&mut self) -> Bytes {
+        Bytes::new()
+    }
+
+    /// Return whether the gateway continues to read an upstream response after the client has left, so that
+    /// `on_data` sees its end.
+    fn reads_rest(&self) -> bool {
+        false
+    }
+
+    /// Called after the last use of the body. `bytes_sent` is the number of body bytes that were sent.
+    fn on_complete(self: Box<Self>, bytes_sent: u64, end: BodyEnd);
 }
+
+/// How a body ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BodyEnd {
+    /// The whole body was sent to the client.
+    Sent,
+    /// The client left, but the gateway has read the upstream response to its end.
+    Read,
+    /// The client or the upstream aborted the response.
+    Aborted,
+}
+
+/// Maximum time for which the gateway reads a response after the client has left.
+const REST_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Maximum number of bytes of a response that the gateway reads after the client has left.
+const MAX_REST: usize = 1 << 20;
 
 /// The resources that an upstream response occupies until its body has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
@@ -78,6 +113,8 @@ struct UpstreamBody {
     /// Limits how much data hyper reads from the upstream connection in advance. `None` for HTTP/2 connections, which
     /// carry several responses.
     read_bound: Option<ReadBound>,
+    /// Whether reading the body has failed, so that its rest cannot be read.
+    is_failed: bool,
 }
 
 impl Body {
@@ -98,7 +135,8 @@ impl Body {
         read_bound: Option<ReadBound>,
     ) -> Self {
         let idle_timer = incoming.size_hint().exact().map(|_| IdleTimer::new(limits.idle_timeout));
-        let mut upstream = UpstreamBody { incoming, lease: Some(lease), deadline: None, idle_timer, read_bound };
+        let mut upstream =
+            UpstreamBody { incoming, lease: Some(lease), deadline: None, idle_timer, read_bound, is_failed: false };
         let complete = upstream.release_at_end();
         upstream.deadline = limits.deadline.filter(|_| !complete).map(Deadline::new);
         Body::new(BodyKind::Upstream(upstream), complete)
@@ -194,8 +232,13 @@ impl HttpBody for Body {
         let polled = match kind {
             BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             BodyKind::Upstream(upstream) => {
-                ready!(upstream.poll_ready(multiplexed.map(|flow| &**flow), *bytes_sent, cx))?;
-                upstream.poll_data(cx)
+                let ready = ready!(upstream.poll_ready(multiplexed.map(|flow| &**flow), *bytes_sent, cx));
+                let polled = match ready {
+                    Ok(()) => upstream.poll_data(cx),
+                    Err(error) => Poll::Ready(Some(Err(error))),
+                };
+                upstream.is_failed |= matches!(polled, Poll::Ready(Some(Err(_))));
+                polled
             }
             BodyKind::Tunnel { .. } => Poll::Ready(None),
         };
@@ -207,7 +250,13 @@ impl HttpBody for Body {
         }
         let Some(frame) = ready!(polled).transpose()? else {
             *complete = true;
-            return Poll::Ready(None);
+            let held = on_complete.as_mut().map_or_else(Bytes::new, |hook| hook.on_end());
+            *bytes_sent += held.len() as u64;
+            let frame = (!held.is_empty()).then(|| Ok(Frame::data(DataChunk::untracked(held))));
+            if frame.is_some() {
+                *kind = BodyKind::Full(None);
+            }
+            return Poll::Ready(frame);
         };
         let mut is_ended = false;
         let frame = match (frame.into_data(), on_complete) {
@@ -255,7 +304,9 @@ impl HttpBody for Body {
     fn is_end_stream(&self) -> bool {
         match &self.kind {
             BodyKind::Full(bytes) => bytes.is_none(),
-            BodyKind::Upstream(upstream) => upstream.incoming.is_end_stream(),
+            BodyKind::Upstream(upstream) => {
+                upstream.incoming.is_end_stream() && !self.on_complete.as_ref().is_some_and(|hook| hook.holds_data())
+            }
             BodyKind::Tunnel { .. } => true,
         }
     }
@@ -354,8 +405,61 @@ impl Drop for Body {
             // it reads, and then closes the connection.
             upstream.limit_reads(ReadLimit::Small);
         }
-        if let Some(hook) = self.on_complete.take() {
-            hook.on_complete(self.bytes_sent, self.complete);
+        let Some(hook) = self.on_complete.take() else { return };
+        if self.complete {
+            return hook.on_complete(self.bytes_sent, BodyEnd::Sent);
+        }
+        match mem::replace(&mut self.kind, BodyKind::Full(None)) {
+            BodyKind::Upstream(upstream) if hook.reads_rest() && !upstream.is_failed => {
+                let rest = Rest { upstream, hook: Some(hook), bytes_sent: self.bytes_sent, end: BodyEnd::Aborted };
+                // Without a runtime, the process is about to exit. `rest` is then dropped, which calls the hook.
+                if let Ok(runtime) = Handle::try_current() {
+                    runtime.spawn(rest.read());
+                }
+            }
+            BodyKind::Upstream(_) | BodyKind::Full(_) | BodyKind::Tunnel { .. } => {
+                hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
+            }
+        }
+    }
+}
+
+/// The rest of an upstream response whose client has left. Calls the hook when it is dropped.
+struct Rest {
+    upstream: UpstreamBody,
+    hook: Option<Box<dyn OnComplete>>,
+    bytes_sent: u64,
+    end: BodyEnd,
+}
+
+impl Rest {
+    async fn read(mut self) {
+        // The route timeout ends the response, so it also ends its rest.
+        let latest = Instant::now() + REST_TIMEOUT;
+        let end = self.upstream.deadline.as_ref().map_or(latest, |deadline| deadline.instant.min(latest));
+        // If the time is over, `end` stays `Aborted`.
+        let _ = timeout_at(end, self.read_to_end()).await;
+    }
+
+    async fn read_to_end(&mut self) {
+        let mut left = MAX_REST;
+        while let Some(frame) = poll_fn(|cx| self.upstream.poll_data(cx)).await {
+            let Ok(frame) = frame else { return };
+            let (Ok(mut data), Some(hook)) = (frame.into_data(), &mut self.hook) else { continue };
+            let Some(rest) = left.checked_sub(data.len()) else { return };
+            left = rest;
+            if hook.on_data(&mut data).is_break() {
+                return;
+            }
+        }
+        self.end = BodyEnd::Read;
+    }
+}
+
+impl Drop for Rest {
+    fn drop(&mut self) {
+        if let Some(hook) = self.hook.take() {
+            hook.on_complete(self.bytes_sent, self.end);
         }
     }
 }

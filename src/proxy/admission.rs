@@ -23,6 +23,7 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
 use crate::payload::json::body::JsonBody;
+use crate::payload::llm::provider::{Operation, Provider};
 use crate::proxy::body::{BodyContent, BodyRead, LimitInspection};
 use crate::proxy::llm;
 use crate::proxy::llm::LlmRequest;
@@ -94,6 +95,8 @@ pub struct RequestFacts<'a> {
     /// The id of the JSON-RPC message in the request, or null if the message has no id. If the id is `Some`, error
     /// responses are JSON-RPC errors.
     pub rpc_id: Option<Value>,
+    /// The LLM API of a request to a route that counts tokens. It determines the format of error responses.
+    pub api: Option<Provider>,
 }
 
 /// A step of the sequence.
@@ -121,6 +124,7 @@ impl<'a> RequestFacts<'a> {
             credentials: Credentials::default(),
             is_authenticated: false,
             rpc_id: None,
+            api: None,
         }
     }
 }
@@ -217,7 +221,20 @@ pub async fn admit<'a, I: AdmissionIo>(
     head: RequestHead<'_>,
     origin: Origin<'_>,
 ) -> Admission<'a, I::Undecided> {
-    run(io, facts, head, origin).await.unwrap_or_else(Admission::Rejected)
+    run(io, facts, head, origin).await.unwrap_or_else(|rejection| {
+        facts.api = facts.api.or_else(|| error_format(facts, head.uri.path()));
+        Admission::Rejected(rejection)
+    })
+}
+
+/// Return the LLM API in whose format a request is rejected before its tokens are counted. A request without a route has
+/// this format if its path is an operation of an LLM API and the gateway counts tokens.
+fn error_format(facts: &RequestFacts<'_>, path: &str) -> Option<Provider> {
+    match facts.route {
+        Some(route) => route.rate_limits.llm.map(|_| Provider::of(path)),
+        None if facts.config.body_inspection.reads_tokens => Some(Operation::of(path)?.provider),
+        None => None,
+    }
 }
 
 /// The order of the steps.
@@ -270,11 +287,11 @@ async fn run<'a, I: AdmissionIo>(
                 (target.forwarded_path() != head.uri.path()).then(|| target.forwarded_path().to_owned());
             Ok(Admission::Admitted(Admitted { route, decision, llm, forwarded_path, rewritten_target }))
         }
-        Limited::Decided(decision, llm) => Err(Rejection::RateLimited {
+        Limited::Decided(decision, _) => Err(Rejection::RateLimited {
             decision,
             rate_limits: &route.rate_limits,
             is_grpc: is_grpc_call(head.method, head.version, head.headers),
-            provider: llm.map(|llm| llm.provider),
+            max_retry_wait: route.rate_limits.llm.map(|inspection| inspection.max_retry_wait),
         }),
         Limited::Undecided(undecided) => Ok(Admission::Undecided(undecided)),
     }
@@ -405,7 +422,10 @@ async fn inspect<'a, I: AdmissionIo>(
     facts.rpc_id = content.rpc_id(body_use);
     content.check(body_use, head.headers, max_values).map_err(Rejection::Inspect)?;
     let Some(inspection) = llm else { return Ok(None) };
-    let llm = llm::request(content, inspection, &target.upstream_path(route)?)?;
+    let path = target.upstream_path(route)?;
+    let operation = Operation::of(&path);
+    facts.api = Some(operation.map_or(Provider::OpenAi, |operation| operation.provider));
+    let llm = llm::request(content, inspection, &path, operation)?;
     io.counts_tokens(&llm);
     Ok(Some(Box::new(llm)))
 }

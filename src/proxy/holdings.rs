@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::{HeaderMap, Response};
 use tracing::warn;
 
-use crate::http::body::Body;
+use crate::http::body::{Body, BodyEnd};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
@@ -100,12 +100,27 @@ impl Held {
         self.reservations.as_mut().map_or(ControlFlow::Continue(()), |reservations| reservations.feed(data))
     }
 
+    /// Return whether a part of the response is held back until its event is complete.
+    pub(super) fn holds_data(&self) -> bool {
+        self.reservations.as_ref().is_some_and(|reservations| reservations.holds_data())
+    }
+
+    /// Return the part of the response that is held back at its end.
+    pub(super) fn take_held_data(&mut self) -> Bytes {
+        self.reservations.as_mut().map_or_else(Bytes::new, |reservations| reservations.take_held_data())
+    }
+
+    /// Return whether the end of the response determines a cost, even if the client has left.
+    pub(super) fn reads_rest(&self) -> bool {
+        self.reservations.is_some()
+    }
+
     /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log
     /// record, in which the costs are set.
-    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>) {
+    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) {
         let Held { permits, reservations } = self;
         if let Some(reservations) = reservations {
-            reservations.settle(limits);
+            reservations.settle(limits, end);
         }
         drop(permits);
     }

@@ -1,18 +1,19 @@
 //! Token limits for LLM APIs: the gateway reserves tokens for a request, and settles the reservation at the end of the
 //! response.
 
+use std::mem;
 use std::ops::ControlFlow;
 
 use bytes::Bytes;
-use http::Response;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
+use http::{HeaderMap, Response};
 
-use crate::http::body::Body;
+use crate::http::body::{Body, BodyEnd};
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
 use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
-use crate::payload::llm::provider::{Billing, Provider, operation};
+use crate::payload::llm::provider::{Billing, Operation, Provider, last_segment};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::payload::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
@@ -20,9 +21,21 @@ use crate::payload::llm::usage::Weights;
 use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
-use crate::snapshot::cost::LlmCost;
+use crate::snapshot::cost::{LlmCost, OnAbort, UnknownOperation};
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
+
+/// Prefixes of the headers in which a provider reports the limits of the account that all clients share.
+const ACCOUNT_HEADERS: [&str; 2] = ["x-ratelimit-", "anthropic-ratelimit-"];
+
+/// Remove the headers that describe the provider's account.
+pub(super) fn remove_account_headers(headers: &mut HeaderMap) {
+    let is_of_account = |name: &&HeaderName| ACCOUNT_HEADERS.iter().any(|prefix| name.as_str().starts_with(prefix));
+    let names: Vec<_> = headers.keys().filter(is_of_account).cloned().collect();
+    for name in names {
+        headers.remove(name);
+    }
+}
 
 /// A request whose tokens are counted by a limit.
 #[derive(Debug)]
@@ -33,6 +46,8 @@ pub struct LlmRequest {
     /// The LLM API, which determines the format of error responses.
     pub provider: Provider,
     billing: Billing,
+    /// Whether the path is no known operation.
+    is_unknown: bool,
     path: Box<str>,
     /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
     /// removes this event from the response.
@@ -51,28 +66,32 @@ enum Content {
 }
 
 /// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical
-/// path of the upstream request.
+/// path of the upstream request, and `operation` the operation with this path.
 ///
 /// # Errors
-/// The body cannot be read, and a limit of the route needs the token usage.
+/// The body cannot be read, and a limit of the route needs the token usage, or a limit rejects unknown operations.
 pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
     path: &str,
+    operation: Option<&Operation>,
 ) -> Result<LlmRequest, Rejection<'static>> {
-    let provider = Provider::of(path);
-    let billing = Billing::of(path);
+    let (provider, billing) = operation
+        .map_or((Provider::OpenAi, inspection.unknown.billing()), |operation| (operation.provider, operation.billing));
+    if operation.is_none() && inspection.unknown == UnknownOperation::Reject && !matches!(content, BodyContent::Empty) {
+        return Err(Rejection::Llm(LlmError::UnknownOperation));
+    }
     let content = match billing {
         Billing::Free => Ok(Content::Empty),
         Billing::Generation | Billing::Embedding => Content::from_body(content, inspection.max_body),
     };
     let hides_usage = inspection.includes_usage
         && provider == Provider::OpenAi
-        && operation(path) == "completions"
+        && last_segment(path) == "completions"
         && matches!(&content, Ok(Content::Read(info)) if info.is_stream && !info.includes_usage);
     let content = match content {
         Err(error) if inspection.is_required || (inspection.is_enforced && error == LlmError::NoCapacity) => {
-            return Err(Rejection::Llm { error, provider });
+            return Err(Rejection::Llm(error));
         }
         Err(_) => Content::Unread,
         Ok(content) => content,
@@ -84,7 +103,8 @@ pub fn request(
     // Providers with the model in the path ignore the model in the body.
     let model = request::model_in_path(path).map(|model| model.into()).or(named);
     let (path, clients) = (path.into(), Vec::new());
-    Ok(LlmRequest { content, model, provider, billing, path, hides_usage, clients })
+    let is_unknown = operation.is_none();
+    Ok(LlmRequest { content, model, provider, billing, is_unknown, path, hides_usage, clients })
 }
 
 impl Content {
@@ -123,12 +143,12 @@ impl LlmRequest {
         for check in checks {
             let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
             check.cost = self.reservation(llm);
-            check.deferred = if self.is_counted() { Deferred::Settle } else { Deferred::Nothing };
+            check.deferred = if self.is_counted_by(llm) { Deferred::Settle } else { Deferred::Nothing };
             let capacity = check.variant.rule.capacity();
             if check.cost > capacity && !check.limit.shadow {
                 let (limit, unit) = (check.limit.name.clone(), check.limit.unit.clone());
                 let error = LlmError::TooLarge { limit, unit, cost: check.cost, capacity };
-                return Err(Rejection::Llm { error, provider: self.provider });
+                return Err(Rejection::Llm(error));
             }
         }
         Ok(())
@@ -145,8 +165,14 @@ impl LlmRequest {
         self.clients.extend(counted.map(|check| (check.limit_index, (check.identity, name(check)))));
     }
 
+    /// Return whether a limit counts the tokens of this request.
+    fn is_counted_by(&self, llm: &LlmCost) -> bool {
+        self.is_counted() && !(self.is_unknown && llm.unknown == UnknownOperation::Free)
+    }
+
     fn reservation(&self, llm: &LlmCost) -> u64 {
         match &self.content {
+            _ if !self.is_counted_by(llm) => 0,
             Content::Empty => 0,
             Content::Unread => llm.unread_cost.unwrap_or(0),
             Content::Read(info) => {
@@ -154,7 +180,7 @@ impl LlmRequest {
                     Billing::Generation => llm.estimate.output(info, self.provider),
                     Billing::Embedding | Billing::Free => 0,
                 };
-                self.weights(llm).reservation(llm.estimate.input(info), output)
+                self.weights(llm).reservation(llm.estimate.input(info, self.provider), output)
             }
         }
     }
@@ -167,7 +193,7 @@ impl LlmRequest {
     fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
-            Content::Read(info) => Some(llm.estimate.input(info)),
+            Content::Read(info) => Some(llm.estimate.input(info, self.provider)),
         }
     }
 
@@ -212,6 +238,7 @@ impl LlmRequest {
                 is_background: self.is_background(),
                 meter_index,
                 cuts: llm.cuts,
+                on_abort: llm.on_abort,
                 tokens: metrics.tokens(route.index, limit_index).cloned(),
                 client: self
                     .clients
@@ -231,6 +258,7 @@ impl LlmRequest {
             path: self.path.clone(),
             choices: self.choices(),
             event: Vec::new(),
+            line_feed: LineFeed::OfNextEvent,
         });
         Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
     }
@@ -270,6 +298,19 @@ struct StreamRewriter {
     choices: u64,
     /// The part of the current event that the gateway has received but not sent.
     event: Vec<u8>,
+    /// What to do with an LF at the start of the next part.
+    line_feed: LineFeed,
+}
+
+/// The use of an LF after the end of an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LineFeed {
+    /// The event did not end with CR, so the LF belongs to the next event.
+    OfNextEvent,
+    /// The LF completes the line end of an event that was sent.
+    OfSentEvent,
+    /// The LF completes the line end of an event that was removed.
+    OfRemovedEvent,
 }
 
 /// Maximum length in bytes of an event that the gateway buffers until it is complete. Usage events are smaller than 1
@@ -291,6 +332,7 @@ struct SettledLimit {
     is_background: bool,
     meter_index: usize,
     cuts: bool,
+    on_abort: OnAbort,
     tokens: Option<TokenMetrics>,
     /// The identity that is charged, with its display name.
     client: Option<(Identity, IdentityDisplay)>,
@@ -321,6 +363,15 @@ impl LlmSettlement {
             let (part, following) = rest.split_at(meter.feed_event(rest));
             rest = following;
             others.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(part));
+            let line_feed = mem::replace(&mut rewriter.line_feed, LineFeed::OfNextEvent);
+            let part = match (line_feed, part.strip_prefix(b"\n")) {
+                (LineFeed::OfNextEvent, _) | (_, None) => part,
+                (LineFeed::OfRemovedEvent, Some(following)) => following,
+                (LineFeed::OfSentEvent, Some(following)) => {
+                    output.push(b'\n');
+                    following
+                }
+            };
             rewriter.event.extend_from_slice(part);
             if !meter.is_between_events() {
                 if rewriter.event.len() > MAX_HELD_EVENT {
@@ -328,7 +379,11 @@ impl LlmSettlement {
                 }
                 continue;
             }
-            if rewriter.hides_usage && is_usage_event(&rewriter.event) {
+            let is_removed = rewriter.hides_usage && is_usage_event(&rewriter.event);
+            if rewriter.event.ends_with(b"\r") {
+                rewriter.line_feed = if is_removed { LineFeed::OfRemovedEvent } else { LineFeed::OfSentEvent };
+            }
+            if is_removed {
                 rewriter.event.clear();
             } else {
                 output.append(&mut rewriter.event);
@@ -350,10 +405,21 @@ impl LlmSettlement {
         ControlFlow::Continue(())
     }
 
+    /// Return whether the rewriter holds back a part of an event.
+    pub(super) fn holds_data(&self) -> bool {
+        self.rewriter.as_ref().is_some_and(|rewriter| !rewriter.event.is_empty())
+    }
+
+    /// Return the unfinished last event of the stream, unless it reports the usage that the gateway has requested.
+    pub(super) fn take_held_data(&mut self) -> Bytes {
+        let event = self.rewriter.as_mut().map_or_else(Vec::new, |rewriter| mem::take(&mut rewriter.event));
+        if is_usage_event(&event) { Bytes::new() } else { event.into() }
+    }
+
     /// Settle the reservations in the background, and record the costs. `limits` are the entries of the access log
     /// record, in which the costs are set.
-    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>) {
-        let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters)).collect();
+    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) {
+        let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters, end)).collect();
         for info in limits.into_iter().flatten() {
             if let Some(settled) = costs.iter().find(|settled| settled.limit_index == info.limit_index) {
                 info.cost = settled.cost;
@@ -378,13 +444,20 @@ impl SettledLimit {
         self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved
     }
 
-    fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
+    fn settled_cost(&self, meters: &[Meter], end: BodyEnd) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
         // Ignore estimated usage in two cases, because it may be too low: the number of input tokens was not estimated,
         // or the provider generates the response in the background and may add output later.
         let is_estimable = self.estimated_input.is_some() && !self.is_background;
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
+        // The provider may have generated more than the gateway has seen of an aborted response.
+        let keeps_reservation = end == BodyEnd::Aborted && self.on_abort == OnAbort::Reservation;
+        let measured =
+            measured.filter(|measured| !keeps_reservation || self.weights.cost(measured.usage) > self.reserved);
+        if measured.is_none() && end != BodyEnd::Aborted {
+            self.warn_of_unknown_usage(meter);
+        }
         let (cost, is_estimated, kind) = match measured {
             Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
@@ -395,5 +468,17 @@ impl SettledLimit {
             tokens.record(self.reserved, kind, cost, self.client.as_ref());
         }
         SettledCost { limit_index: self.limit_index, cost, is_estimated }
+    }
+
+    /// Warn that the reservation stays charged, because the operator may have to set `usage`.
+    fn warn_of_unknown_usage(&self, meter: Option<&ResponseMeter>) {
+        let reason = match meter {
+            None => "the response is compressed or has an unknown media type",
+            Some(meter) if meter.has_unknown_usage() => "the usage object has no known counts: set `usage` in `cost`",
+            Some(_) => return,
+        };
+        if let Some(tokens) = &self.tokens {
+            tokens.warn_of_unknown_usage(reason);
+        }
     }
 }

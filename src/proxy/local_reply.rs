@@ -1,6 +1,7 @@
 //! Local replies: the responses that the gateway generates itself. No other file chooses their status codes.
 
 use std::io::ErrorKind;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{
@@ -23,7 +24,7 @@ use crate::limiter::decision::Decision;
 use crate::payload::form::FormError;
 use crate::payload::json::body::JsonError;
 use crate::payload::json::rpc;
-use crate::payload::llm::provider::Provider;
+use crate::payload::llm::provider::{ApiError, Provider, Retry};
 use crate::payload::llm::request::RequestError;
 use crate::proxy::admission::Answer;
 use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection, UnreadBody};
@@ -37,6 +38,9 @@ const ABOUT_BLANK: &str = "about:blank";
 
 const BODY_TOO_LARGE: (StatusCode, &str, &str) =
     (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", "body-too-large");
+
+const X_AMZN_ERRORTYPE: HeaderName = HeaderName::from_static("x-amzn-errortype");
+const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// `Retry-After` in seconds while limits cannot be checked. The gateway probes the store again within this time.
 const STORE_RETRY_AFTER_S: u64 = 1;
@@ -72,21 +76,24 @@ impl Rejection<'_> {
     /// Return the response and its outcome, which is a single word for the access log. If the client did not cause the
     /// failure, the response contains `request_id`, so that operators can find the request in the logs of the gateway
     /// and the upstream. If `proxy_status` is set, error responses have the header `Proxy-Status`. `rpc_id` is the id
-    /// of the JSON-RPC message, if the client sent one.
+    /// of the JSON-RPC message, if the client sent one. `api` is the LLM API whose error format the response has.
     pub fn into_response(
         self,
         request_id: Option<HeaderValue>,
         proxy_status: bool,
         rpc_id: Option<&Value>,
+        api: Option<Provider>,
     ) -> (Response<Body>, &'static str) {
         let status = proxy_status.then(|| self.proxy_status());
         let rpc_code = match &self {
             Rejection::Inspect(error) => error.rpc_code(),
             _ => None,
         };
-        let (mut response, outcome) = self.into_local_reply(request_id);
+        let (mut response, outcome) = self.into_local_reply(request_id, api);
         if let Some(id) = rpc_id {
             set_rpc_error(&mut response, id, rpc_code);
+        } else if let Some(api) = api {
+            set_api_error(&mut response, api);
         }
         if let Some(status) = status {
             response.headers_mut().append(PROXY_STATUS, HeaderValue::from_static(status));
@@ -94,7 +101,11 @@ impl Rejection<'_> {
         (response, outcome)
     }
 
-    fn into_local_reply(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
+    fn into_local_reply(
+        self,
+        request_id: Option<HeaderValue>,
+        api: Option<Provider>,
+    ) -> (Response<Body>, &'static str) {
         match self {
             Rejection::InvalidPath(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path")
@@ -159,8 +170,11 @@ impl Rejection<'_> {
             Rejection::InvalidCost(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
-            Rejection::RateLimited { decision, rate_limits, is_grpc, provider } => {
-                let mut response = rate_limited_response(&decision, is_grpc, provider);
+            Rejection::RateLimited { decision, rate_limits, is_grpc, max_retry_wait } => {
+                let mut response = match api {
+                    Some(api) if !is_grpc => api_rate_limited_response(&decision, api, max_retry_wait),
+                    Some(_) | None => rate_limited_response(&decision, is_grpc),
+                };
                 rate_limits.append_headers(response.headers_mut(), &decision);
                 (response, "rate-limited")
             }
@@ -190,7 +204,7 @@ impl Rejection<'_> {
                 }
                 (response, outcome)
             }
-            Rejection::Llm { error, provider } => {
+            Rejection::Llm(error) => {
                 let (status, outcome) = match &error {
                     LlmError::Body(RequestError::Body(JsonError::TooManyValues)) | LlmError::TooLong(_) => {
                         (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
@@ -198,10 +212,12 @@ impl Rejection<'_> {
                     LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType => {
                         (StatusCode::BAD_REQUEST, "bad-body")
                     }
+                    LlmError::UnknownOperation => (StatusCode::NOT_FOUND, "unknown-operation"),
                     LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
                     LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),
                 };
-                let mut response = provider_response(status, provider, None, &error.to_string());
+                let message = error.to_string();
+                let mut response = api_response(api.unwrap_or(Provider::OpenAi), ApiError::new(status, &message));
                 if error == LlmError::NoCapacity {
                     response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                 }
@@ -371,7 +387,7 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
     upstream_failure(error).0
 }
 
-/// Replace a problem document with a JSON-RPC error that has the document as its `data`. The error code is the HTTP
+/// Replace a problem document with a JSON-RPC error that has the document and the seconds of `Retry-After` as its `data`. The error code is the HTTP
 /// status, unless JSON-RPC or MCP defines a code for the error. The codes of JSON-RPC and MCP are negative, so they
 /// never collide with a status.
 fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
@@ -379,32 +395,75 @@ fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
         return;
     }
     let Some(problem) = response.body_mut().take_content() else { return };
-    let problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
+    let mut problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
+    // JSON-RPC clients hide the HTTP headers from programs.
+    let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if let Some(seconds) = retry_after {
+        problem["retry_after"] = seconds.into();
+    }
     let message = problem["detail"].as_str().unwrap_or_default();
     let code = code.unwrap_or(response.status().as_u16().into());
     *response.body_mut() = Body::full(rpc::error_body(id, code, message, &problem));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
 }
 
-/// Build an error response in the format of an LLM provider, so that its SDKs understand the error.
-fn provider_response(
-    status: StatusCode,
-    provider: Provider,
-    limit_unit: Option<&str>,
-    message: &str,
-) -> Response<Body> {
-    let mut response = Response::new(Body::full(provider.error_body(status.as_u16(), limit_unit, message)));
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
+/// Replace a problem document with an error in the format of an LLM API, so that its SDKs understand the error.
+fn set_api_error(response: &mut Response<Body>, api: Provider) {
+    if response.headers().get(CONTENT_TYPE).is_none_or(|kind| kind != problem::CONTENT_TYPE) {
+        return;
+    }
+    let Some(problem) = response.body_mut().take_content() else { return };
+    let problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
+    let message = problem["detail"].as_str().unwrap_or_default();
+    let (parts, body) = api_response(api, ApiError::new(response.status(), message)).into_parts();
+    *response.body_mut() = body;
+    response.headers_mut().extend(parts.headers);
+}
+
+/// Build an error response in the format of an LLM API.
+fn api_response(api: Provider, error: ApiError<'_>) -> Response<Body> {
+    let mut response = Response::new(Body::full(api.error_body(error)));
+    *response.status_mut() = error.status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(CACHE_CONTROL, NO_STORE);
+    headers.extend(api.error_type(error).map(|kind| (X_AMZN_ERRORTYPE, HeaderValue::from_static(kind))));
     response
 }
 
-fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool, provider: Option<Provider>) -> Response<Body> {
-    let detail = match decision.retry_us() {
+/// Build the response to a denied request to an LLM API.
+fn api_rate_limited_response(
+    decision: &Decision<'_>,
+    api: Provider,
+    max_retry_wait: Option<Duration>,
+) -> Response<Body> {
+    let names = announced_names(decision).join("`, `");
+    let limits = if names.is_empty() { String::new() } else { format!(" of `{names}`") };
+    let message = format!("the rate limit{limits} is exceeded: {}", denial_detail(decision));
+    let is_too_long = |us| max_retry_wait.is_some_and(|max| Duration::from_micros(us) > max);
+    let retry = if decision.retry_us().is_none_or(is_too_long) { Retry::Useless } else { Retry::Useful };
+    let limit_unit = decision.violated().next().map(|result| &*result.limit.unit);
+    let error = ApiError { status: StatusCode::TOO_MANY_REQUESTS, message: &message, limit_unit, retry };
+    let mut response = api_response(api, error);
+    if retry == Retry::Useless {
+        // The SDKs of OpenAI and Anthropic read this header. Without it, they wait for the time in `Retry-After`.
+        response.headers_mut().insert(X_SHOULD_RETRY, HeaderValue::from_static("false"));
+    }
+    response
+}
+
+fn denial_detail(decision: &Decision<'_>) -> String {
+    match decision.retry_us() {
         Some(us) => retry_detail(ratelimit_headers::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
-    };
+    }
+}
+
+fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool) -> Response<Body> {
+    let detail = denial_detail(decision);
+    if is_grpc {
+        return resource_exhausted_response(&detail);
+    }
     let problem = Problem {
         kind: QUOTA_EXCEEDED,
         title: "Request cannot be satisfied as assigned quota has been exceeded",
@@ -413,17 +472,7 @@ fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool, provider: Optio
         violated_policies: announced_names(decision),
         request_id: None,
     };
-    match provider {
-        _ if is_grpc => resource_exhausted_response(&detail),
-        Some(provider) => {
-            let names = problem.violated_policies.join("`, `");
-            let limits = if names.is_empty() { String::new() } else { format!(" of `{names}`") };
-            let message = format!("the rate limit{limits} is exceeded: {detail}");
-            let unit = decision.violated().next().map(|result| &*result.limit.unit);
-            provider_response(StatusCode::TOO_MANY_REQUESTS, provider, unit, &message)
-        }
-        None => problem.into_response(),
-    }
+    problem.into_response()
 }
 
 /// Return the names of the violated limits that are announced to clients.
@@ -502,11 +551,10 @@ impl Rejection<'_> {
             | Rejection::Auth(_)
             | Rejection::Identity(_)
             | Rejection::InvalidCost(_) => "sluicegate;error=http_request_error",
-            Rejection::Llm { error: LlmError::NoCapacity, .. }
-            | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
+            Rejection::Llm(LlmError::NoCapacity) | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
                 "sluicegate;error=proxy_internal_error"
             }
-            Rejection::Llm { .. } | Rejection::Inspect(_) => "sluicegate;error=http_request_error",
+            Rejection::Llm(_) | Rejection::Inspect(_) => "sluicegate;error=http_request_error",
             Rejection::StoreUnavailable(_) => "sluicegate;error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),
         }

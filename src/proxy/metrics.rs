@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use datasketches::frequencies::{ErrorType, FrequentItemsSketch};
 use http::{Response, StatusCode};
 use tokio::sync::Semaphore;
+use tracing::warn;
 
-use crate::clock::monotonic;
+use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, UsageByNetwork};
 use crate::identity::auth::ProviderKind;
@@ -276,7 +277,19 @@ struct UpstreamMetrics {
 pub(super) struct TokenMetrics {
     costs: Arc<Counter<4>>,
     top: Arc<TopIdentities>,
+    log: Arc<UsageLog>,
 }
+
+/// Limits the warnings of a worker about responses whose usage cannot be read.
+#[derive(Debug)]
+struct UsageLog {
+    route: Arc<str>,
+    limit: Box<str>,
+    throttle: LogThrottle,
+}
+
+/// Minimum time between two warnings of a worker about the same route and limit.
+const USAGE_LOG_INTERVAL: Duration = Duration::from_mins(1);
 
 impl TokenMetrics {
     /// Record a settled reservation. `settled_by` is the index of the counter for the source of the cost, such as
@@ -292,6 +305,14 @@ impl TokenMetrics {
         self.costs.add(settled_by, cost);
         if let Some((identity, name)) = client {
             self.top.record(*identity, monotonic(), cost, || name.clone());
+        }
+    }
+
+    /// Warn that a reservation stays charged because the usage in the response cannot be read.
+    pub(super) fn warn_of_unknown_usage(&self, reason: &'static str) {
+        let UsageLog { route, limit, throttle } = &*self.log;
+        if throttle.should_log(USAGE_LOG_INTERVAL) {
+            warn!(route = &**route, limit = &**limit, reason, "reservation stays charged: the token usage is unknown");
         }
     }
 }
@@ -325,6 +346,11 @@ impl WorkerMetrics {
             let metrics = |limit: &str| TokenMetrics {
                 costs: request_metrics.tokens.get_or_create(&token_counter_name(&route.name, limit), worker),
                 top: request_metrics.top_costs.get_or_create(limit, worker),
+                log: Arc::new(UsageLog {
+                    route: route.name.clone(),
+                    limit: limit.into(),
+                    throttle: LogThrottle::new(),
+                }),
             };
             limits.map(|limit| limit.cost.llm().map(|_| metrics(&limit.limit.name))).collect()
         };

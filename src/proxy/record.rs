@@ -11,7 +11,7 @@ use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use uuid::{NoContext, Timestamp, Uuid};
 
 use crate::clock::monotonic;
-use crate::http::body::{Body, OnComplete};
+use crate::http::body::{Body, BodyEnd, OnComplete};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
@@ -210,12 +210,24 @@ impl OnComplete for Completion {
         self.held.feed(data)
     }
 
-    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool) {
+    fn holds_data(&self) -> bool {
+        self.held.holds_data()
+    }
+
+    fn on_end(&mut self) -> Bytes {
+        self.held.take_held_data()
+    }
+
+    fn reads_rest(&self) -> bool {
+        self.held.reads_rest()
+    }
+
+    fn on_complete(self: Box<Self>, bytes_sent: u64, end: BodyEnd) {
         let Completion { mut log, held } = *self;
         let decision = log.as_mut().and_then(|log| log.decision.as_mut());
-        held.release(decision.map(|decision| &mut decision.limits[..]));
+        held.release(decision.map(|decision| &mut decision.limits[..]), end);
         if let Some(log) = log {
-            log.write(bytes_sent, complete);
+            log.write(bytes_sent, end == BodyEnd::Sent);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The reasons why the gateway rejects a request, or cannot get a response for it.
 
+use std::time::Duration;
+
 use http::{Method, StatusCode};
 
 use crate::http::target::PathError;
@@ -11,7 +13,6 @@ use crate::limiter::fallback::StoreUnavailable;
 use crate::payload::form::FormError;
 use crate::payload::json::body::{JsonError, JsonPointer};
 use crate::payload::json::rpc::RpcError;
-use crate::payload::llm::provider::Provider;
 use crate::payload::llm::request::RequestError;
 use crate::snapshot::cost::CostError;
 use crate::snapshot::routes::{RedirectError, RouteLimits};
@@ -58,19 +59,14 @@ pub enum Rejection<'a> {
         rate_limits: &'a RouteLimits,
         /// Whether the request is a gRPC call.
         is_grpc: bool,
-        /// The LLM API whose error format the response has, if a limit counts the tokens of an LLM API.
-        provider: Option<Provider>,
+        /// Longest time that the client of an LLM API may wait before a retry. `None` for other requests.
+        max_retry_wait: Option<Duration>,
     },
     /// The body cannot be read, and the route or a limit depends on it.
     Inspect(InspectError),
     /// A request to an LLM API reserves more tokens than a limit can ever admit, or its maximum token usage cannot be
     /// determined.
-    Llm {
-        /// The reason why the request is rejected.
-        error: LlmError,
-        /// The LLM API whose error format the response has.
-        provider: Provider,
-    },
+    Llm(LlmError),
     /// The limits cannot be checked because the store failed.
     StoreUnavailable(StoreUnavailable),
     /// The exchange with the upstream failed.
@@ -175,6 +171,9 @@ impl InspectError {
 /// The reason why a request to an LLM API is rejected before it reserves tokens.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LlmError {
+    /// The path is no known operation, and a limit rejects unknown operations.
+    #[error("this path is no operation of an LLM API whose tokens the gateway can count")]
+    UnknownOperation,
     /// The maximum token usage of the request cannot be determined from the body.
     #[error(transparent)]
     Body(#[from] RequestError),

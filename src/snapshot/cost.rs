@@ -3,6 +3,7 @@
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
@@ -13,6 +14,7 @@ use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::payload::json::body::JsonBody;
 use crate::payload::json::rpc::{CountedMessages, Message};
 use crate::payload::llm::json_scanner::{JsonPath, MAX_SEGMENTS};
+use crate::payload::llm::provider::Billing;
 use crate::payload::llm::request::InputEstimate;
 use crate::payload::llm::response::{CountKind, UsageFormat};
 use crate::payload::llm::usage::{MAX_TOKENS, MAX_WEIGHT, ModelWeights, NamePattern, Weights};
@@ -82,8 +84,47 @@ pub struct LlmCost {
     pub usage: UsageFormat,
     /// Whether to end a stream when its output exceeds the reservation.
     pub cuts: bool,
+    /// What to charge for an aborted response.
+    pub on_abort: OnAbort,
+    /// How to treat operations that the gateway does not know.
+    pub unknown: UnknownOperation,
+    /// Longest time that clients may wait before they retry a denied request.
+    pub max_retry_wait: Duration,
+    /// Whether clients get the rate limit headers of the provider.
+    pub provider_headers: bool,
     /// Whether to request the usage of streams from OpenAI's API.
     pub includes_usage: bool,
+}
+
+/// What to charge for a response that the client or the provider aborts before it has reported its usage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnAbort {
+    /// The reservation, or the usage so far if it is larger.
+    Reservation,
+    /// The usage so far, as reported or estimated.
+    Estimate,
+}
+
+/// How to treat a request with a body whose path is no known operation of an LLM API. The variants are in order of
+/// strictness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UnknownOperation {
+    /// Count nothing.
+    Free,
+    /// Reserve and count tokens.
+    Reserve,
+    /// Reject the request.
+    Reject,
+}
+
+impl UnknownOperation {
+    /// Return how unknown operations are billed.
+    pub fn billing(self) -> Billing {
+        match self {
+            UnknownOperation::Free => Billing::Free,
+            UnknownOperation::Reserve | UnknownOperation::Reject => Billing::Generation,
+        }
+    }
 }
 
 /// Maximum cost. Lua 5.1 stores numbers as doubles, which represent all integers up to this value exactly.
@@ -203,19 +244,53 @@ const DEFAULT_OUTPUT: i64 = 1024;
 /// Default of `bytes_per_token`, which is typical of English text.
 const BYTES_PER_TOKEN: i64 = 4;
 
-/// Default of `image_tokens` and `audio_tokens`, which is typical of an image with one megapixel.
+/// Default of `audio_tokens`.
 const MEDIA_TOKENS: i64 = 1000;
 
-/// Compile an LLM cost. `inspect_body` is the default of the key with this name.
-pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Validator<'_>) -> LlmCost {
+/// Default of `document_tokens`. Providers count 1,500 to 3,000 tokens for the text of a page, and often an image of it.
+const DOCUMENT_TOKENS: i64 = 3000;
+
+/// Default of `max_retry_wait`. The SDKs of OpenAI and Anthropic wait for any time in `Retry-After`.
+const MAX_RETRY_WAIT: Duration = Duration::from_mins(2);
+
+/// Default of `cost.inspect_body` in bytes, which fits requests with several images. The images of a request to the APIs
+/// of OpenAI, Anthropic and Google have at most 5 to 20 MB each.
+pub(super) const LLM_INSPECT_BODY: usize = 16 << 20;
+
+/// The default and the maximum of `inspect_body`, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct InspectBounds {
+    /// The default of `cost.inspect_body`.
+    pub default: usize,
+    /// The memory for all bodies, which a single body must not exceed.
+    pub max: usize,
+}
+
+impl InspectBounds {
+    /// Report a written `inspect_body` that exceeds the memory for all bodies.
+    pub(super) fn check(self, written: Option<&Text>, size: usize, reader: &mut Validator<'_>) {
+        let Some(written) = written.filter(|_| size > self.max) else { return };
+        let message = format!(
+            "the gateway would read bodies of up to {size} bytes, but buffers at most {} bytes for all bodies together \
+             (`server.max_buffered`)",
+            self.max
+        );
+        let hint = format!("set `inspect_body` to at most \"{}B\", or raise `max_buffered`", self.max);
+        reader.push_issue(Issue::new(written.span(), message).with_hint(hint));
+    }
+}
+
+/// Compile an LLM cost.
+pub(super) fn llm_cost(table: &CostTable, inspect: InspectBounds, reader: &mut Validator<'_>) -> LlmCost {
     reader.one_of(table.llm.as_ref(), (), &[("auto", ())]);
     let tokens = |reader: &mut Validator<'_>, value: &Option<Spanned<i64>>, default| {
         reader.number(value.as_ref(), 0..MAX_TOKENS as i64 + 1, default) as u64
     };
     let estimate = InputEstimate {
         bytes_per_token: reader.number(table.bytes_per_token.as_ref(), 1..1001, BYTES_PER_TOKEN) as u64,
-        image: tokens(reader, &table.image_tokens, MEDIA_TOKENS),
+        image: table.image_tokens.as_ref().map(|_| tokens(reader, &table.image_tokens, MEDIA_TOKENS)),
         audio: tokens(reader, &table.audio_tokens, MEDIA_TOKENS),
+        document: tokens(reader, &table.document_tokens, DOCUMENT_TOKENS),
         default_output: tokens(reader, &table.default_output, DEFAULT_OUTPUT),
     };
     let default = table
@@ -226,16 +301,34 @@ pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Vali
         (NamePattern::new(&model.to_ascii_lowercase()), weights(written.get_ref(), default, reader))
     });
     let weights = ModelWeights { default, models: models.collect() };
+    let max_body = reader.size(table.inspect_body.as_ref(), inspect.default);
+    inspect.check(table.inspect_body.as_ref(), max_body, reader);
     LlmCost {
         weights,
         estimate,
-        max_body: reader.size(table.inspect_body.as_ref(), inspect_body),
+        max_body,
         unread_cost: table
             .reserve
             .as_ref()
             .map(|reserve| reader.number(Some(reserve), 0..EXACT_INTEGER_LIMIT as i64, 0) as u64),
         cuts: reader.one_of(table.on_exhausted.as_ref(), false, &[("finish", false), ("cut", true)]),
-        includes_usage: table.include_usage.as_ref().is_some_and(|includes| *includes.get_ref()),
+        on_abort: reader.one_of(
+            table.on_abort.as_ref(),
+            OnAbort::Reservation,
+            &[("reservation", OnAbort::Reservation), ("estimate", OnAbort::Estimate)],
+        ),
+        unknown: reader.one_of(
+            table.unknown.as_ref(),
+            UnknownOperation::Reserve,
+            &[
+                ("reserve", UnknownOperation::Reserve),
+                ("free", UnknownOperation::Free),
+                ("reject", UnknownOperation::Reject),
+            ],
+        ),
+        max_retry_wait: reader.duration(table.max_retry_wait.as_ref(), MAX_RETRY_WAIT),
+        provider_headers: table.provider_headers.as_ref().is_some_and(|keeps| *keeps.get_ref()),
+        includes_usage: table.include_usage.as_ref().is_none_or(|includes| *includes.get_ref()),
         usage: table.usage.as_ref().map_or(UsageFormat::Auto, |usage| usage_format(usage, reader)),
     }
 }
@@ -246,12 +339,17 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
         ("default_output", table.default_output.as_ref().map(|key| key.span())),
         ("bytes_per_token", table.bytes_per_token.as_ref().map(|key| key.span())),
         ("image_tokens", table.image_tokens.as_ref().map(|key| key.span())),
+        ("document_tokens", table.document_tokens.as_ref().map(|key| key.span())),
         ("audio_tokens", table.audio_tokens.as_ref().map(|key| key.span())),
         ("weights", table.weights.as_ref().map(|key| key.span())),
         ("models", table.models.values().next().map(|key| key.span())),
         ("inspect_body", table.inspect_body.as_ref().map(|key| key.span())),
         ("reserve", table.reserve.as_ref().map(|key| key.span())),
         ("on_exhausted", table.on_exhausted.as_ref().map(|key| key.span())),
+        ("on_abort", table.on_abort.as_ref().map(|key| key.span())),
+        ("unknown", table.unknown.as_ref().map(|key| key.span())),
+        ("max_retry_wait", table.max_retry_wait.as_ref().map(|key| key.span())),
+        ("provider_headers", table.provider_headers.as_ref().map(|key| key.span())),
         ("include_usage", table.include_usage.as_ref().map(|key| key.span())),
         ("usage", table.usage.as_ref().map(|key| key.span())),
     ];

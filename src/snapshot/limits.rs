@@ -29,7 +29,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalSh
 use crate::limiter::usage::UsageDays;
 use crate::payload::json::rpc::CountedMessages;
 use crate::payload::llm::usage::NamePattern;
-use crate::snapshot::cost::{Cost, RefundOn, ToolCosts};
+use crate::snapshot::cost::{Cost, InspectBounds, RefundOn, ToolCosts};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
@@ -50,7 +50,7 @@ const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "t
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
-    (instances, inspect_body): (u64, usize),
+    (instances, inspect): (u64, InspectBounds),
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
     tier_source: &TierSource,
@@ -83,7 +83,7 @@ pub(super) fn limits(
                         may choose the value";
             reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
         }
-        let cost = cost(limit, trusted_proxies, inspect_body, reader);
+        let cost = cost(limit, trusted_proxies, inspect, reader);
         let refund_on = refund_on(limit, cost.as_ref(), reader);
         let wait = queue_policy(limit, reader);
         let announce = limit.announce.as_ref().is_none_or(|announce| *announce.get_ref());
@@ -173,7 +173,7 @@ pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<H
 fn cost(
     limit: &config::tables::Limit,
     trusted_proxies: usize,
-    inspect_body: usize,
+    inspect: InspectBounds,
     reader: &mut Validator<'_>,
 ) -> Option<Cost> {
     let written = limit.cost.as_ref()?;
@@ -190,7 +190,7 @@ fn cost(
         LimitCost::Table(table) => table,
     };
     if table.llm.is_some() {
-        let cost = cost::llm_cost(table, inspect_body, reader);
+        let cost = cost::llm_cost(table, inspect, reader);
         let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
         let others = others.chain(table.max.as_ref().map(|key| key.span()));
         if let Some(span) = others.chain(table.tools.values().next().map(|tool| tool.span())).next() {

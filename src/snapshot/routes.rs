@@ -33,7 +33,7 @@ use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
-use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::cost::{Cost, RefundOn, UnknownOperation};
 use crate::snapshot::header_rules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
@@ -154,11 +154,17 @@ pub struct LlmInspection {
     pub is_required: bool,
     /// Whether to request the usage of streams from OpenAI's API.
     pub includes_usage: bool,
+    /// How to treat operations that the gateway does not know.
+    pub unknown: UnknownOperation,
+    /// Longest time that clients may wait before they retry a denied request.
+    pub max_retry_wait: Duration,
+    /// Whether clients get the rate limit headers of the provider.
+    pub provider_headers: bool,
 }
 
 impl LlmInspection {
-    /// Combine the settings of all limits that count LLM tokens: use the smallest body size, and enable an option if
-    /// one limit enables it. Return `None` if no limit counts LLM tokens.
+    /// Combine the settings of all limits that count LLM tokens: use the smallest body size and waiting time, and the
+    /// strictest treatment of unknown operations, and enable an option if one limit enables it. Return `None` if no limit counts LLM tokens.
     fn for_limits(limits: &[RouteLimit]) -> Option<Self> {
         let inspections = limits.iter().filter_map(|route_limit| {
             let llm = route_limit.cost.llm()?;
@@ -168,6 +174,9 @@ impl LlmInspection {
                 is_enforced,
                 is_required: is_enforced && llm.unread_cost.is_none(),
                 includes_usage: llm.includes_usage,
+                unknown: if is_enforced { llm.unknown } else { llm.unknown.min(UnknownOperation::Reserve) },
+                max_retry_wait: llm.max_retry_wait,
+                provider_headers: llm.provider_headers,
             })
         });
         inspections.reduce(|one, other| LlmInspection {
@@ -175,6 +184,9 @@ impl LlmInspection {
             is_enforced: one.is_enforced || other.is_enforced,
             is_required: one.is_required || other.is_required,
             includes_usage: one.includes_usage || other.includes_usage,
+            unknown: one.unknown.max(other.unknown),
+            max_retry_wait: one.max_retry_wait.min(other.max_retry_wait),
+            provider_headers: one.provider_headers || other.provider_headers,
         })
     }
 }

@@ -22,6 +22,7 @@ use crate::http::url::HttpUrl;
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
+use crate::snapshot::cost::InspectBounds;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
@@ -180,13 +181,20 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
     let max_connections =
         reader.number(server.max_connections.as_ref(), 1..1_000_001, default_max_connections(workers));
     let half = (max_connections + 1) / 2;
+    let max_buffered = reader.size(server.max_buffered.as_ref(), 64 << 20);
+    let inspect_body = reader.size(server.inspect_body.as_ref(), INSPECT_BODY);
+    InspectBounds { default: inspect_body, max: max_buffered }.check(
+        server.inspect_body.as_ref(),
+        inspect_body,
+        reader,
+    );
     ServerSettings {
         workers,
         worker_model: reader.one_of(server.threading.as_ref(), WorkerModel::PerCore, &models),
         max_connections: max_connections as usize,
         max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,
         is_default_per_ip: server.max_connections_per_ip.is_none(),
-        max_buffered: reader.size(server.max_buffered.as_ref(), 64 << 20),
+        max_buffered,
         accept_grace: reader.duration_or_zero(server.accept_grace.as_ref()),
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
@@ -195,7 +203,7 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
         min_body_rate: reader.size_or_off(server.min_body_rate.as_ref(), 240) as u64,
         body_timeout: server.body_timeout.as_ref().map(|text| reader.duration(Some(text), Duration::MAX)),
         request_buffer: reader.size_or_off(server.request_buffer.as_ref(), 64 << 10) as u64,
-        inspect_body: reader.size(server.inspect_body.as_ref(), INSPECT_BODY),
+        inspect_body,
         max_header_size,
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),

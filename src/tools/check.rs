@@ -360,9 +360,9 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(mirror_to_same_upstream(input, route));
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
+        issues.extend(uncounted_websocket(input, route));
     }
     issues.extend(unchosen_hosts(input));
-    issues.extend(inspection_beyond_buffers(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
     issues.extend(routes::open_alternatives(input));
@@ -421,22 +421,16 @@ fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Warn if a single body of the maximum size `inspect_body` exceeds `max_buffered`, the memory for all bodies that the
-/// gateway buffers.
-fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
-    let server = &input.config.server;
-    let written = input.parsed.server.inspect_body.as_ref()?;
-    let is_read = !input.config.body_inspection.pointers.is_empty() || input.config.body_inspection.reads_messages;
-    if !is_read || server.inspect_body <= server.max_buffered {
-        return None;
-    }
-    let message = format!(
-        "the gateway reads bodies of up to {} bytes, but buffers at most {} bytes for all bodies together \
-         (`server.max_buffered`): larger bodies get 503",
-        server.inspect_body, server.max_buffered
-    );
-    let hint = format!("set `inspect_body` to at most \"{}B\", or raise `max_buffered`", server.max_buffered);
-    Some(Issue::new(written.span(), message).with_hint(hint))
+/// Warn of a route with a token limit and `websocket`, because the tokens of a WebSocket are not counted.
+fn uncounted_websocket(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    route.rate_limits.llm.filter(|_| route.websocket)?;
+    let span = input.route(route.index)?.get_ref().websocket.as_ref()?.span();
+    let message =
+        format!("the tokens of WebSockets of `{}` are not counted: `cost.llm` reads only HTTP bodies", route.name);
+    Some(
+        Issue::new(span, message)
+            .with_hint("use another route without a token limit for WebSockets, such as realtime APIs"),
+    )
 }
 
 /// Warn of routes that never match requests with some of their methods, because another route takes precedence for

@@ -124,7 +124,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
         };
         explanation.response = response.unwrap_or_else(|rejection| {
-            let format = (config.server.proxy_status, facts.rpc_id.as_ref());
+            let format = (config.server.proxy_status, facts.rpc_id.as_ref(), facts.api);
             routing::rejection_response(rejection, variables.as_ref(), cors, format)
         });
         explanation

@@ -97,6 +97,15 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
     if let Some(raw) = mock["raw"].as_str() {
         let kind = mock["type"].as_str().unwrap_or("application/json");
         let coding = mock["coding"].as_str().map_or(String::new(), |coding| format!("Content-Encoding: {coding}\r\n"));
+        if let Some(chunk) = mock["chunk"].as_u64() {
+            write!(stream, "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n")?;
+            for part in raw.as_bytes().chunks(chunk as usize) {
+                write!(stream, "{:x}\r\n", part.len())?;
+                stream.write_all(part)?;
+                stream.write_all(b"\r\n")?;
+            }
+            return stream.write_all(b"0\r\n\r\n");
+        }
         let length = raw.len();
         let head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{coding}Content-Length: {length}\r\n\r\n");
         return stream.write_all((head + raw).as_bytes());
@@ -491,12 +500,12 @@ fn reservations_in_flight_hold_the_limit() {
     // The client receives the beginning of the stream while the provider waits.
     let head = client.head().unwrap();
     assert_eq!((head.status, head.remaining("tokens")), (200, 1000 - reserved));
-    assert!(client.chunks_until("tök").contains("data:"));
+    assert!(client.chunks_until("\n\n").contains("tök"));
     let seen = provider.count();
     let denied = post(&gateway, CHAT, &body);
     assert_eq!(denied.status, 429);
     let error = &denied.json()["error"];
-    assert_eq!((&error["type"], &error["code"]), (&json!("tokens"), &json!("rate_limit_exceeded")));
+    assert_eq!((&error["type"], &error["code"]), (&json!("insufficient_quota"), &json!("insufficient_quota")));
     assert!(error["message"].as_str().unwrap().contains("`tokens`"), "{error}");
     assert!(denied.header("retry-after").unwrap().parse::<u64>().unwrap() > 3500);
     assert_eq!(
@@ -514,7 +523,7 @@ fn reservations_in_flight_hold_the_limit() {
 fn denial_has_the_unit_of_the_violated_limit_as_its_type() {
     let provider = Provider::start();
     let requests = "[limit.requests]\nby = \"header:x-id\"\nquota = \"1/hour\"";
-    let config = config("", provider.address, 1000, "", requests);
+    let config = config("", provider.address, 1000, "max_retry_wait = \"2h\"", requests);
     let gateway = Gateway::start(&config.replace(r#"["tokens"]"#, r#"["tokens", "requests"]"#));
     let body = json!({"max_tokens": 5});
     assert_eq!(post(&gateway, CHAT, &body).status, 200);
@@ -620,7 +629,7 @@ fn unread_bodies_cost_what_is_configured_and_pass_unchanged() {
 #[test]
 fn client_that_leaves_pays_for_what_was_streamed() {
     let provider = Provider::start();
-    let gateway = start(&provider, QUOTA, "");
+    let gateway = start(&provider, QUOTA, "on_abort = \"estimate\"");
     let body =
         json!({"model": "m", "stream": true, "max_tokens": 500, "mock": {"output": 9, "pause_after": 4}}).to_string();
     let input = (body.len() as u64).div_ceil(4);
@@ -997,7 +1006,7 @@ fn request_on_another_route_is_not_read() {
 #[test]
 fn usage_of_openai_streams_is_requested_and_hidden() {
     let provider = Provider::start();
-    let gateway = start(&provider, QUOTA, "include_usage = true");
+    let gateway = start(&provider, QUOTA, "");
     let mut expected = QUOTA;
     for seed in [0, 1, 2, 3] {
         let body = json!({"stream": true, "max_tokens": 50, "mock": {"input": 21, "output": 7, "seed": seed}});
@@ -1036,6 +1045,284 @@ fn usage_of_openai_streams_is_requested_and_hidden() {
             "{path}: the response contains the usage that the client requested"
         );
     }
+}
+
+/// SDKs wait for the time in `Retry-After`. Beyond `max_retry_wait`, the response tells them not to retry.
+#[test]
+fn denial_with_a_long_wait_tells_sdks_not_to_retry() {
+    let provider = Provider::start();
+    for (cost, is_final) in [("", true), ("max_retry_wait = \"61m\"", false), ("max_retry_wait = \"1m\"", true)] {
+        let gateway = start(&provider, 1000, cost);
+        assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 900, "mock": {"output": 900}})).status, 200);
+        assert_remaining(&gateway, 90, "settled");
+        for (path, error_type, long_type) in [
+            (CHAT, "tokens", "insufficient_quota"),
+            ("/v1/messages", "rate_limit_error", "rate_limit_error"),
+            ("/v1beta/models/m:generateContent", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
+            ("/model/m/converse", "ThrottlingException", "ServiceQuotaExceededException"),
+        ] {
+            let body = json!({"max_tokens": 900, "generationConfig": {"maxOutputTokens": 900}, "inferenceConfig": {"maxTokens": 900}});
+            let reply = post(&gateway, path, &body);
+            assert_eq!(reply.status, 429, "{path}");
+            assert!(reply.header("retry-after").unwrap().parse::<u64>().unwrap() > 3500, "{path}");
+            assert_eq!(reply.header("x-should-retry"), is_final.then_some("false"), "{path} {cost}");
+            let error = &reply.json()["error"];
+            let kind = error["status"].as_str().or(error["type"].as_str()).or(reply.header("x-amzn-errortype"));
+            assert_eq!(kind, Some(if is_final { long_type } else { error_type }), "{path} {cost}");
+        }
+    }
+}
+
+/// A client leaves after each event of a stream of 50. While the provider waits, the gateway cannot know how much the
+/// provider has generated. If the provider continues, the gateway reads the usage although the client has left.
+#[test]
+fn abort_at_each_event_is_settled_by_on_abort() {
+    const EVENTS: u64 = 50;
+    for on_abort in ["reservation", "estimate"] {
+        let provider = Provider::start();
+        let gateway = start(&provider, 1_000_000, &format!("on_abort = \"{on_abort}\""));
+        std::thread::scope(|scope| {
+            for (path, waits) in [(CHAT, true), ("/v1/messages", true), (CHAT, false)] {
+                for events in 1..EVENTS {
+                    let gateway = &gateway;
+                    scope.spawn(move || {
+                        let mut mock = json!({"input": 20, "output": EVENTS, "seed": events});
+                        if waits {
+                            mock["pause_after"] = events.into();
+                        }
+                        let model = format!("{path} {waits} {events}");
+                        let body = json!({"model": model, "stream": true, "max_tokens": 500, "mock": mock}).to_string();
+                        let mut client = gateway.client();
+                        let length = body.len();
+                        client.send(
+                            format!(
+                                "POST {path} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {length}\r\n\r\n{body}"
+                            )
+                            .as_bytes(),
+                        );
+                        assert_eq!(client.head().unwrap().status, 200);
+                        let mut text = String::new();
+                        while (text.matches("data:").count() as u64) < events {
+                            text += &client.chunks_until("\n");
+                        }
+                    });
+                }
+            }
+        });
+        let all = 3 * (EVENTS as usize - 1);
+        eventually("all aborted requests are logged", || records(&gateway).len() == all);
+        let mut total = 0;
+        for record in records(&gateway) {
+            let (limit, model) = (&record["limits"][0], record["model"].as_str().unwrap());
+            let [path, waits, events] = model.split(' ').collect::<Vec<_>>()[..] else { panic!("{record}") };
+            let events: u64 = events.parse().unwrap();
+            let (settled, reserved) = (limit["settled"].as_u64().unwrap(), limit["reserved"].as_u64().unwrap());
+            total += settled;
+            if waits == "false" {
+                assert_eq!(settled, 20 + EVENTS, "the usage is reported after the client has left: {record}");
+            } else if on_abort == "reservation" {
+                assert_eq!((settled, &limit["estimated"]), (reserved, &json!(true)), "{record}");
+            } else {
+                let input = if path == CHAT { reserved - 500 } else { 20 };
+                assert!((input + events.saturating_sub(1)..=input + events + 1).contains(&settled), "{record}");
+            }
+        }
+        assert_remaining(&gateway, 1_000_000 - total, on_abort);
+        provider.release();
+    }
+}
+
+#[test]
+fn removed_usage_event_leaves_no_bytes_and_the_last_event_is_sent_unfinished() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":2}}";
+    let mut expected = QUOTA;
+    for line_end in ["\n", "\r\n", "\r"] {
+        let delta = format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"tok\"}}}}]}}{line_end}{line_end}");
+        let end = format!("{line_end}{line_end}");
+        for (raw, sent, cost) in [
+            (format!("{delta}{usage}{end}data: [DONE]{end}"), format!("{delta}data: [DONE]{end}"), 6),
+            // The output after the report is estimated.
+            (format!("{usage}{end}{delta}"), delta.clone(), 7),
+            (format!("{delta}{usage}{end}data: [DONE]"), format!("{delta}data: [DONE]"), 6),
+            (format!("{delta}{usage}"), delta.clone(), 6),
+        ] {
+            for chunk in [1, 7, 1000] {
+                let mock = json!({"raw": raw, "type": "text/event-stream", "chunk": chunk});
+                let reply = post(&gateway, CHAT, &json!({"stream": true, "max_tokens": 50, "mock": mock}));
+                assert_eq!(String::from_utf8(reply.body).unwrap(), sent, "{raw:?} {chunk}");
+                expected -= cost;
+                assert_remaining(&gateway, expected, &raw);
+            }
+        }
+    }
+}
+
+/// Return a message of an event stream of AWS with this JSON payload.
+fn aws_message(payload: &Value) -> Vec<u8> {
+    let crc = |bytes: &[u8]| {
+        let mut crc = flate2::Crc::new();
+        crc.update(bytes);
+        crc.sum().to_be_bytes()
+    };
+    let payload = payload.to_string();
+    let headers = b"\x0d:content-type\x07\x00\x10application/json";
+    let mut message = ((16 + headers.len() + payload.len()) as u32).to_be_bytes().to_vec();
+    message.extend((headers.len() as u32).to_be_bytes());
+    message.extend(crc(&message));
+    message.extend(headers);
+    message.extend(payload.as_bytes());
+    message.extend(crc(&message));
+    message
+}
+
+#[test]
+fn event_stream_of_bedrock_is_settled_and_reaches_the_client_unchanged() {
+    let usage = json!({"inputTokens": 185, "outputTokens": 1000, "totalTokens": 1185, "cacheReadInputTokens": 0});
+    let intact = [
+        aws_message(&json!({"contentBlockIndex": 0, "delta": {"text": "tok"}, "p": "abcd"})),
+        aws_message(&json!({"stopReason": "end_turn"})),
+        aws_message(&json!({"metrics": {"latencyMs": 7}, "usage": usage})),
+    ]
+    .concat();
+    let mut corrupt = intact.clone();
+    *corrupt.last_mut().unwrap() ^= 1;
+    for (stream, settled) in [(intact, Some(1185)), (corrupt, None)] {
+        let sent = stream.clone();
+        let address = serve(move |mut stream| {
+            while read_request(&mut stream).is_some() {
+                let head = "HTTP/1.1 200 OK\r\nContent-Type: application/vnd.amazon.eventstream\r\nTransfer-Encoding: chunked\r\n\r\n";
+                stream.write_all(head.as_bytes()).unwrap();
+                for part in sent.chunks(11) {
+                    write!(stream, "{:x}\r\n", part.len()).unwrap();
+                    stream.write_all(part).unwrap();
+                    stream.write_all(b"\r\n").unwrap();
+                }
+                stream.write_all(b"0\r\n\r\n").unwrap();
+            }
+        });
+        let gateway = Gateway::start(&config("", address, QUOTA, "", ""));
+        let reply = post(&gateway, "/model/m/converse-stream", &json!({"inferenceConfig": {"maxTokens": 2000}}));
+        assert_eq!((reply.status, &reply.body), (200, &stream));
+        let reserved = QUOTA - reply.remaining("tokens");
+        eventually("the request is logged", || records(&gateway).len() == 1);
+        let limit = &records(&gateway)[0]["limits"][0];
+        assert_eq!(limit["settled"], settled.unwrap_or(reserved), "{limit}");
+    }
+}
+
+#[test]
+fn errors_of_the_gateway_have_the_format_of_the_api() {
+    let provider = Provider::start();
+    let route = |name: &str, path: &str, more: &str| {
+        format!("[[route]]\nname = \"{name}\"\npath = \"{path}\"\nlimits = [\"tokens\"]\n{more}\n")
+    };
+    let base = config("", provider.address, QUOTA, "unknown = \"reject\"", "");
+    let (base, _) = base.split_once("[[route]]").unwrap();
+    let text = base.to_owned()
+        + "[auth.keys]\nkind = \"api-key\"\nheader = \"authorization\"\nconsumers = \"c.toml\"\n\
+           [upstream.refused]\nservers = [\"http://127.0.0.1:1\"]\n\
+           [upstream.slow]\nservers = [\"http://SLOW\"]\nresponse_timeout = \"50ms\"\nretries = 0\n"
+        + &route("locked", "/locked/{*rest}", "require = [\"keys\"]\nupstream = \"u\"")
+        + &route("refused", "/refused/{*rest}", "upstream = \"refused\"")
+        + &route("slow", "/slow/{*rest}", "upstream = \"slow\"")
+        + &route("unknown", "/known/{*rest}", "upstream = \"u\"");
+    let silent = serve(|mut stream| while read_request(&mut stream).is_some() {});
+    let gateway = Gateway::start_with(&text.replace("SLOW", &silent.to_string()), &[("c.toml", "")]);
+    for (path, kind) in [
+        ("/v1/chat/completions", ["invalid_request_error", "invalid_request_error", "server_error", "server_error"]),
+        ("/v1/messages", ["authentication_error", "not_found_error", "api_error", "timeout_error"]),
+        ("/v1beta/models/m:generateContent", ["UNAUTHENTICATED", "NOT_FOUND", "UNAVAILABLE", "DEADLINE_EXCEEDED"]),
+        (
+            "/model/m/converse",
+            [
+                "AccessDeniedException",
+                "ResourceNotFoundException",
+                "ServiceUnavailableException",
+                "ModelTimeoutException",
+            ],
+        ),
+    ] {
+        for ((prefix, status), kind) in
+            [("/locked", 401), ("", 404), ("/refused", 502), ("/slow", 504)].iter().zip(kind)
+        {
+            let reply = post(&gateway, &format!("{prefix}{path}"), &json!({"max_tokens": 5}));
+            let body = reply.json();
+            assert_eq!(reply.status, *status, "{prefix}{path} {body}");
+            assert_eq!(reply.header("content-type"), Some("application/json"), "{prefix}{path}");
+            let error = &body["error"];
+            let found = error["status"].as_str().or(error["type"].as_str()).or(reply.header("x-amzn-errortype"));
+            assert_eq!(found, Some(kind), "{prefix}{path} {body}");
+            let message = error["message"].as_str().or(body["message"].as_str());
+            assert!(message.is_some_and(|message| !message.is_empty()), "{body}");
+        }
+    }
+    let seen = provider.count();
+    let unknown = post(&gateway, "/known/v1/files", &json!({"max_tokens": 5}));
+    assert_eq!((unknown.status, provider.count()), (404, seen), "{}", unknown.text());
+    assert!(unknown.json()["error"]["message"].as_str().unwrap().contains("no operation of an LLM API"));
+    assert_eq!(
+        gateway.client().get_with("/known/v1/models", &[ID]).status,
+        200,
+        "a request without a body uses no tokens"
+    );
+    let other = gateway.client().get("/nowhere");
+    assert_eq!((other.status, other.header("content-type")), (404, Some("application/problem+json")));
+}
+
+#[test]
+fn unknown_operations_are_free_if_all_their_limits_say_so() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "unknown = \"free\"");
+    let body = json!({"max_tokens": 500, "mock": {"raw": "{\"usage\":{\"total_tokens\":9}}"}});
+    assert_eq!(post(&gateway, "/v1/batches", &body).remaining("tokens"), QUOTA);
+    assert_eq!(remaining(&gateway), QUOTA);
+    assert!(post(&gateway, CHAT, &body).remaining("tokens") < QUOTA - 500, "a known operation reserves tokens");
+}
+
+#[test]
+fn limits_of_the_account_of_the_provider_do_not_reach_clients() {
+    let headers = [("x-ratelimit-remaining-tokens", "77"), ("anthropic-ratelimit-tokens-limit", "9"), ("x-other", "1")];
+    let lines: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let address = serve(move |mut stream| {
+        while read_request(&mut stream).is_some() {
+            let head =
+                format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{lines}Content-Length: 2\r\n\r\n{{}}");
+            if stream.write_all(head.as_bytes()).is_err() {
+                return;
+            }
+        }
+    });
+    for (cost, is_kept) in [("", false), ("provider_headers = true", true)] {
+        let gateway = Gateway::start(&config("", address, QUOTA, cost, ""));
+        let reply = post(&gateway, CHAT, &json!({"max_tokens": 5}));
+        for (name, value) in headers {
+            let expected = (is_kept || name == "x-other").then_some(value);
+            assert_eq!(reply.header(name), expected, "{cost} {name}");
+        }
+    }
+}
+
+#[test]
+fn unreadable_usage_is_logged() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    for (mock, reason) in [
+        (json!({"raw": "{\"usage\":{\"units\":7}}"}), "the usage object has no known counts"),
+        (json!({"raw": "ok", "type": "text/plain"}), "the response is compressed or has an unknown media type"),
+    ] {
+        let other = start(&provider, QUOTA, "");
+        for _ in 0..3 {
+            assert_eq!(post(&other, CHAT, &json!({"max_tokens": 5, "mock": mock})).status, 200);
+        }
+        eventually("the requests are logged", || records(&other).len() == 3);
+        eventually(reason, || other.log().contains(reason));
+        assert!(other.log().matches(reason).count() <= 2, "once a minute and worker: {}", other.log());
+    }
+    assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 5})).status, 200);
+    eventually("the request is logged", || records(&gateway).len() == 1);
+    assert!(!gateway.log().contains("reservation stays charged"));
 }
 
 #[test]
@@ -1171,7 +1458,7 @@ fn each_of_two_token_limits_is_charged_as_if_it_were_alone() {
             })
             .collect()
     };
-    for more in ["", ", on_exhausted = \"cut\"", ", include_usage = true"] {
+    for more in ["", ", on_exhausted = \"cut\"", ", include_usage = false"] {
         let kinds = [
             ("plain", more.to_owned()),
             ("bytes", format!("{more}, bytes_per_token = 2")),

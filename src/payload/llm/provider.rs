@@ -1,5 +1,6 @@
 //! LLM APIs: which API and operation a path belongs to, and the error bodies and final events that their SDKs understand.
 
+use http::StatusCode;
 use serde_json::{Value, json};
 
 /// Maximum number of choices in the final event of a stream.
@@ -31,54 +32,113 @@ pub enum Billing {
     Free,
 }
 
-/// Ends of the paths of operations that providers bill without tokens. The paths must match exactly: a server may ignore
-/// a trailing slash, so a path with such a slash may be another operation.
-const FREE: [&str; 8] = [
-    "/messages/count_tokens",
-    ":countTokens",
-    "/count-tokens",
-    "/responses/input_tokens",
-    "/moderations",
-    "/tokenize",
-    "/detokenize",
-    "/audio/speech",
-];
+/// An operation of an LLM API. The end of the path identifies it.
+#[derive(Debug)]
+pub struct Operation {
+    /// The API, which determines how a request is read.
+    pub provider: Provider,
+    /// How the provider bills the operation.
+    pub billing: Billing,
+    /// Text that the path contains before `end`, or an empty text.
+    within: &'static str,
+    end: &'static str,
+}
 
-impl Billing {
-    /// Return how the operation with this canonical path is billed. Only the path decides, because a client chooses its
-    /// headers.
-    pub fn of(path: &str) -> Self {
-        let last = operation(path);
-        if FREE.iter().any(|end| path.ends_with(end)) {
-            Billing::Free
-        } else if matches!(last, "embeddings" | "embed")
-            || last.ends_with(":embedContent")
-            || last.ends_with(":batchEmbedContents")
-        {
-            Billing::Embedding
-        } else {
-            Billing::Generation
-        }
+const fn operation_of(provider: Provider, billing: Billing, within: &'static str, end: &'static str) -> Operation {
+    Operation { provider, billing, within, end }
+}
+
+/// The operations that the gateway knows. If several match, the first one applies. `docs/reference/limits.md` contains
+/// this table.
+const OPERATIONS: [Operation; 29] = {
+    use Billing::{Embedding, Free, Generation};
+    use Provider::{Anthropic, Bedrock, Gemini, Ollama, OpenAi};
+    [
+        operation_of(OpenAi, Generation, "", "/chat/completions"),
+        operation_of(OpenAi, Generation, "", "/completions"),
+        operation_of(OpenAi, Generation, "", "/responses"),
+        operation_of(OpenAi, Free, "", "/responses/input_tokens"),
+        operation_of(Ollama, Embedding, "", "/api/embeddings"),
+        operation_of(OpenAi, Embedding, "", "/embeddings"),
+        operation_of(OpenAi, Free, "", "/moderations"),
+        operation_of(OpenAi, Free, "", "/audio/speech"),
+        operation_of(OpenAi, Free, "", "/tokenize"),
+        operation_of(OpenAi, Free, "", "/detokenize"),
+        operation_of(Anthropic, Generation, "", "/messages"),
+        operation_of(Anthropic, Free, "", "/messages/count_tokens"),
+        operation_of(Gemini, Generation, "", ":generateContent"),
+        operation_of(Gemini, Generation, "", ":streamGenerateContent"),
+        operation_of(Gemini, Embedding, "", ":embedContent"),
+        operation_of(Gemini, Embedding, "", ":batchEmbedContents"),
+        operation_of(Gemini, Free, "", ":countTokens"),
+        operation_of(Ollama, Generation, "", "/api/chat"),
+        operation_of(Ollama, Generation, "", "/api/generate"),
+        operation_of(Ollama, Embedding, "", "/api/embed"),
+        operation_of(Bedrock, Generation, "/model/", "/converse"),
+        operation_of(Bedrock, Generation, "/model/", "/converse-stream"),
+        operation_of(Bedrock, Free, "/model/", "/count-tokens"),
+        // The bodies of these operations have the format of the model, so they are read like an unknown API.
+        operation_of(OpenAi, Generation, "/model/", "/invoke"),
+        operation_of(OpenAi, Generation, "/model/", "/invoke-with-response-stream"),
+        operation_of(OpenAi, Generation, "", "/v2/chat"),
+        operation_of(OpenAi, Generation, "", "/v1/chat"),
+        operation_of(OpenAi, Embedding, "", "/v2/embed"),
+        operation_of(OpenAi, Embedding, "", "/v1/embed"),
+    ]
+};
+
+impl Operation {
+    /// Return the operation with this canonical path. Only the path decides: a header such as `anthropic-version` would
+    /// let a client choose how its maximum of output tokens is read. A server may ignore a trailing slash and path
+    /// parameters, so such a path is also recognized, unless the operation is free: it may be another operation for
+    /// other servers.
+    pub fn of(path: &str) -> Option<&'static Operation> {
+        let trimmed = path.trim_end_matches('/');
+        let last = trimmed.rfind('/').map_or(0, |slash| slash + 1);
+        let trimmed = trimmed[last..].find(';').map_or(trimmed, |parameters| &trimmed[..last + parameters]);
+        OPERATIONS.iter().find(|operation| {
+            let written = if operation.billing == Billing::Free { path } else { trimmed };
+            written.strip_suffix(operation.end).is_some_and(|before| {
+                // Bedrock's paths are `/model/NAME/OPERATION`.
+                operation.within.is_empty() || before.contains(operation.within)
+            })
+        })
     }
 }
 
+/// An error response of the gateway.
+#[derive(Debug, Clone, Copy)]
+pub struct ApiError<'a> {
+    /// The status of the response.
+    pub status: StatusCode,
+    /// The description of the error.
+    pub message: &'a str,
+    /// The quota unit of the exceeded limit, or `None` if the error has another reason.
+    pub limit_unit: Option<&'a str>,
+    /// Whether a retry can succeed within the time that clients may wait.
+    pub retry: Retry,
+}
+
+impl<'a> ApiError<'a> {
+    /// Describe an error that no limit causes.
+    pub fn new(status: StatusCode, message: &'a str) -> Self {
+        ApiError { status, message, limit_unit: None, retry: Retry::Useful }
+    }
+}
+
+/// Whether an SDK should repeat a denied request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Retry {
+    /// The SDK may wait and retry.
+    Useful,
+    /// The wait would be too long, so the SDK must report the error.
+    Useless,
+}
+
 impl Provider {
-    /// Return the API to which a request with this canonical path belongs. Only the path decides: a header such as
-    /// `anthropic-version` would let a client choose how its maximum of output tokens is read.
+    /// Return the API to which a request with this canonical path belongs. An unknown path is read like OpenAI's API.
     pub fn of(path: &str) -> Self {
-        let last = operation(path);
-        if last == "messages" || path.contains("/messages/count_tokens") {
-            Provider::Anthropic
-        } else if [":generate", ":streamGenerate", "mbedContent", ":countTokens"].iter().any(|name| last.contains(name))
-        {
-            Provider::Gemini
-        } else if path.contains("/api/") && matches!(last, "chat" | "generate" | "embed" | "embeddings") {
-            Provider::Ollama
-        } else if path.contains("/model/") && matches!(last, "converse" | "converse-stream") {
-            Provider::Bedrock
-        } else {
-            Provider::OpenAi
-        }
+        Operation::of(path).map_or(Provider::OpenAi, |operation| operation.provider)
     }
 
     /// Return the events with which the gateway ends a stream that has reached the maximum of output tokens. `choices`
@@ -86,7 +146,7 @@ impl Provider {
     pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
         let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
         match self {
-            Provider::OpenAi if operation(path) == "responses" => event(
+            Provider::OpenAi if last_segment(path) == "responses" => event(
                 "response.incomplete",
                 json!({
                     "type": "response.incomplete",
@@ -98,7 +158,7 @@ impl Provider {
             ),
             Provider::OpenAi | Provider::Ollama | Provider::Bedrock => {
                 // `is_text` is true for the older Completions API, whose events differ from those of Chat Completions.
-                let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
+                let is_text = last_segment(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
                     false => json!({ "index": index, "delta": {}, "finish_reason": "length" }),
@@ -121,25 +181,45 @@ impl Provider {
         }
     }
 
-    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the
-    /// exceeded limit, or `None` if the error has another reason.
-    pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
+    /// Return the body of an error response in the format of this provider.
+    pub fn error_body(self, error: ApiError<'_>) -> Vec<u8> {
+        let ApiError { message, limit_unit, retry, .. } = error;
+        let status = error.status.as_u16();
         let body = match self {
             Provider::OpenAi => {
-                let kind = limit_unit.unwrap_or("invalid_request_error");
-                let code = limit_unit.map(|_| "rate_limit_exceeded");
+                let (kind, code) = match (limit_unit, status) {
+                    (Some(_), _) if retry == Retry::Useless => ("insufficient_quota", Some("insufficient_quota")),
+                    (Some(unit), _) => (unit, Some("rate_limit_exceeded")),
+                    (None, 401) => ("invalid_request_error", Some("invalid_api_key")),
+                    (None, ..500) => ("invalid_request_error", None),
+                    (None, 500..) => ("server_error", None),
+                };
                 json!({ "error": { "message": message, "type": kind, "param": null, "code": code } })
             }
             Provider::Anthropic => {
                 let kind = match (limit_unit, status) {
                     (Some(_), _) => "rate_limit_error",
+                    (None, 401) => "authentication_error",
+                    (None, 403) => "permission_error",
+                    (None, 404) => "not_found_error",
                     (None, 413) => "request_too_large",
-                    (None, _) => "invalid_request_error",
+                    (None, 503) => "overloaded_error",
+                    (None, 504) => "timeout_error",
+                    (None, ..500) => "invalid_request_error",
+                    (None, 500..) => "api_error",
                 };
                 json!({ "type": "error", "error": { "type": kind, "message": message } })
             }
             Provider::Gemini => {
-                let name = limit_unit.map_or("INVALID_ARGUMENT", |_| "RESOURCE_EXHAUSTED");
+                let name = match (limit_unit, status) {
+                    (Some(_), _) => "RESOURCE_EXHAUSTED",
+                    (None, 401) => "UNAUTHENTICATED",
+                    (None, 403) => "PERMISSION_DENIED",
+                    (None, 404) => "NOT_FOUND",
+                    (None, 504) => "DEADLINE_EXCEEDED",
+                    (None, ..500) => "INVALID_ARGUMENT",
+                    (None, 500..) => "UNAVAILABLE",
+                };
                 json!({ "error": { "code": status, "message": message, "status": name } })
             }
             Provider::Ollama => json!({ "error": message }),
@@ -150,11 +230,28 @@ impl Provider {
         bytes.push(b'\n');
         bytes
     }
+
+    /// Return the value of `x-amzn-errortype`, which names the exception for the SDKs of AWS. The SDKs retry
+    /// `ThrottlingException`, but not `ServiceQuotaExceededException`.
+    pub fn error_type(self, error: ApiError<'_>) -> Option<&'static str> {
+        if self != Provider::Bedrock {
+            return None;
+        }
+        Some(match (error.limit_unit, error.status.as_u16()) {
+            (Some(_), _) if error.retry == Retry::Useless => "ServiceQuotaExceededException",
+            (Some(_), _) => "ThrottlingException",
+            (None, 401 | 403) => "AccessDeniedException",
+            (None, 404) => "ResourceNotFoundException",
+            (None, 504) => "ModelTimeoutException",
+            (None, ..500) => "ValidationException",
+            (None, 500..) => "ServiceUnavailableException",
+        })
+    }
 }
 
 /// Return the last non-empty segment of a path, without parameters after `;`. Many servers ignore trailing slashes and
 /// parameters in paths.
-pub fn operation(path: &str) -> &str {
+pub fn last_segment(path: &str) -> &str {
     let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
     last.split(';').next().unwrap_or_default()
 }
@@ -176,7 +273,7 @@ mod tests {
             ("/v1/chat/completions/tokenize;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages", Provider::Anthropic, Billing::Generation),
             ("/v1/messages/count_tokens", Provider::Anthropic, Billing::Free),
-            ("/v1/messages/count_tokens;x", Provider::Anthropic, Billing::Generation),
+            ("/v1/messages/count_tokens;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages/;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages;x/", Provider::Anthropic, Billing::Generation),
             ("/v1beta/models/m:generateContent", Provider::Gemini, Billing::Generation),
@@ -185,13 +282,34 @@ mod tests {
             ("/v1beta/models/m:batchEmbedContents", Provider::Gemini, Billing::Embedding),
             ("/model/m/converse", Provider::Bedrock, Billing::Generation),
             ("/model/m/invoke", Provider::OpenAi, Billing::Generation),
-            ("/model/m/count-tokens", Provider::OpenAi, Billing::Free),
+            ("/model/m/count-tokens", Provider::Bedrock, Billing::Free),
             ("/api/chat", Provider::Ollama, Billing::Generation),
             ("/ollama/api/generate", Provider::Ollama, Billing::Generation),
             ("/api/embed", Provider::Ollama, Billing::Embedding),
             ("/chat", Provider::OpenAi, Billing::Generation),
         ] {
-            assert_eq!((Provider::of(path), Billing::of(path)), (provider, billing), "{path}");
+            let found = Operation::of(path).map_or(Billing::Generation, |operation| operation.billing);
+            assert_eq!((Provider::of(path), found), (provider, billing), "{path}");
         }
+    }
+
+    #[test]
+    fn manual_contains_the_table_of_operations() {
+        let manual = include_str!("../../../docs/reference/limits.md");
+        let section = manual.split("### Operations\n").nth(1).unwrap().split("\n### ").next().unwrap();
+        let rows: Vec<_> = section.lines().filter(|line| line.starts_with("| `")).collect();
+        let expected: Vec<_> = OPERATIONS
+            .iter()
+            .map(|Operation { provider, billing, within, end }| {
+                let path = if within.is_empty() { format!("…{end}") } else { format!("{within}…{end}") };
+                let (billed, reserved) = match billing {
+                    Billing::Generation => ("input, output", "estimated input, maximum output"),
+                    Billing::Embedding => ("input", "estimated input"),
+                    Billing::Free => ("free", "nothing"),
+                };
+                format!("| `{path}` | {provider:?} | {billed} | {reserved} |")
+            })
+            .collect();
+        assert_eq!(rows, expected, "write this table:\n{}", expected.join("\n"));
     }
 }

@@ -13,6 +13,7 @@ use crate::payload::json::body::{
     Collector, JsonBody, JsonError, JsonValue, Position, SeenMembers, Skip, Skipped, deserialize, shortened, text_value,
 };
 use crate::payload::json::names::{NameIndex, bits};
+use crate::payload::llm::image::{ImageSize, Media, base64_size};
 use crate::payload::llm::provider::Provider;
 
 /// Maximum length of a model name in bytes. Requests with longer names are rejected, because the access log contains
@@ -38,13 +39,17 @@ pub struct RequestInfo {
     pub bounds: OutputBounds,
     /// Number of alternative outputs (choices) that the client requests.
     pub choices: u64,
-    /// Length of the body in bytes, without images and audio.
+    /// Length of the body in bytes, without images, audio and documents.
     pub text_bytes: u64,
-    /// Number of images.
-    pub images: u64,
-    /// Number of audio parts.
-    pub audio: u64,
+    /// Images, audio and documents.
+    pub media: Media,
 }
+
+/// Estimated tokens of an image of unknown size, such as a link. An image with one megapixel has about as many.
+pub const IMAGE_TOKENS: u64 = 1000;
+
+/// Number of bytes of a document for which `document` tokens are reserved. A page of a PDF has about as many.
+const DOCUMENT_PART: u64 = 64 << 10;
 
 /// The maximum numbers of output tokens in a request body, by their position in the body. `None` if the body has no
 /// maximum at a position.
@@ -96,20 +101,30 @@ pub enum RequestError {
 pub struct InputEstimate {
     /// Number of bytes of text per token.
     pub bytes_per_token: u64,
-    /// Estimated tokens of an image.
-    pub image: u64,
+    /// Estimated tokens of an image. `None`: the formula of the API, or [`IMAGE_TOKENS`] if the size is unknown.
+    pub image: Option<u64>,
     /// Estimated tokens of an audio part.
     pub audio: u64,
+    /// Estimated tokens of each started [`DOCUMENT_PART`] bytes of a document or video.
+    pub document: u64,
     /// Assumed number of output tokens per choice, if the request has no maximum.
     pub default_output: u64,
 }
 
 impl InputEstimate {
-    /// Return the estimated input tokens of a request.
-    pub fn input(&self, info: &RequestInfo) -> u64 {
+    /// Return the estimated input tokens of a request to this provider.
+    pub fn input(&self, info: &RequestInfo, provider: Provider) -> u64 {
         let text = info.text_bytes.div_ceil(self.bytes_per_token.max(1));
-        let media = info.images.saturating_mul(self.image).saturating_add(info.audio.saturating_mul(self.audio));
-        text.saturating_add(media)
+        if info.media == Media::default() {
+            return text;
+        }
+        let Media { images, sized, audio, document_parts } = info.media;
+        let images = match self.image {
+            Some(tokens) => (images + sized.count).saturating_mul(tokens),
+            None => images.saturating_mul(IMAGE_TOKENS).saturating_add(sized.tokens(provider)),
+        };
+        let others = audio.saturating_mul(self.audio).saturating_add(document_parts.saturating_mul(self.document));
+        text.saturating_add(images).saturating_add(others)
     }
 
     /// Return the maximum number of output tokens of all choices of a request to this provider.
@@ -294,8 +309,18 @@ enum Place {
     FileData,
     /// `images` of Ollama.
     Images,
-    /// `data` of an object with a media type.
+    /// `data` of an object with a media type, or `bytes` of a `source` of Bedrock.
     Data,
+    /// `image` of Bedrock.
+    Image,
+    /// `source` of an `image` of Bedrock.
+    ImageSource,
+    /// `document` or `video` of Bedrock.
+    Document,
+    /// `source` of a `document` or `video` of Bedrock.
+    DocumentSource,
+    /// `file` of OpenAI, and `file_data` in it.
+    File,
     Elsewhere,
 }
 
@@ -397,6 +422,13 @@ fn place_of(parent: Place, key: &str) -> Place {
         (Place::Content, "source") => Place::Source,
         (Place::Content, "file_data" | "fileData") => Place::FileData,
         (Place::Content | Place::Source | Place::InputAudio, "data") => Place::Data,
+        (Place::Content, "file") => Place::File,
+        (Place::File, "file_data") => Place::FileData,
+        (Place::Content, "image") => Place::Image,
+        (Place::Image, "source") => Place::ImageSource,
+        (Place::Content, "document" | "video") => Place::Document,
+        (Place::Document, "source") => Place::DocumentSource,
+        (Place::ImageSource | Place::DocumentSource, "bytes") => Place::Data,
         (Place::Content, _) => Place::Content,
         _ => Place::Elsewhere,
     }
@@ -413,11 +445,24 @@ enum Found<'de> {
     Fraction,
     /// A string. It is empty if the text is not used.
     Text(Cow<'de, str>),
-    /// A base64 string that may be an image or audio. The field is its length in bytes.
-    Base64(u64),
+    /// A base64 string that may be an image, audio or a document.
+    Base64(Base64Data),
     /// An array. The field is the number of its elements that are strings or arrays.
     Array(u64),
     Object,
+}
+
+/// A base64 string: its length in bytes, and its size in pixels if it is an image.
+#[derive(Debug, Clone, Copy, Default)]
+struct Base64Data {
+    length: u64,
+    size: Option<ImageSize>,
+}
+
+impl Base64Data {
+    fn new(text: &str) -> Self {
+        Base64Data { length: text.len() as u64, size: base64_size(text) }
+    }
 }
 
 /// Return whether a text may be base64 (RFC 4648 §4, §5).
@@ -454,25 +499,20 @@ impl ValueSeed<'_> {
     fn text<'de>(self, text: &str) -> Option<Found<'de>> {
         let ValueSeed { reader, place, position, .. } = self;
         reader.collector.value(position, || text_value(text));
-        let bytes = text.len() as u64;
+        let data_url = || text.strip_prefix("data:").and_then(|rest| rest.split_once(";base64,"));
         match place {
-            Place::ImageUrl => match text.strip_prefix("data:").and_then(|rest| rest.split_once(";base64,")) {
-                None => reader.info.images += 1,
-                Some((media_type, data)) if is_base64(data) => {
-                    if let Some(count) = reader.media_count(media_type) {
-                        *count += 1;
-                        reader.media_bytes += bytes;
-                    }
+            Place::ImageUrl | Place::FileData => match data_url() {
+                None if place == Place::ImageUrl => reader.info.media.images += 1,
+                Some((media_type, data)) if data.len() >= MIN_BASE64 && is_base64(data) => {
+                    reader.add_media(media_type, Base64Data::new(data));
                 }
-                Some(_) => {}
+                None | Some(_) => {}
             },
-            Place::Images | Place::Data if text.len() >= MIN_BASE64 && is_base64(text) => {
-                if place == Place::Images {
-                    reader.info.images += 1;
-                    reader.media_bytes += bytes;
-                } else {
-                    return Some(Found::Base64(bytes));
-                }
+            Place::Images if text.len() >= MIN_BASE64 && is_base64(text) => {
+                reader.add_media("image/", Base64Data::new(text));
+            }
+            Place::Data if text.len() >= MIN_BASE64 && is_base64(text) => {
+                return Some(Found::Base64(Base64Data::new(text)));
             }
             _ => {}
         }
@@ -560,7 +600,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         }
         reader.collector.value(object, || JsonValue::Compound);
         let mut seen = SeenMembers::default();
-        let mut base64 = 0;
+        let mut base64 = Base64Data::default();
         let mut media_type = None;
         let mut is_url = false;
         while let Some(member) = map.next_key_seed(KeySeed { reader, place, object, seen: &mut seen })? {
@@ -573,7 +613,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
             };
             let text = if role == Role::Other { TextUse::Discarded } else { TextUse::Kept };
             match (role, map.next_value_seed(ValueSeed { reader, place, position, text })?) {
-                (_, Found::Base64(length)) => base64 = length,
+                (_, Found::Base64(data)) => base64 = data,
                 (Role::MediaType, Found::Text(text)) => media_type = Some(text),
                 (Role::SourceType, Found::Text(text)) => is_url = text == "url",
                 _ => {}
@@ -583,13 +623,13 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         let kind = match place {
             Place::InputAudio => Some("audio/"),
             Place::Source if is_url => Some("image/"),
+            Place::ImageSource => Some("image/"),
+            Place::DocumentSource => Some("application/pdf"),
             _ => media_type.as_deref(),
         };
-        if let Some(count) = kind.and_then(|kind| reader.media_count(kind))
-            && (base64 > 0 || place == Place::FileData || (place == Place::Source && is_url))
-        {
-            *count += 1;
-            reader.media_bytes += base64;
+        let is_link = place == Place::FileData || (place == Place::Source && is_url);
+        if let Some(kind) = kind.filter(|_| base64.length > 0 || is_link) {
+            reader.add_media(kind, base64);
         }
         Ok(Found::Object)
     }
@@ -656,13 +696,21 @@ impl Visitor<'_> for KeySeed<'_> {
 }
 
 impl Reader {
-    /// Return the counter for parts of this media type. Return `None` if such parts count as text.
-    fn media_count(&mut self, media_type: &str) -> Option<&mut u64> {
-        match media_type.split('/').next() {
-            Some("image") => Some(&mut self.info.images),
-            Some("audio") => Some(&mut self.info.audio),
-            _ => None,
+    /// Count a part of this media type. The length of `data` is 0 if the part is a link. Other media types count as
+    /// text.
+    fn add_media(&mut self, media_type: &str, data: Base64Data) {
+        let media = &mut self.info.media;
+        match (media_type.split('/').next(), data.size) {
+            (Some("image"), Some(size)) => media.sized.add(size),
+            (Some("image"), None) => media.images += 1,
+            (Some("audio"), _) => media.audio += 1,
+            (Some("video"), _) => media.document_parts += (data.length / 4 * 3).div_ceil(DOCUMENT_PART).max(1),
+            (Some("application"), _) if media_type.starts_with("application/pdf") => {
+                media.document_parts += (data.length / 4 * 3).div_ceil(DOCUMENT_PART).max(1);
+            }
+            _ => return,
         }
+        self.media_bytes += data.length;
     }
 
     /// Read the value of a key that determines the cost.
@@ -762,7 +810,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const ESTIMATE: InputEstimate = InputEstimate { bytes_per_token: 4, image: 1000, audio: 500, default_output: 1024 };
+    const ESTIMATE: InputEstimate =
+        InputEstimate { bytes_per_token: 4, image: None, audio: 500, document: 3000, default_output: 1024 };
 
     fn bound(body: &str) -> Result<(Option<u64>, u64), String> {
         let largest = |bounds: OutputBounds| {
@@ -964,17 +1013,18 @@ mod tests {
             (format!(r#"{{"messages":[{{"content":"x","images":["{data}","{data}"]}}]}}"#), 2, 0),
         ] {
             let info = inspect(body.as_bytes()).unwrap();
-            assert_eq!((info.images, info.audio), (images, audio), "{body}");
+            assert_eq!((info.media.images, info.media.audio), (images, audio), "{body}");
             assert!(info.text_bytes < 200, "{} {body}", info.text_bytes);
-            assert_eq!(ESTIMATE.input(&info), info.text_bytes.div_ceil(4) + images * 1000 + audio * 500);
+            assert_eq!(
+                ESTIMATE.input(&info, Provider::OpenAi),
+                info.text_bytes.div_ceil(4) + images * 1000 + audio * 500
+            );
         }
         let text = "Text is text, also in a field for data. ".repeat(50);
         for body in [
             format!(r#"{{"messages":[{{"content":"x","images":["{text}"]}}]}}"#),
             format!(r#"{{"contents":[{{"parts":[{{"inlineData":{{"mimeType":"image/png","data":"{text}"}}}}]}}]}}"#),
-            format!(
-                r#"{{"contents":[{{"parts":[{{"inlineData":{{"mimeType":"application/pdf","data":"{data}"}}}}]}}]}}"#
-            ),
+            format!(r#"{{"contents":[{{"parts":[{{"inlineData":{{"mimeType":"text/plain","data":"{data}"}}}}]}}]}}"#),
             format!(r#"{{"messages":[{{"content":"data: {text}"}}]}}"#),
             format!(r#"{{"messages":[{{"content":"data:image/png;base64,{data}"}}]}}"#),
             format!(r#"{{"messages":[{{"content":[{{"image_url":{{"url":"data:image/png,{text}"}}}}]}}]}}"#),
@@ -990,10 +1040,42 @@ mod tests {
     }
 
     #[test]
+    fn documents_are_counted_by_their_length_and_not_as_text() {
+        let data = "QUJD".repeat(50_000);
+        for body in [
+            format!(
+                r#"{{"messages":[{{"content":[{{"type":"file","file":{{"filename":"a.pdf","file_data":"data:application/pdf;base64,{data}"}}}}]}}]}}"#
+            ),
+            format!(
+                r#"{{"input":[{{"content":[{{"type":"input_file","file_data":"data:application/pdf;base64,{data}"}}]}}]}}"#
+            ),
+            format!(
+                r#"{{"messages":[{{"content":[{{"type":"document","source":{{"type":"base64","media_type":"application/pdf","data":"{data}"}}}}]}}]}}"#
+            ),
+            format!(r#"{{"contents":[{{"parts":[{{"inline_data":{{"mime_type":"video/mp4","data":"{data}"}}}}]}}]}}"#),
+            format!(
+                r#"{{"messages":[{{"content":[{{"document":{{"format":"pdf","name":"a","source":{{"bytes":"{data}"}}}}}}]}}]}}"#
+            ),
+        ] {
+            let info = inspect(body.as_bytes()).unwrap();
+            assert_eq!(info.media, Media { document_parts: 3, ..Media::default() }, "150,000 bytes: {}", &body[..150]);
+            let input = ESTIMATE.input(&info, Provider::OpenAi);
+            assert!((9000..9060).contains(&input), "{input} {}", &body[..150]);
+        }
+        let image =
+            format!(r#"{{"messages":[{{"content":[{{"image":{{"format":"png","source":{{"bytes":"{data}"}}}}}}]}}]}}"#);
+        assert_eq!(inspect(image.as_bytes()).unwrap().media, Media { images: 1, ..Media::default() });
+    }
+
+    #[test]
     fn estimate_saturates() {
         let bounds = OutputBounds { root: Some(2), ..OutputBounds::default() };
-        let info = RequestInfo { images: u64::MAX, choices: u64::MAX, bounds, ..RequestInfo::default() };
-        assert_eq!((ESTIMATE.input(&info), ESTIMATE.output(&info, Provider::OpenAi)), (u64::MAX, u64::MAX));
+        let media = Media { images: u64::MAX, ..Media::default() };
+        let info = RequestInfo { media, choices: u64::MAX, bounds, ..RequestInfo::default() };
+        assert_eq!(
+            (ESTIMATE.input(&info, Provider::OpenAi), ESTIMATE.output(&info, Provider::OpenAi)),
+            (u64::MAX, u64::MAX)
+        );
         assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);
     }
 

@@ -7,6 +7,7 @@ use memchr::{memchr2, memmem};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use crate::payload::llm::event_frames::{EventFrames, FramePart};
 use crate::payload::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
 use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
 
@@ -72,6 +73,8 @@ pub struct MeasuredUsage {
 enum Framing {
     /// Server-sent events.
     Events(EventLines),
+    /// Messages of an event stream of AWS, as Bedrock sends it.
+    Frames(Box<EventFrames>),
     /// JSON documents.
     Documents,
 }
@@ -97,6 +100,8 @@ struct Tally {
     deltas: u64,
     /// Whether the response has a usage object that has no known count.
     has_unknown_usage: bool,
+    /// Whether a checksum in the response is wrong, so its counts are not reliable.
+    is_corrupt: bool,
     document: Document,
 }
 
@@ -117,6 +122,7 @@ impl ResponseMeter {
         let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         let framing = match &*essence {
             "text/event-stream" => Framing::Events(EventLines::default()),
+            "application/vnd.amazon.eventstream" => Framing::Frames(Box::new(EventFrames::new())),
             "application/json"
             | "application/x-ndjson"
             | "application/ndjson"
@@ -137,6 +143,7 @@ impl ResponseMeter {
             unreported_output: 0,
             deltas: 0,
             has_unknown_usage: false,
+            is_corrupt: false,
             document: Document::default(),
         };
         Some(ResponseMeter { framing, scanner: JsonScanner::new(paths), tally })
@@ -162,16 +169,13 @@ impl ResponseMeter {
         match framing {
             Framing::Documents => scanner.scan(data, tally),
             Framing::Events(lines) => lines.read(data, |payload| match payload {
-                EventPart::Data(mut text) => {
-                    while !text.is_empty() {
-                        let length = scanner.scan(text, tally);
-                        text = &text[length..];
-                    }
-                }
-                EventPart::End => {
-                    scanner.reset();
-                    tally.document = Document::default();
-                }
+                EventPart::Data(text) => scan_all(scanner, tally, text),
+                EventPart::End => end_event(scanner, tally),
+            }),
+            Framing::Frames(frames) => frames.read(data, |part| match part {
+                FramePart::Payload(text) => scan_all(scanner, tally, text),
+                FramePart::End => end_event(scanner, tally),
+                FramePart::Corrupt => tally.is_corrupt = true,
             }),
         }
     }
@@ -180,8 +184,13 @@ impl ResponseMeter {
     pub fn is_between_events(&self) -> bool {
         match &self.framing {
             Framing::Events(lines) => lines.is_between_events(),
-            Framing::Documents => false,
+            Framing::Frames(_) | Framing::Documents => false,
         }
+    }
+
+    /// Return whether the response has a usage object whose counts are unknown, and no other report of its usage.
+    pub fn has_unknown_usage(&self) -> bool {
+        self.tally.has_unknown_usage && self.tally.reported.is_none()
     }
 
     /// Return a lower bound of the number of output tokens so far: the reported number or the number of deltas,
@@ -195,12 +204,12 @@ impl ResponseMeter {
     /// counts are unknown.
     pub fn usage(&self, input: u64) -> Option<MeasuredUsage> {
         let Tally { reported, unreported_output, deltas, has_unknown_usage, .. } = self.tally;
-        if reported.is_none() && (deltas == 0 || has_unknown_usage) {
+        if self.tally.is_corrupt || reported.is_none() && (deltas == 0 || has_unknown_usage) {
             return None;
         }
         // A complete document without generated text may report that it used no tokens. In a stream, such a report may
         // be preliminary.
-        if reported == Some(TokenUsage::default()) && deltas == 0 && !self.is_event_stream() {
+        if reported == Some(TokenUsage::default()) && deltas == 0 && matches!(self.framing, Framing::Documents) {
             return Some(MeasuredUsage { usage: TokenUsage::default(), is_estimated: false });
         }
         let mut usage = reported.unwrap_or_default();
@@ -272,6 +281,19 @@ impl JsonSink for Tally {
         }
         self.reported = Some(reported.max(usage));
     }
+}
+
+fn scan_all(scanner: &mut JsonScanner, tally: &mut Tally, mut text: &[u8]) {
+    while !text.is_empty() {
+        let length = scanner.scan(text, tally);
+        text = &text[length..];
+    }
+}
+
+/// Discard the rest of a document that does not end with its event.
+fn end_event(scanner: &mut JsonScanner, tally: &mut Tally) {
+    scanner.reset();
+    tally.document = Document::default();
 }
 
 /// Return whether an event is the additional event with the token usage, which OpenAI sends if the request sets
@@ -394,6 +416,7 @@ impl EventLines {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::payload::llm::event_frames::tests::message;
     use proptest::prelude::*;
 
     const OPENAI: &str = concat!(
@@ -550,6 +573,21 @@ pub(super) mod tests {
         }
         let invalid = report("-3");
         assert_eq!(measure("text/event-stream", [invalid.as_bytes()]), None);
+    }
+
+    #[test]
+    fn event_stream_of_bedrock_is_measured_unless_it_is_corrupt() {
+        let delta = message(r#"{"contentBlockIndex":0,"delta":{"text":"four"},"p":"abcdefghij"}"#);
+        let usage = r#"{"metrics":{"latencyMs":9},"usage":{"inputTokens":11,"outputTokens":7,"totalTokens":18}}"#;
+        let media_type = "application/vnd.amazon.eventstream";
+        let stream = [delta.clone(), message(r#"{"stopReason":"end_turn"}"#), message(usage)].concat();
+        assert_eq!(measure(media_type, [&stream[..]]), measured((11, 0, 7), false));
+        assert_eq!(measure(media_type, stream.chunks(1)), measured((11, 0, 7), false), "byte by byte");
+        let aborted = [delta.clone(), delta].concat();
+        assert_eq!(measure(media_type, [&aborted[..]]), measured((100, 0, 2), true));
+        let mut corrupt = stream;
+        *corrupt.last_mut().unwrap() ^= 1;
+        assert_eq!(measure(media_type, [&corrupt[..]]), None);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::http::body::Body;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
+use crate::payload::llm::provider::Provider;
 use crate::proxy::admission::{Admitted, Answer};
 use crate::proxy::forward::{RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::mirror::MIRROR_HEADER;
@@ -250,9 +251,9 @@ pub(super) fn rejection_response(
     rejection: Rejection<'_>,
     variables: Option<&RequestVariables<'_>>,
     cors: Option<&CorsDecision<'_>>,
-    (proxy_status, rpc_id): (bool, Option<&Value>),
+    (proxy_status, rpc_id, api): (bool, Option<&Value>, Option<Provider>),
 ) -> ResponseReport {
-    let (mut response, outcome) = rejection.into_response(None, proxy_status, rpc_id);
+    let (mut response, outcome) = rejection.into_response(None, proxy_status, rpc_id, api);
     let mut own = Vec::new();
     let mutations = variables.map(|variables| &variables.route.response_headers).filter(|rules| rules.on_errors);
     if let (Some(variables), Some(mutations)) = (variables, mutations) {
