@@ -167,7 +167,8 @@ fn imports(path: &Path) -> Vec<String> {
         };
         found.extend(names.into_iter().map(|name| format!("{base}::{name}")));
     }
-    for (at, _) in code.match_indices(crate_name) {
+    // `pub(in crate::a)` is no import.
+    for (at, _) in code.match_indices(crate_name).filter(|(at, _)| !code[..*at].ends_with("(in ")) {
         let rest = &code[at + crate_name.len()..];
         match rest.strip_prefix('{') {
             // `crate::{a, b::c}`
