@@ -4,6 +4,7 @@
 pub mod body;
 pub mod body_limits;
 pub mod cors;
+pub mod error_pages;
 pub mod flow;
 pub mod headers;
 pub(crate) mod problem;

@@ -31,6 +31,7 @@ use tracing::{debug, warn};
 use crate::clock::monotonic;
 use crate::http::body::Body;
 use crate::http::cors;
+use crate::http::error_pages::ErrorPage;
 use crate::http::flow::StreamFlow;
 use crate::http::headers;
 use crate::http::headers::RenderedValues;
@@ -52,6 +53,7 @@ use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
 use crate::proxy::holdings::{Held, Holdings};
 use crate::proxy::llm::LlmRequest;
+use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::RequestMetrics;
 use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
@@ -332,6 +334,8 @@ struct Exchange<'a> {
     flow: &'a Arc<StreamFlow>,
     facts: RequestFacts<'a>,
     record: Record<'a>,
+    /// What the response depends on, if the request or the configuration asks for it.
+    reply: ReplyNeeds<'a>,
     /// Values of the route's response headers that depend on the request.
     response_values: RenderedValues,
     /// Whether a part of the request may still be unread when the response is sent; see
@@ -339,6 +343,31 @@ struct Exchange<'a> {
     has_unread_body: bool,
     /// Whether the gateway must discard the content of a local reply; see [`Body::discard_content`].
     is_http2_head: bool,
+}
+
+/// What a response depends on, read from the request before the request is forwarded or discarded.
+#[derive(Default)]
+struct ReplyNeeds<'a> {
+    /// `None` if the request is not a gRPC call.
+    grpc: Option<GrpcCall>,
+    /// The page that replaces a problem document.
+    error_page: Option<ErrorPage<'a>>,
+    /// Whether the response gets `Strict-Transport-Security`.
+    sets_hsts: bool,
+}
+
+/// A gRPC call.
+struct GrpcCall {
+    /// Time until which the client waits for the response.
+    deadline: Option<Instant>,
+}
+
+impl GrpcCall {
+    fn new(request: &Request<RequestBody>) -> Option<Self> {
+        let is_call = headers::is_grpc_call(request.method(), request.version(), request.headers());
+        let timeout = || headers::grpc_timeout(request.headers()).and_then(|time| Instant::now().checked_add(time));
+        is_call.then(|| GrpcCall { deadline: timeout() })
+    }
 }
 
 /// A response, and what the request holds until the end of its body.
@@ -361,6 +390,7 @@ impl<'a> Exchange<'a> {
             flow,
             facts: RequestFacts::new(&snapshot.config),
             record: Record::new(snapshot, sinks, peer, request),
+            reply: ReplyNeeds { grpc: GrpcCall::new(request), ..ReplyNeeds::default() },
             response_values: RenderedValues::default(),
             has_unread_body: request_body::has_unread_body(request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
@@ -370,6 +400,15 @@ impl<'a> Exchange<'a> {
     /// Render the values of the route's response headers that depend on the request, before the request is forwarded or
     /// discarded.
     fn render_response_headers(&mut self, request: &Request<RequestBody>) {
+        let pages = match self.facts.route {
+            Some(route) => {
+                self.reply.sets_hsts =
+                    route.sets_hsts && headers::client_scheme(request.headers(), &self.peer.forwarded) == "https";
+                &route.error_pages
+            }
+            None => &self.snapshot.config.server.error_pages,
+        };
+        self.reply.error_page = pages.as_ref().and_then(|pages| pages.select(request.headers()));
         let Some(route) = self.facts.route.filter(|route| route.response_headers.has_variables()) else { return };
         let request_id = self.record.request_id(request.headers()).to_header_value();
         let (peer, credentials, head) = (self.peer, &self.facts.credentials, request.into());
@@ -387,6 +426,8 @@ impl<'a> Exchange<'a> {
         let Admitted { route, decision, llm, forwarded_path, rewritten_target } = admitted;
         let Exchange { snapshot, peer, flow, .. } = *self;
         let holdings = Holdings::new(decision, llm);
+        let client_deadline = self.reply.grpc.as_ref().and_then(|call| call.deadline);
+        let deadline = self.facts.deadline.into_iter().chain(client_deadline).min();
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
@@ -409,7 +450,8 @@ impl<'a> Exchange<'a> {
                     flow,
                     route,
                     upstream,
-                    deadline: self.facts.deadline,
+                    deadline,
+                    is_client_deadline: deadline != self.facts.deadline,
                     // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                     target: rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref())),
                     credentials: mem::take(&mut self.facts.credentials),
@@ -431,6 +473,9 @@ impl<'a> Exchange<'a> {
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
             llm::remove_account_headers(response.headers_mut());
+        }
+        if self.reply.grpc.is_some() {
+            response.body_mut().end_with_grpc_status();
         }
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
@@ -471,7 +516,14 @@ impl<'a> Exchange<'a> {
             _ => {}
         }
         let RequestFacts { rpc_id, api, .. } = &self.facts;
-        rejection.into_response(id, self.snapshot.config.server.proxy_status, rpc_id.as_ref(), *api)
+        rejection.into_response(ReplyFormat {
+            request_id: id,
+            proxy_status: self.snapshot.config.server.proxy_status,
+            rpc_id: rpc_id.as_ref(),
+            api: *api,
+            is_grpc: self.reply.grpc.is_some(),
+            error_page: self.reply.error_page,
+        })
     }
 
     /// Set the headers that all responses have, and update the metrics. The access log record and the spans are written
@@ -480,6 +532,9 @@ impl<'a> Exchange<'a> {
         let status = response.status();
         if let Some(cors) = &self.facts.cors {
             cors.apply(response.headers_mut());
+        }
+        if self.reply.sets_hsts {
+            headers::set_hsts(response.headers_mut());
         }
         if self.has_unread_body {
             request_body::set_connection_close(response, self.flow);

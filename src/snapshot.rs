@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
+use http::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -183,6 +184,8 @@ pub struct CompiledLimit {
     pub cost: Option<Cost>,
     /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
+    /// Status of the responses to requests that the limit denies.
+    pub status: StatusCode,
 }
 
 impl CompiledConfig {

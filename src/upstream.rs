@@ -399,7 +399,7 @@ impl Upstream {
                     None => result.await,
                     Some(deadline) => timeout_at(deadline, result)
                         .await
-                        .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
+                        .unwrap_or_else(|_| Err(self.deadline_error(&bounds, progress.as_deref()))),
                 }
             };
             flow.stop_if_abandoned().await;
@@ -497,13 +497,16 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    /// Return the error for an expired route timeout: `ClientTimeout` if the client delayed the upload, otherwise
-    /// `RouteTimeout`.
-    fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
+    /// Return the error for an expired route timeout: `ClientTimeout` if the client delayed the upload, `ClientDeadline`
+    /// if the client has set this time, otherwise `RouteTimeout`.
+    fn deadline_error(&self, bounds: &BodyLimits, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientTimeout;
         }
-        UpstreamError::RouteTimeout { upstream: self.name().into() }
+        match bounds.is_client_deadline {
+            true => UpstreamError::ClientDeadline { upstream: self.name().into() },
+            false => UpstreamError::RouteTimeout { upstream: self.name().into() },
+        }
     }
 
     fn exchange_error(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {

@@ -64,6 +64,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "http",
         &[
+            &["error_pages"],
             &["problem", "request_body"],
             &["body"],
             &["flow"],

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::schema;
 use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames};
 use crate::config::spanned::{Spanned, Text};
-use crate::config::tables::{Limit, LimitVariant, Notify, Route, Upstream};
+use crate::config::tables::{ErrorPages, Limit, LimitVariant, Notify, Route, Upstream};
 
 /// `gateway.toml`.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -145,6 +145,9 @@ pub struct Server {
     /// types](http.md#proxy-status)).
     #[schemars(extend("default" = true))]
     pub proxy_status: Option<Spanned<bool>>,
+    /// Content of the error responses that the gateway generates: `{ html = "…", json = "…" }` ([error
+    /// pages](http.md#error-pages)). Default: problem documents (RFC 9457).
+    pub error_pages: Option<Spanned<ErrorPages>>,
 }
 
 /// `[[listener]]`

@@ -97,6 +97,14 @@ pub struct Route {
     /// Changes to the response headers that the client receives: `{ set = { x-request-id = "{request_id}" }, remove =
     /// ["server"] }`.
     pub response_headers: Option<Spanned<ResponseHeaderRules>>,
+    /// Set headers that protect browsers, unless the response has them: `X-Content-Type-Options: nosniff`,
+    /// `X-Frame-Options: SAMEORIGIN`, `Referrer-Policy: strict-origin-when-cross-origin`, and for clients that use https
+    /// `Strict-Transport-Security: max-age=31536000`. They are also set on error responses that the gateway generates.
+    #[schemars(extend("default" = false))]
+    pub security_headers: Option<Spanned<bool>>,
+    /// Content of the error responses that the gateway generates for requests of the route: `{ html = "…", json = "…"
+    /// }` ([error pages](http.md#error-pages)). Default: `server.error_pages`.
+    pub error_pages: Option<Spanned<ErrorPages>>,
     /// Send a copy of each forwarded request to another upstream and discard its response:
     /// `{ upstream = "next", percent = 10 }` ([mirroring](../how-to/mirror.md)).
     pub mirror: Option<Spanned<Mirror>>,
@@ -202,6 +210,18 @@ pub struct ResponseHeaderRules {
     /// replaced.
     #[schemars(extend("default" = false))]
     pub on_errors: bool,
+}
+
+/// `error_pages = { … }` of a route or of the server
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ErrorPages {
+    /// Page for clients whose `Accept` names `text/html`. It may contain the variables `{status}`, `{reason}`,
+    /// `{detail}` and `{request_id}`. Other text in braces is literal.
+    pub html: Option<Text>,
+    /// JSON document for all other clients, with the same variables inside of strings. Default: a problem document (RFC
+    /// 9457).
+    pub json: Option<Text>,
 }
 
 /// `mirror = { … }` of a route
@@ -332,6 +352,10 @@ pub struct Limit {
     /// `{ response_header = "x-tokens-used" }`; `{ llm = "auto" }`; `{ tools = { search = 5 } }`. Default: the `cost`
     /// of the route.
     pub cost: Option<Spanned<LimitCost>>,
+    /// Status of the responses to requests that the limit denies. If several limits deny a request, the status is that
+    /// of the first one in `limits` of the route. gRPC calls get `grpc-status: 8`.
+    #[schemars(range(min = 400, max = 599), extend("default" = 429))]
+    pub status: Option<Spanned<i64>>,
     /// Response statuses for which the charge is refunded, such as `["5xx", "404"]`. Default: none. With `cost.llm`,
     /// the default is `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]

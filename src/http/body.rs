@@ -11,7 +11,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, CONTENT_LENGTH, HeaderValue, TRANSFER_ENCODING};
+use http::header::{CONNECTION, CONTENT_LENGTH, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -107,6 +107,8 @@ struct UpstreamBody {
     lease: Option<Box<dyn UpstreamLease>>,
     /// Time at which the body is aborted with an error.
     deadline: Option<Deadline>,
+    /// Whether a timeout ends the body with the trailers of a gRPC call, instead of an error.
+    is_grpc: bool,
     /// `None` if the length of the body is unknown. A body of unknown length, such as a stream of server-sent events,
     /// may pause for any time.
     idle_timer: Option<IdleTimer>,
@@ -135,8 +137,15 @@ impl Body {
         read_bound: Option<ReadBound>,
     ) -> Self {
         let idle_timer = incoming.size_hint().exact().map(|_| IdleTimer::new(limits.idle_timeout));
-        let mut upstream =
-            UpstreamBody { incoming, lease: Some(lease), deadline: None, idle_timer, read_bound, is_failed: false };
+        let mut upstream = UpstreamBody {
+            incoming,
+            lease: Some(lease),
+            deadline: None,
+            is_grpc: false,
+            idle_timer,
+            read_bound,
+            is_failed: false,
+        };
         let complete = upstream.release_at_end();
         upstream.deadline = limits.deadline.filter(|_| !complete).map(Deadline::new);
         Body::new(BodyKind::Upstream(upstream), complete)
@@ -167,6 +176,14 @@ impl Body {
             && let Some(tunnel) = tunnel.take()
         {
             self.complete = tunnel.run(&mut self.bytes_sent).await;
+        }
+    }
+
+    /// End the response to a gRPC call with the status DEADLINE_EXCEEDED if the route timeout or the deadline of the
+    /// client expires.
+    pub fn end_with_grpc_status(&mut self) {
+        if let BodyKind::Upstream(upstream) = &mut self.kind {
+            upstream.is_grpc = true;
         }
     }
 
@@ -235,6 +252,11 @@ impl HttpBody for Body {
                 let ready = ready!(upstream.poll_ready(multiplexed.map(|flow| &**flow), *bytes_sent, cx));
                 let polled = match ready {
                     Ok(()) => upstream.poll_data(cx),
+                    Err(BodyError::RouteTimeout) if upstream.is_grpc => {
+                        upstream.limit_reads(ReadLimit::Small);
+                        *kind = BodyKind::Full(None);
+                        return Poll::Ready(Some(Ok(Frame::trailers(deadline_exceeded()))));
+                    }
                     Err(error) => Poll::Ready(Some(Err(error))),
                 };
                 upstream.is_failed |= matches!(polled, Poll::Ready(Some(Err(_))));
@@ -318,6 +340,13 @@ impl HttpBody for Body {
             BodyKind::Tunnel { .. } => SizeHint::with_exact(0),
         }
     }
+}
+
+/// Return the trailers of a gRPC call whose deadline has passed.
+fn deadline_exceeded() -> HeaderMap {
+    let status = (HeaderName::from_static("grpc-status"), HeaderValue::from_static("4"));
+    let message = HeaderValue::from_static("the call exceeded its deadline");
+    HeaderMap::from_iter([status, (HeaderName::from_static("grpc-message"), message)])
 }
 
 impl BodyKind {

@@ -21,6 +21,8 @@ pub struct BodyLimits {
     /// Time at which the route timeout expires. The timeout covers the whole exchange, including the request body and
     /// the response body.
     pub deadline: Option<Instant>,
+    /// Whether the client has set this time, so that its expiry is no failure of the upstream.
+    pub is_client_deadline: bool,
     /// Timeouts and bounds for the client while it sends the request body.
     pub upload: UploadLimits,
     /// Maximum time without data from the upstream. This timeout applies only to response bodies of known length.

@@ -3,10 +3,11 @@
 
 use std::borrow::Cow;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName, HeaderValue, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE, VIA,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName, HeaderValue, REFERRER_POLICY,
+    STRICT_TRANSPORT_SECURITY, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::{HeaderMap, Method, Version};
 
@@ -468,6 +469,23 @@ pub fn is_grpc(headers: &HeaderMap) -> bool {
     subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
+/// Return the time that a gRPC client waits for the response, from the header `grpc-timeout`: up to 8 digits and a unit.
+pub fn grpc_timeout(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let is_count = (1..=8).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let count: u64 = digits.parse().ok().filter(|_| is_count)?;
+    Some(match unit {
+        "H" => Duration::from_secs(count * 3600),
+        "M" => Duration::from_secs(count * 60),
+        "S" => Duration::from_secs(count),
+        "m" => Duration::from_millis(count),
+        "u" => Duration::from_micros(count),
+        "n" => Duration::from_nanos(count),
+        _ => return None,
+    })
+}
+
 /// Return whether a request with this method and no body may be sent again, because the method is safe (RFC 9110
 /// §9.2.1).
 pub fn is_safe(method: &Method) -> bool {
@@ -498,6 +516,8 @@ pub struct HeaderMutations {
     /// Aliases of the headers to set and to remove. The aliases themselves are also removed. Empty for changes to
     /// responses.
     pub aliases: HeaderAliases,
+    /// Headers to set if a message does not have them.
+    pub defaults: Vec<(HeaderName, HeaderValue)>,
     /// Whether the changes apply to responses with which the gateway rejects a request.
     pub on_errors: bool,
 }
@@ -511,6 +531,18 @@ impl RenderedValues {
     fn get(&self, index: usize) -> Option<&HeaderValue> {
         self.0.get(index)?.as_ref()
     }
+}
+
+/// The headers of `security_headers`, apart from `Strict-Transport-Security`, which depends on the scheme.
+const SECURITY_HEADERS: [(HeaderName, HeaderValue); 3] = [
+    (X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+    (X_FRAME_OPTIONS, HeaderValue::from_static("SAMEORIGIN")),
+    (REFERRER_POLICY, HeaderValue::from_static("strict-origin-when-cross-origin")),
+];
+
+/// Set `Strict-Transport-Security` if the response does not have it.
+pub fn set_hsts(headers: &mut HeaderMap) {
+    headers.entry(STRICT_TRANSPORT_SECURITY).or_insert(HeaderValue::from_static("max-age=31536000"));
 }
 
 impl HeaderMutations {
@@ -560,12 +592,27 @@ impl HeaderMutations {
                 None => drop(headers.remove(name)),
             }
         }
+        self.apply_defaults(headers);
+    }
+
+    /// Add the headers that protect browsers as defaults, except those that the changes set or remove.
+    pub fn with_security_headers(mut self) -> Self {
+        let added = SECURITY_HEADERS.into_iter().filter(|(name, _)| self.names().all(|other| other != name)).collect();
+        self.defaults = added;
+        self
+    }
+
+    fn apply_defaults(&self, headers: &mut HeaderMap) {
+        for (name, value) in &self.defaults {
+            headers.entry(name).or_insert_with(|| value.clone());
+        }
     }
 
     /// Set the headers on a response with which the gateway rejects a request. Headers that the response already has,
     /// such as `Cache-Control` and `Retry-After`, do not change: a rule must not make the rejection cacheable or change
     /// the time of the next retry.
     pub fn apply_to_rejection(&self, headers: &mut HeaderMap, values: &RenderedValues) {
+        self.apply_defaults(headers);
         if !self.on_errors {
             return;
         }

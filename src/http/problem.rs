@@ -2,7 +2,7 @@
 //! admin listener.
 
 use http::header::{CACHE_CONTROL, CONTENT_TYPE as CONTENT_TYPE_HEADER, HeaderValue};
-use http::{Response, StatusCode};
+use http::{HeaderMap, Response, StatusCode};
 
 use crate::http::body::Body;
 
@@ -12,6 +12,11 @@ pub(crate) const CONTENT_TYPE: &str = "application/problem+json";
 /// `Cache-Control` of every rejection. A shared cache could otherwise send the rejection of one request to other
 /// clients.
 pub(crate) const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
+
+/// Return whether the content of a response is a problem document.
+pub(crate) fn is_problem(headers: &HeaderMap) -> bool {
+    headers.get(CONTENT_TYPE_HEADER).is_some_and(|kind| kind == CONTENT_TYPE)
+}
 
 /// Return a whole HTTP/1.1 response with a problem document, for requests that do not reach hyper or that hyper cannot
 /// parse. `headers` contains additional header lines, each with CRLF at its end.

@@ -259,7 +259,7 @@ pub(super) async fn read(
     let settings = &config.server;
     let idle_timeout = settings.body_idle_timeout;
     let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
-    let limits = BodyLimits { deadline, upload, idle_timeout, max_body };
+    let limits = BodyLimits { deadline, is_client_deadline: false, upload, idle_timeout, max_body };
     let reading = body.read(limits, max_read, network_share(snapshot, peer, max_read, headers));
     let read = match deadline {
         None => reading.await,

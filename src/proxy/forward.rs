@@ -50,6 +50,8 @@ pub(super) struct Forwarding<'f> {
     pub(super) upstream: &'f Upstream,
     /// Time at which the route timeout expires.
     pub(super) deadline: Option<Instant>,
+    /// Whether the client has set this time.
+    pub(super) is_client_deadline: bool,
     /// Path and query of the upstream request. `None` if they are equal to the received path and query.
     pub(super) target: Option<PathAndQuery>,
     pub(super) credentials: Credentials<'f>,
@@ -71,8 +73,11 @@ pub(super) async fn forward(
     attempts: &mut AttemptLog,
 ) -> Result<Response<Body>, UpstreamError> {
     let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, counts_tokens, .. } = forwarding;
-    let Forwarding { credentials, request_id, trace, .. } = forwarding;
-    let route_timeout = || UpstreamError::RouteTimeout { upstream: upstream.name().into() };
+    let Forwarding { credentials, request_id, trace, is_client_deadline, .. } = forwarding;
+    let route_timeout = || match is_client_deadline {
+        true => UpstreamError::ClientDeadline { upstream: upstream.name().into() },
+        false => UpstreamError::RouteTimeout { upstream: upstream.name().into() },
+    };
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
         // Do not forward the request if the wait queues of the limits have used up the route timeout.
         request_body::discard_body(request, flow);
@@ -134,7 +139,8 @@ pub(super) async fn forward(
     let progress = deadline.and_then(|_| request.body().progress());
     let is_counted = upstream.max_requests() > 0 && !request.body().is_end_stream();
     let network = if is_counted { counted_network(config, peer, request.headers()) } else { None };
-    let (limits, should_buffer) = body_limits(config, route, upstream, &request, deadline);
+    let (mut limits, should_buffer) = body_limits(config, route, upstream, &request, deadline);
+    limits.is_client_deadline = is_client_deadline;
     let exchange = pin!(async {
         if should_buffer {
             request.body_mut().buffer(limits).await?;
@@ -189,7 +195,7 @@ fn body_limits(
     };
     let length = request.body().size_hint().exact().filter(|length| *length > 0);
     let should_buffer = !is_streaming && length.is_some_and(|length| length <= settings.request_buffer);
-    (BodyLimits { deadline, upload, idle_timeout, max_body: route.max_body }, should_buffer)
+    (BodyLimits { deadline, is_client_deadline: false, upload, idle_timeout, max_body: route.max_body }, should_buffer)
 }
 
 /// Return the 101 response with the tunnel, or `None` if the upstream switched to a protocol that was not offered.

@@ -240,7 +240,7 @@ impl AuthServer<'_> {
         request.headers_mut().insert(HOST, settings.authority.clone());
         let idle_timeout = settings.timeout;
         let upload = UploadLimits { idle_timeout, min_rate: 0, total_timeout: None };
-        let limits = BodyLimits { deadline: None, upload, idle_timeout, max_body: None };
+        let limits = BodyLimits { deadline: None, is_client_deadline: false, upload, idle_timeout, max_body: None };
         let started_at = monotonic();
         let mut attempts = AttemptLog::new(false);
         let result = upstream

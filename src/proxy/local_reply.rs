@@ -7,10 +7,12 @@ use bytes::Bytes;
 use http::header::{
     ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
 };
-use http::{Method, Response, StatusCode};
+use http::{HeaderMap, Method, Response, StatusCode};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde_json::Value;
 
 use crate::http::body::Body;
+use crate::http::error_pages::ErrorPage;
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::problem;
 use crate::http::problem::{NO_STORE, Problem};
@@ -72,28 +74,44 @@ impl Answer {
     }
 }
 
+/// What a local reply contains in addition to its problem document, and the format in which the client gets it.
+#[derive(Debug)]
+pub struct ReplyFormat<'a> {
+    /// Id of the request. If the client did not cause the failure, the response contains the id, so that operators can
+    /// find the request in the logs of the gateway and the upstream.
+    pub request_id: Option<HeaderValue>,
+    /// Whether error responses have the header `Proxy-Status`.
+    pub proxy_status: bool,
+    /// The id of the JSON-RPC message, if the client sent one.
+    pub rpc_id: Option<&'a Value>,
+    /// The LLM API whose error format the response has.
+    pub api: Option<Provider>,
+    /// Whether the request is a gRPC call.
+    pub is_grpc: bool,
+    /// The page that replaces the problem document.
+    pub error_page: Option<ErrorPage<'a>>,
+}
+
 impl Rejection<'_> {
-    /// Return the response and its outcome, which is a single word for the access log. If the client did not cause the
-    /// failure, the response contains `request_id`, so that operators can find the request in the logs of the gateway
-    /// and the upstream. If `proxy_status` is set, error responses have the header `Proxy-Status`. `rpc_id` is the id
-    /// of the JSON-RPC message, if the client sent one. `api` is the LLM API whose error format the response has.
-    pub fn into_response(
-        self,
-        request_id: Option<HeaderValue>,
-        proxy_status: bool,
-        rpc_id: Option<&Value>,
-        api: Option<Provider>,
-    ) -> (Response<Body>, &'static str) {
+    /// Return the response and its outcome, which is a single word for the access log.
+    pub fn into_response(self, format: ReplyFormat<'_>) -> (Response<Body>, &'static str) {
+        let ReplyFormat { request_id, proxy_status, rpc_id, api, is_grpc, error_page } = format;
         let status = proxy_status.then(|| self.proxy_status());
+        let page_id = error_page.and(request_id.clone());
         let rpc_code = match &self {
             Rejection::Inspect(error) => error.rpc_code(),
             _ => None,
         };
         let (mut response, outcome) = self.into_local_reply(request_id, api);
-        if let Some(id) = rpc_id {
+        if is_grpc {
+            set_grpc_status(&mut response);
+        } else if let Some(id) = rpc_id {
             set_rpc_error(&mut response, id, rpc_code);
         } else if let Some(api) = api {
             set_api_error(&mut response, api);
+        }
+        if let Some(page) = error_page {
+            page.apply(&mut response, page_id.as_ref());
         }
         if let Some(status) = status {
             response.headers_mut().append(PROXY_STATUS, HeaderValue::from_static(status));
@@ -171,9 +189,10 @@ impl Rejection<'_> {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
             Rejection::RateLimited { decision, rate_limits, is_grpc, max_retry_wait } => {
+                let status = rate_limits.denial_status(&decision);
                 let mut response = match api {
-                    Some(api) if !is_grpc => api_rate_limited_response(&decision, api, max_retry_wait),
-                    Some(_) | None => rate_limited_response(&decision, is_grpc),
+                    Some(api) if !is_grpc => api_rate_limited_response(&decision, status, api, max_retry_wait),
+                    Some(_) | None => rate_limited_response(&decision, status, is_grpc),
                 };
                 rate_limits.append_headers(response.headers_mut(), &decision);
                 (response, "rate-limited")
@@ -372,6 +391,11 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
         UpstreamError::RouteTimeout { .. } => {
             (StatusCode::GATEWAY_TIMEOUT, "the request exceeded the timeout of its route", "route-timeout")
         }
+        UpstreamError::ClientDeadline { .. } => (
+            StatusCode::GATEWAY_TIMEOUT,
+            "the upstream did not respond before the deadline of the client",
+            "client-deadline",
+        ),
         UpstreamError::ClientTimeout => {
             (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
         }
@@ -391,7 +415,7 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 /// status, unless JSON-RPC or MCP defines a code for the error. The codes of JSON-RPC and MCP are negative, so they
 /// never collide with a status.
 fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
-    if response.headers().get(CONTENT_TYPE).is_none_or(|kind| kind != problem::CONTENT_TYPE) {
+    if !problem::is_problem(response.headers()) {
         return;
     }
     let Some(problem) = response.body_mut().take_content() else { return };
@@ -434,6 +458,7 @@ fn api_response(api: Provider, error: ApiError<'_>) -> Response<Body> {
 /// Build the response to a denied request to an LLM API.
 fn api_rate_limited_response(
     decision: &Decision<'_>,
+    status: StatusCode,
     api: Provider,
     max_retry_wait: Option<Duration>,
 ) -> Response<Body> {
@@ -443,7 +468,7 @@ fn api_rate_limited_response(
     let is_too_long = |us| max_retry_wait.is_some_and(|max| Duration::from_micros(us) > max);
     let retry = if decision.retry_us().is_none_or(is_too_long) { Retry::Useless } else { Retry::Useful };
     let limit_unit = decision.violated().next().map(|result| &*result.limit.unit);
-    let error = ApiError { status: StatusCode::TOO_MANY_REQUESTS, message: &message, limit_unit, retry };
+    let error = ApiError { status, message: &message, limit_unit, retry };
     let mut response = api_response(api, error);
     if retry == Retry::Useless {
         // The SDKs of OpenAI and Anthropic read this header. Without it, they wait for the time in `Retry-After`.
@@ -452,6 +477,48 @@ fn api_rate_limited_response(
     response
 }
 
+/// Replace a problem document with a gRPC status in the response headers (trailers-only). gRPC clients read
+/// `grpc-status`, and would map most HTTP statuses to UNKNOWN or UNAVAILABLE.
+fn set_grpc_status(response: &mut Response<Body>) {
+    if !problem::is_problem(response.headers()) {
+        return;
+    }
+    let Some(document) = response.body_mut().take_content() else { return };
+    let document: Value = serde_json::from_slice(&document).unwrap_or_default();
+    // The numbers of https://grpc.io/docs/guides/status-codes/.
+    let code = match response.status() {
+        StatusCode::BAD_REQUEST => 3,                                   // INVALID_ARGUMENT
+        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => 4, // DEADLINE_EXCEEDED
+        StatusCode::FORBIDDEN => 7,                                     // PERMISSION_DENIED
+        StatusCode::PAYLOAD_TOO_LARGE
+        | StatusCode::URI_TOO_LONG
+        | StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+        | StatusCode::TOO_MANY_REQUESTS => GRPC_RESOURCE_EXHAUSTED,
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => 12, // UNIMPLEMENTED
+        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::MISDIRECTED_REQUEST => 14, // UNAVAILABLE
+        StatusCode::UNAUTHORIZED => 16, // UNAUTHENTICATED
+        _ => 2,                         // UNKNOWN
+    };
+    *response.status_mut() = StatusCode::OK;
+    let detail = document["detail"].as_str().unwrap_or_default();
+    set_grpc_headers(response.headers_mut(), code, detail);
+}
+
+/// gRPC status of a request that exceeds a limit or a maximum size.
+const GRPC_RESOURCE_EXHAUSTED: u64 = 8;
+
+fn set_grpc_headers(headers: &mut HeaderMap, code: u64, message: &str) {
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(CACHE_CONTROL, NO_STORE);
+    headers.insert("grpc-status", HeaderValue::from(code));
+    // Percent-encode the message, as gRPC over HTTP/2 defines for `grpc-message`.
+    let message = utf8_percent_encode(message, &GRPC_MESSAGE_ESCAPES).to_string();
+    headers.extend(HeaderValue::from_str(&message).ok().map(|text| (HeaderName::from_static("grpc-message"), text)));
+}
+
+/// The characters that gRPC escapes: all except space to `~`, and `%`. Bytes that are not ASCII are always escaped.
+const GRPC_MESSAGE_ESCAPES: AsciiSet = CONTROLS.add(b'%');
+
 fn denial_detail(decision: &Decision<'_>) -> String {
     match decision.retry_us() {
         Some(us) => retry_detail(ratelimit_headers::ceil_seconds(us).max(1)),
@@ -459,7 +526,7 @@ fn denial_detail(decision: &Decision<'_>) -> String {
     }
 }
 
-fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool) -> Response<Body> {
+fn rate_limited_response(decision: &Decision<'_>, status: StatusCode, is_grpc: bool) -> Response<Body> {
     let detail = denial_detail(decision);
     if is_grpc {
         return resource_exhausted_response(&detail);
@@ -467,7 +534,7 @@ fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool) -> Response<Bod
     let problem = Problem {
         kind: QUOTA_EXCEEDED,
         title: "Request cannot be satisfied as assigned quota has been exceeded",
-        status: StatusCode::TOO_MANY_REQUESTS,
+        status,
         detail: &detail,
         violated_policies: announced_names(decision),
         request_id: None,
@@ -496,13 +563,7 @@ fn retry_detail(seconds: u64) -> String {
 /// `grpc-status`, and would map a 429 to UNAVAILABLE.
 fn resource_exhausted_response(message: &str) -> Response<Body> {
     let mut response = Response::new(Body::full(Bytes::new()));
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    headers.insert(CACHE_CONTROL, NO_STORE);
-    headers.insert("grpc-status", HeaderValue::from_static("8"));
-    // The message needs no percent-encoding, because the gateway generates it in ASCII.
-    headers
-        .extend(HeaderValue::from_str(message).ok().map(|message| (HeaderName::from_static("grpc-message"), message)));
+    set_grpc_headers(response.headers_mut(), GRPC_RESOURCE_EXHAUSTED, message);
     response
 }
 
@@ -583,9 +644,9 @@ fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
         UpstreamError::Reset { .. }
         | UpstreamError::InvalidResponse { .. }
         | UpstreamError::UnexpectedUpgrade { .. } => "sluicegate;error=http_protocol_error",
-        UpstreamError::ResponseTimeout { .. } | UpstreamError::RouteTimeout { .. } => {
-            "sluicegate;error=http_response_timeout"
-        }
+        UpstreamError::ResponseTimeout { .. }
+        | UpstreamError::RouteTimeout { .. }
+        | UpstreamError::ClientDeadline { .. } => "sluicegate;error=http_response_timeout",
         UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_) => {
             "sluicegate;error=http_request_error"
         }

@@ -109,6 +109,7 @@ impl Selected<'_> {
             flow: StreamFlow::for_connection(budget.clone()),
             // The upload needs no minimum rate and no total timeout, because the body of the copy is already in memory.
             limits: BodyLimits {
+                is_client_deadline: false,
                 deadline: None,
                 upload: UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
                 idle_timeout,

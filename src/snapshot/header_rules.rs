@@ -1,16 +1,18 @@
-//! Compiles `request_headers`, `response_headers` and `cors` of a route.
+//! Compiles `request_headers`, `response_headers`, `cors` and `error_pages` of a route.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
 use crate::config::error::Issue;
 use crate::config::spanned::{Spanned, Text};
-use crate::config::tables::{Cors, ResponseHeaderRules, Route};
+use crate::config::tables::{Cors, ErrorPages as ErrorPagesTable, ResponseHeaderRules, Route};
 use crate::config::unknown_keys::closest_name;
 use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, OriginPattern, is_cors_header};
+use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{
     Direction, HeaderAliases, HeaderMutations, ParsedValue, TemplateError, ValueTemplate, Variable, reserved_reason,
 };
@@ -112,6 +114,13 @@ fn mutated_header(
     }
     seen.push(name.clone());
     Some(name)
+}
+
+/// Compile the error pages of a route or of the server.
+pub(super) fn error_pages(written: Option<&Spanned<ErrorPagesTable>>) -> Option<Arc<ErrorPages>> {
+    let written = written?.get_ref();
+    let [html, json] = [&written.html, &written.json].map(|text| text.as_ref().map(|text| text.get_ref().as_str()));
+    Some(Arc::new(ErrorPages::parse(html, json)))
 }
 
 // === CORS ===

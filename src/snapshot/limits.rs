@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::HeaderName;
+use http::{HeaderName, StatusCode};
 
 use crate::config;
 use crate::config::error::Issue;
@@ -85,6 +85,9 @@ pub(super) fn limits(
         }
         let cost = cost(limit, trusted_proxies, inspect, reader);
         let refund_on = refund_on(limit, cost.as_ref(), reader);
+        let status = reader.number(limit.status.as_ref(), 400..600, 429) as u16;
+        // The conversion cannot fail, because the range of the number is checked.
+        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::TOO_MANY_REQUESTS);
         let wait = queue_policy(limit, reader);
         let announce = limit.announce.as_ref().is_none_or(|announce| *announce.get_ref());
         let unit = quota_unit(limit, reader);
@@ -129,7 +132,8 @@ pub(super) fn limits(
             }
             _ => {}
         }
-        limits.insert(name.clone(), CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, refund_on });
+        limits
+            .insert(name.clone(), CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, refund_on, status });
     }
     limits
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION};
+use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION, STRICT_TRANSPORT_SECURITY};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
@@ -17,6 +17,7 @@ use crate::config::error::Issue;
 use crate::config::gateway::Config;
 use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
+use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::http::ratelimit_headers;
 use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers, limit_status};
@@ -82,6 +83,10 @@ pub struct Route {
     pub request_headers: HeaderMutations,
     /// Changes to the headers of the response to the client.
     pub response_headers: HeaderMutations,
+    /// Whether responses to clients that use https get `Strict-Transport-Security`, unless they have it.
+    pub sets_hsts: bool,
+    /// Content of the error responses that the gateway generates.
+    pub error_pages: Option<Arc<ErrorPages>>,
 }
 
 /// A limit as a route uses it.
@@ -95,6 +100,8 @@ pub struct RouteLimit {
     pub cost: Cost,
     /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
+    /// Status of the responses to requests that the limit denies.
+    pub status: StatusCode,
     /// The JSON-RPC messages to count, each with this cost. If `None`, the whole request is counted once.
     pub counted: Option<CountedMessages>,
 }
@@ -209,6 +216,12 @@ impl RouteLimits {
             let reads_body = spec.reads_body() || limit.counted.is_some() || limit.cost.llm().is_some();
             spec.limits_unauthenticated() && reads_body
         })
+    }
+
+    /// Return the status of the response to a denied request.
+    pub fn denial_status(&self, decision: &Decision<'_>) -> StatusCode {
+        let denying = decision.violated().map(|result| result.limit_index).min();
+        denying.and_then(|index| self.limits.get(index)).map_or(StatusCode::TOO_MANY_REQUESTS, |limit| limit.status)
     }
 
     /// Append the RateLimit headers of a decision. Also append `Access-Control-Expose-Headers`, so that scripts of
@@ -469,6 +482,8 @@ impl Route {
             mirror: None,
             request_headers: HeaderMutations::default(),
             response_headers: HeaderMutations::default(),
+            sets_hsts: false,
+            error_pages: self.error_pages.clone(),
         }
     }
 }
@@ -534,6 +549,8 @@ pub(super) fn routes(
             on_errors: rules.on_errors,
             ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
         });
+        let is_secured = written.security_headers.as_ref().is_some_and(|value| *value.get_ref());
+        let response_headers = if is_secured { response_headers.with_security_headers() } else { response_headers };
         let (Some(target), Some((pattern, trailing_slash))) = (action, matching) else { continue };
         let route = Arc::new(Route {
             index: routes.len(),
@@ -552,7 +569,9 @@ pub(super) fn routes(
             websocket,
             mirror,
             request_headers,
+            sets_hsts: is_secured && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),
             response_headers,
+            error_pages: header_rules::error_pages(written.error_pages.as_ref().or(config.server.error_pages.as_ref())),
         });
         let mut inserted = table.insert(&pattern, &route);
         if let Some(path) = pattern.path.with_other_slash().filter(|_| trailing_slash != TrailingSlash::Strict) {
@@ -602,7 +621,7 @@ fn route_limits(
             }
             continue;
         };
-        let CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on } = compiled;
+        let CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on, status } = compiled;
         if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
             reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
@@ -651,6 +670,7 @@ fn route_limits(
             },
             cost: limit_cost,
             refund_on: refund_on.clone(),
+            status: *status,
         });
     }
     if let Some(text) = route.limits.get(MAX_LIMITS) {

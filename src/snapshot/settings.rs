@@ -18,11 +18,13 @@ use crate::config::error::Issue;
 use crate::config::gateway;
 use crate::config::shorthand::{AccessLog, AccessLogTable};
 use crate::config::spanned::{Spanned, Text};
+use crate::http::error_pages::ErrorPages;
 use crate::http::url::HttpUrl;
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
 use crate::snapshot::cost::InspectBounds;
+use crate::snapshot::header_rules;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
@@ -96,6 +98,8 @@ pub struct ServerSettings {
     pub block_unknown_hosts: bool,
     /// Whether error responses have a `Proxy-Status` header.
     pub proxy_status: bool,
+    /// Content of the error responses of requests without a route.
+    pub error_pages: Option<Arc<ErrorPages>>,
 }
 
 /// Maximum time for which idle connections stay open while the gateway drains. A client may already be sending a
@@ -210,6 +214,7 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
         http2_max_streams: reader.number(server.http2_max_streams.as_ref(), 1..100_001, 100) as u32,
         block_unknown_hosts: server.block_unknown_hosts.as_ref().is_some_and(|value| *value.get_ref()),
         proxy_status: server.proxy_status.as_ref().is_none_or(|value| *value.get_ref()),
+        error_pages: header_rules::error_pages(server.error_pages.as_ref()),
     }
 }
 

@@ -34,6 +34,7 @@ use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts, St
 use crate::proxy::body;
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::forward::RequestVariables;
+use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::rejection::{Rejection, UnreadBody};
 use crate::proxy::request::{Peer, RequestHead, RequestTarget, TargetedRequest, origin_form};
 use crate::routing::condition::RouteBody;
@@ -124,7 +125,15 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
         };
         explanation.response = response.unwrap_or_else(|rejection| {
-            let format = (config.server.proxy_status, facts.rpc_id.as_ref(), facts.api);
+            let pages = facts.route.map_or(&config.server.error_pages, |route| &route.error_pages);
+            let format = ReplyFormat {
+                request_id: None,
+                proxy_status: config.server.proxy_status,
+                rpc_id: facts.rpc_id.as_ref(),
+                api: facts.api,
+                is_grpc: headers::is_grpc_call(head.method, head.version, head.headers),
+                error_page: pages.as_ref().and_then(|pages| pages.select(head.headers)),
+            };
             routing::rejection_response(rejection, variables.as_ref(), cors, format)
         });
         explanation

@@ -78,6 +78,12 @@ pub enum UpstreamError {
         /// Name of the upstream.
         upstream: Box<str>,
     },
+    /// The response headers did not arrive before the deadline that the client set (`grpc-timeout`).
+    #[error("upstream `{upstream}` did not respond before the deadline of the client")]
+    ClientDeadline {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
     /// The client sent the request body too slowly, or stopped sending it.
     #[error("the client stopped sending the request body")]
     ClientTimeout,
@@ -114,7 +120,13 @@ impl UpstreamError {
 
     /// Return whether the client caused the error.
     pub fn is_client_error(&self) -> bool {
-        matches!(self, UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_))
+        matches!(
+            self,
+            UpstreamError::ClientDeadline { .. }
+                | UpstreamError::ClientTimeout
+                | UpstreamError::BodyTooLarge
+                | UpstreamError::ClientAborted(_)
+        )
     }
 }
 

@@ -494,6 +494,84 @@ fn silent_with(builder: &h2::server::Builder) -> (Server, std::sync::mpsc::Recei
     (server, ended)
 }
 
+/// The `grpc-status` of each call, from the headers or the trailers of its response.
+fn grpc_statuses<const N: usize>(gateway: &Gateway, calls: [(Request<()>, &'static [u8]); N]) -> [String; N] {
+    block_on(async {
+        let mut client = client(gateway).await;
+        let mut statuses = Vec::new();
+        for (request, body) in calls {
+            let (response, mut stream) = client.send_request(request, false).unwrap();
+            stream.send_data(Bytes::from_static(body), true).unwrap();
+            let response = response.await.unwrap();
+            assert_eq!(response.status(), 200);
+            let head = response.headers().get("grpc-status").cloned();
+            let (_, trailers) = read(&mut response.into_body()).await;
+            let status = head.or_else(|| trailers?.get("grpc-status").cloned());
+            statuses.push(status.map_or(String::new(), |status| status.to_str().unwrap().to_owned()));
+            client = client.ready().await.unwrap();
+        }
+        statuses.try_into().unwrap()
+    })
+}
+
+#[test]
+fn failures_of_the_gateway_are_grpc_statuses() {
+    let (server, _ended) = silent();
+    let route = |name: &str, keys: &str| format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\n{keys}\n");
+    let gateway = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [upstream.slow]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\nresponse_timeout = \"300ms\"\n\
+         [upstream.dead]\nservers = [\"http://127.0.0.1:1\"]\nprotocol = \"http2\"\n\
+         [limit.l]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"4xx\", \"5xx\"]\n{}{}{}{}{}",
+        server.address,
+        server.address,
+        route("deadline", "upstream = \"u\"\nlimits = [\"l\"]"),
+        route("timeout", "upstream = \"u\"\ntimeout = \"300ms\""),
+        route("slow", "upstream = \"slow\""),
+        route("large", "upstream = \"u\"\nmax_body = \"8B\""),
+        route("dead", "upstream = \"dead\""),
+    ));
+    let call = |path: &str, timeout: &'static str| {
+        let request = Request::post(format!("http://grpc.test/{path}")).header("content-type", "application/grpc");
+        let request = if timeout.is_empty() { request } else { request.header("grpc-timeout", timeout) };
+        (request.body(()).unwrap(), &b"123456789"[..])
+    };
+    let statuses = grpc_statuses(
+        &gateway,
+        [
+            call("deadline", "300m"),
+            call("deadline", "300m"),
+            call("timeout", ""),
+            call("timeout", "1H"),
+            call("slow", ""),
+            call("large", ""),
+            call("dead", ""),
+            call("nowhere", ""),
+        ],
+    );
+    // The second call is denied, because a client must not get a refund by a short deadline.
+    assert_eq!(statuses, ["4", "8", "4", "4", "4", "8", "14", "12"]);
+    gateway.client().get("/dead").assert_problem(502, "a request that is no gRPC call");
+}
+
+#[test]
+fn grpc_stream_that_exceeds_its_deadline_ends_with_trailers() {
+    let server = Server::start(
+        |_| Then::GoOn,
+        |_, _, mut respond| async move {
+            let head = Response::builder().header("content-type", "application/grpc").body(()).unwrap();
+            let mut stream = respond.send_response(head, false).unwrap();
+            stream.send_data(message(b"first"), false).unwrap();
+            // Wait until the gateway resets the stream.
+            let _ = poll_fn(|cx| stream.poll_reset(cx)).await;
+        },
+    );
+    let gateway = gateway(server.address, "");
+    let mut request = call("Stream");
+    request.headers_mut().insert("grpc-timeout", "500m".parse().unwrap());
+    assert_eq!(grpc_statuses(&gateway, [(request, b"")]), ["4"]);
+}
+
 #[test]
 fn timed_out_request_is_cancelled_and_others_use_another_connection() {
     let (server, ended) = silent();

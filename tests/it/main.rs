@@ -32,6 +32,7 @@ mod doctor;
 mod downstream_tls;
 mod draining;
 mod embed;
+mod error_pages;
 mod explain;
 mod forward_auth;
 mod forwarding;

@@ -6,15 +6,14 @@ use futures_util::FutureExt;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body_util::BodyExt;
-use serde_json::Value;
 
 use crate::http::body::Body;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
-use crate::payload::llm::provider::Provider;
 use crate::proxy::admission::{Admitted, Answer};
 use crate::proxy::forward::{RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::mirror::MIRROR_HEADER;
 use crate::proxy::record::RequestId;
 use crate::proxy::rejection::Rejection;
@@ -251,11 +250,11 @@ pub(super) fn rejection_response(
     rejection: Rejection<'_>,
     variables: Option<&RequestVariables<'_>>,
     cors: Option<&CorsDecision<'_>>,
-    (proxy_status, rpc_id, api): (bool, Option<&Value>, Option<Provider>),
+    format: ReplyFormat<'_>,
 ) -> ResponseReport {
-    let (mut response, outcome) = rejection.into_response(None, proxy_status, rpc_id, api);
+    let (mut response, outcome) = rejection.into_response(format);
     let mut own = Vec::new();
-    let mutations = variables.map(|variables| &variables.route.response_headers).filter(|rules| rules.on_errors);
+    let mutations = variables.map(|variables| &variables.route.response_headers);
     if let (Some(variables), Some(mutations)) = (variables, mutations) {
         own.extend(response.headers().keys().cloned());
         let values = mutations.render_without_literals(|variable| variables.content(variable));
