@@ -195,7 +195,7 @@ test-packages: packaging-tools
 
 # The fixtures of tests/it/rolling_upgrade.rs, by this build in place of those of the last release.
 fixtures: tools
-	UPDATE_FIXTURES=1 cargo test --locked --test it -- rolling_upgrade::fixtures
+	UPDATE_GENERATED=1 cargo test --locked --test it -- rolling_upgrade::fixtures
 
 # Tags the commit with its section of the changelog.
 tag:

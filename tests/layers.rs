@@ -1,4 +1,5 @@
-//! The layer rule: modules import only from lower layers. The limiter imports no modules outside the limiter, except the clock.
+//! Rules that the compiler does not check: modules import only from lower layers, the limiter imports no modules outside
+//! the limiter except the clock, and no catch-all arm handles a new algorithm, route action or provider kind.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -53,12 +54,12 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["value_types"],
             &["sources"],
             &["error", "value_path"],
-            &["secrets"],
+            &["diff", "secrets"],
             &["file_schema"],
             &["gateway"],
             &["tables"],
             &["shorthand"],
-            &["diff", "schema", "spanned"],
+            &["schema", "spanned"],
         ],
     ),
     (
@@ -238,4 +239,82 @@ fn limiter_imports_no_http() {
             assert!(!text.contains(word), "{} names {word}", file.display());
         }
     }
+}
+
+/// Enums whose variants are features. A match on one of them lists all variants, so that the compiler reports each place
+/// that a new variant must extend.
+const FEATURES: [&str; 3] = ["Rule", "RouteAction", "ProviderKind"];
+
+/// Return whether a pattern names a variant of a feature.
+fn names_variant(pattern: &str) -> bool {
+    FEATURES.iter().any(|name| {
+        pattern.match_indices(&format!("{name}::")).any(|(at, _)| !pattern[..at].ends_with(char::is_alphanumeric))
+    })
+}
+
+/// Return the patterns of the arms of each `match` in a code without comments.
+fn matches(code: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for (at, _) in code.match_indices("match ") {
+        let Some(open) = code[at..].find('{').map(|open| at + open + 1) else { continue };
+        let (mut depth, mut start, mut in_pattern, mut patterns) = (0, open, true, Vec::new());
+        for (at, sign) in code[open..].char_indices().map(|(at, sign)| (open + at, sign)) {
+            match sign {
+                '(' | '[' | '{' => depth += 1,
+                // The end of the match.
+                '}' if depth == 0 => break,
+                ')' | ']' | '}' => depth -= 1,
+                _ => {}
+            }
+            if depth == 0 && in_pattern && code[at..].starts_with("=>") {
+                patterns.push(code[start..at].trim().trim_start_matches(',').trim().to_owned());
+                in_pattern = false;
+            } else if depth == 0 && !in_pattern && matches!(sign, ',' | '}') {
+                (start, in_pattern) = (at + 1, true);
+            }
+        }
+        found.push(patterns);
+    }
+    found
+}
+
+fn is_catch_all(pattern: &str) -> bool {
+    let pattern = pattern.split(" if ").next().unwrap().trim();
+    pattern == "_" || pattern.starts_with("(_,") || pattern.chars().all(|c| c.is_ascii_lowercase() || c == '_')
+}
+
+#[test]
+fn features_have_no_catch_all_arms() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    let (mut checked, mut wrong) = (0, Vec::new());
+    for file in &files {
+        let text = std::fs::read_to_string(file).unwrap();
+        let code: String = text
+            .split("#[cfg(test)]")
+            .next()
+            .unwrap()
+            .lines()
+            .map(|line| line.split("//").next().unwrap().to_owned() + "\n")
+            .collect();
+        for patterns in matches(&code).iter().filter(|patterns| patterns.iter().any(|pattern| names_variant(pattern))) {
+            checked += 1;
+            if let Some(pattern) = patterns.iter().find(|pattern| is_catch_all(pattern)) {
+                wrong.push(format!("{}: `{pattern}` beside {}", file.display(), patterns.join(", ")));
+            }
+        }
+        // Facts of an algorithm are methods of `Rule`, which list all algorithms.
+        if !file.ends_with("limiter/algorithm.rs") {
+            for test in ["matches!(", "if let Rule::", "let Rule::"] {
+                let tests = code.match_indices(test).map(|(at, _)| code[at..].split([';', '{']).next().unwrap());
+                wrong.extend(
+                    tests
+                        .filter(|text| text.contains(" Rule::"))
+                        .map(|text| format!("{}: {text} is a fact of an algorithm", file.display())),
+                );
+            }
+        }
+    }
+    assert!(checked > 25, "too few matches were found: {checked}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -284,18 +284,23 @@ impl CompiledConfig {
             let Some(known) = previous.auth.providers.iter().find(|known| known.name == provider.name) else {
                 continue;
             };
-            match (&mut provider.kind, &known.kind) {
-                (ProviderKind::Basic(basic), ProviderKind::Basic(known))
-                    if basic.verifier.has_same_users(&known.verifier) =>
-                {
-                    basic.verifier = known.verifier.clone();
+            match &mut provider.kind {
+                ProviderKind::Basic(basic) => {
+                    if let ProviderKind::Basic(known) = &known.kind
+                        && basic.verifier.has_same_users(&known.verifier)
+                    {
+                        basic.verifier = known.verifier.clone();
+                    }
                 }
-                (ProviderKind::Forward(forward), ProviderKind::Forward(known))
-                    if forward.settings == known.settings && has_same_server(forward, known) =>
-                {
-                    forward.cache.clone_from(&known.cache);
+                ProviderKind::Forward(forward) => {
+                    if let ProviderKind::Forward(known) = &known.kind
+                        && forward.settings == known.settings
+                        && has_same_server(forward, known)
+                    {
+                        forward.cache.clone_from(&known.cache);
+                    }
                 }
-                _ => {}
+                ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert => {}
             }
         }
     }

@@ -27,7 +27,6 @@ use crate::clock;
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::{ParsedFile, UnsetVariables};
 use crate::config::gateway::Config;
-use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::connection::try_connect;
 use crate::limiter::redis::server::ConnectError;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
@@ -400,14 +399,14 @@ fn overrun(llm: &LlmCost) -> String {
 }
 
 fn window_seconds(variant: &LimitVariant) -> Option<f64> {
-    let has_window = !matches!(variant.rule, Rule::Concurrency(_));
+    let has_window = !variant.rule.is_concurrency();
     has_window.then(|| variant.quota.shortest_window_us() as f64 / 1e6)
 }
 
 /// Return the maximum cost that each gateway may admit in addition, from prefetched tokens. Return 0 for fixed windows,
 /// whose prefetched tokens expire at the end of the window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
-    if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
+    if variant.rule.has_fixed_windows() { 0 } else { limit.prefetch }
 }
 
 impl Guarantee<'_> {

@@ -85,7 +85,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 
 /// The arguments of `sluicegate explain`.
 #[derive(Debug, Args)]
-pub(in crate::cli) struct Arguments {
+pub(super) struct Arguments {
     /// Method of the request, such as GET
     #[arg(value_name = "METHOD")]
     method: String,

@@ -309,7 +309,7 @@ const GATEWAY_KEY_PREFIX: &str = "sg_";
 
 /// The prefix of a generated key.
 #[derive(Debug, Clone)]
-pub(in crate::cli) struct KeyPrefix(String);
+pub(super) struct KeyPrefix(String);
 
 /// An API key in clear text.
 pub(crate) struct Secret(String);

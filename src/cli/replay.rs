@@ -138,7 +138,7 @@ impl ReplayObserver for ProgressDisplay {
 
 /// The arguments of `sluicegate replay`.
 #[derive(Debug, Args)]
-pub(in crate::cli) struct Arguments {
+pub(super) struct Arguments {
     /// Read these access logs, plain or compressed with gzip; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,

@@ -30,7 +30,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The arguments of `sluicegate usage`.
 #[derive(Debug, Args)]
-pub(in crate::cli) struct Arguments {
+pub(super) struct Arguments {
     /// Print only this limit [default: all limits with `usage`]
     #[arg(long, value_name = "NAME")]
     limit: Option<String>,

@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
+use crate::config::file_schema::is_named_table;
+
 /// A difference between two configurations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
@@ -101,7 +103,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
                 }
             }
             // A table with named entries, such as `[limit.NAME]`.
-            Value::Object(items) if NAMED_TABLES.contains(&&**table) => {
+            Value::Object(items) if is_named_table(table) => {
                 found.extend(items.iter().map(|(name, item)| ((table.clone(), Some(name.clone())), item)));
             }
             value => {
@@ -111,9 +113,6 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
     }
     found
 }
-
-/// Tables whose keys are names that the administrator chooses.
-const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
 /// Return a sorted list of the keys that differ, each with a description in the form `key old → new`.
 fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<(String, String)> {

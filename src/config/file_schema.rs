@@ -20,16 +20,25 @@ pub(super) enum FileKind {
 }
 
 impl FileKind {
+    /// Return the kind of the file that contains a value at this path.
+    pub(super) fn of(path: &[&str]) -> Self {
+        if path.first() == Some(&"consumer") { FileKind::Consumers } else { FileKind::Gateway }
+    }
+
+    /// Return the schema of the file, with the attributes `secret`.
+    pub(super) fn schema(self) -> &'static Value {
+        static GATEWAY: LazyLock<Value> = LazyLock::new(|| root_schema::<Config>("").to_value());
+        static CONSUMERS: LazyLock<Value> = LazyLock::new(|| root_schema::<Consumers>("").to_value());
+        match self {
+            FileKind::Gateway => &GATEWAY,
+            FileKind::Consumers => &CONSUMERS,
+        }
+    }
+
     /// Return the schema of the value at a path, or `None` if there is no such key. Each segment of the path is a key,
     /// or the index of a list item. Indices may be omitted.
     pub(super) fn value_schema<S: AsRef<str>>(self, path: &[S]) -> Option<&'static Value> {
-        static GATEWAY: LazyLock<Value> = LazyLock::new(|| gateway().to_value());
-        static CONSUMERS: LazyLock<Value> = LazyLock::new(|| consumers().to_value());
-        let root: &'static Value = match self {
-            FileKind::Gateway => &GATEWAY,
-            FileKind::Consumers => &CONSUMERS,
-        };
-        path.iter().try_fold(root, |schema, segment| child(schema, segment.as_ref()))
+        path.iter().try_fold(self.schema(), |schema, segment| Some(child(schema, segment.as_ref())?.schema))
     }
 
     /// Return the keys of the table at a path, in the order of the manual.
@@ -39,14 +48,34 @@ impl FileKind {
     }
 }
 
+/// Return whether the entries of a top-level table of `gateway.toml` have names: `[limit.NAME]`.
+pub(super) fn is_named_table(table: &str) -> bool {
+    FileKind::Gateway.schema()["properties"][table]["additionalProperties"].is_object()
+}
+
+/// Return whether a top-level table has several entries, each with a name (`[limit.NAME]`) or a position (`[[route]]`).
+pub(super) fn has_entries(table: &str) -> bool {
+    let schema = &FileKind::of(&[table]).schema()["properties"][table];
+    is_named_table(table) || schema["items"]["properties"].is_object()
+}
+
+/// A value below a table or list.
+#[derive(Clone, Copy)]
+pub(super) struct Child {
+    pub(super) schema: &'static Value,
+    /// Whether the administrator chooses the name of the value, such as that of a limit.
+    pub(super) is_name: bool,
+}
+
 /// Return the schema of a key or of a list item.
-fn child<'s>(schema: &'s Value, segment: &str) -> Option<&'s Value> {
+pub(super) fn child(schema: &'static Value, segment: &str) -> Option<Child> {
     let forms = || schema["anyOf"].as_array().into_iter().flatten();
+    let child_of = |schema, is_name| Some(Child { schema, is_name });
     match (&schema["properties"][segment], &schema["items"], &schema["additionalProperties"]) {
-        (key @ Value::Object(_), ..) => Some(key),
-        (_, items @ Value::Object(_), _) if segment.parse::<usize>().is_ok() => Some(items),
+        (key @ Value::Object(_), ..) => child_of(key, false),
+        (_, items @ Value::Object(_), _) if segment.parse::<usize>().is_ok() => child_of(items, false),
         (_, items @ Value::Object(_), _) => child(items, segment),
-        (.., entry @ Value::Object(_)) => Some(entry),
+        (.., entry @ Value::Object(_)) => child_of(entry, true),
         _ => forms().find_map(|form| child(form, segment)),
     }
 }
@@ -62,12 +91,12 @@ fn properties(schema: &'static Value) -> Option<&'static Map<String, Value>> {
 
 /// Return the schema of `gateway.toml`.
 pub fn gateway() -> Schema {
-    root_schema::<Config>("gateway.toml of Sluicegate")
+    published(root_schema::<Config>("gateway.toml of Sluicegate"))
 }
 
 /// Return the schema of `consumers.toml`.
 pub fn consumers() -> Schema {
-    root_schema::<Consumers>("consumers.toml of Sluicegate")
+    published(root_schema::<Consumers>("consumers.toml of Sluicegate"))
 }
 
 /// Generate a JSON Schema without references. It uses draft 07. All editors support this draft, but not all editors
@@ -78,6 +107,19 @@ fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     schema.insert("title".to_owned(), title.into());
     schema
 }
+
+/// Remove the attributes `secret`, which only `secrets.rs` reads.
+fn published(mut schema: Schema) -> Schema {
+    fn remove_marks(schema: &mut Schema) {
+        schema.remove("secret");
+        transform_subschemas(&mut remove_marks, schema);
+    }
+    remove_marks(&mut schema);
+    schema
+}
+
+/// The end of the pattern of a string: the value may contain environment variables.
+pub(super) const VARIABLE_PATTERN: &str = r"|\$\{";
 
 /// Adapts a schema to TOML configuration files: TOML has no null, unknown keys are errors, and any string may contain
 /// `${NAME}`.
@@ -102,7 +144,7 @@ impl Transform for TomlSchema {
             }
             let is_text = object.get("type").is_some_and(|kind| kind == "string");
             if let Some(Value::String(pattern)) = object.get_mut("pattern").filter(|_| is_text) {
-                pattern.push_str(r"|\$\{");
+                pattern.push_str(VARIABLE_PATTERN);
             }
             let is_enumerated = object.contains_key("enum");
             if is_text && let Some(variants) = object.remove("enum") {

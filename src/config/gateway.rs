@@ -218,7 +218,7 @@ pub struct Acme {
     /// Email address to which the CA sends messages. Default: none.
     pub email: Option<Text>,
     /// URL of the CA's ACME directory, with `https://`. Default: the directory of Let's Encrypt.
-    #[schemars(extend("default" = "https://acme-v02.api.letsencrypt.org/directory"))]
+    #[schemars(schema_with = "schema::url", extend("default" = "https://acme-v02.api.letsencrypt.org/directory"))]
     pub directory: Option<Text>,
     /// Use the staging environment of Let's Encrypt: higher rate limits, and certificates that clients do not trust.
     /// Cannot be combined with `directory`.
@@ -245,6 +245,7 @@ pub struct ExternalAccount {
     /// Key identifier that the CA issued.
     pub key_id: Option<Text>,
     /// MAC key that the CA issued, in base64url.
+    #[schemars(schema_with = "schema::secret")]
     pub mac_key: Option<Text>,
 }
 
@@ -262,6 +263,7 @@ pub struct Admin {
     pub socket: Option<Text>,
     /// Token that clients must send as `Authorization: Bearer …`. Without a token, the admin API at `address` is
     /// read-only, and `address` must be a loopback address.
+    #[schemars(schema_with = "schema::secret")]
     pub token: Option<Text>,
 }
 
@@ -284,6 +286,7 @@ pub struct Log {
     pub access: Option<Spanned<AccessLog>>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
     /// Default: no traces ([traces](traces.md)).
+    #[schemars(schema_with = "schema::url")]
     pub trace_endpoint: Option<Text>,
 }
 
@@ -294,16 +297,18 @@ pub struct Store {
     /// URL of the store: `memory:`, `redis://host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
     /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2` ([Redis](../how-to/redis.md)). It may
     /// contain [credentials](../how-to/redis.md#credentials).
-    #[schemars(extend("default" = "memory:"))]
+    #[schemars(schema_with = "schema::url", extend("default" = "memory:"))]
     pub url: Option<Text>,
     /// User name for Redis, instead of a user name in `url`. Requires `password` or `password_file`. Default: the Redis
     /// user `default`.
     pub username: Option<Text>,
     /// Password for Redis, such as `"${REDIS_PASSWORD}"`, instead of a password in `url`. It may contain any character,
     /// and is not percent-encoded. An empty value is ignored.
+    #[schemars(schema_with = "schema::secret")]
     pub password: Option<Text>,
     /// File that contains the password for Redis, instead of `password`. A line break at the end of the file is ignored.
     /// The gateway reads the file only when it starts.
+    #[schemars(extend("secret" = "never"))]
     pub password_file: Option<Text>,
     /// Credentials for the Sentinels of `redis+sentinel://`: `{ username = "gateway", password =
     /// "${SENTINEL_PASSWORD}" }`.
@@ -329,6 +334,7 @@ pub struct Store {
     /// Secret key with which identities are hashed. All gateways that share the store need the same secret. Without a
     /// secret, the gateway uses a key that is publicly known. Attackers who can read the store can then find IP
     /// addresses by hashing every possible address.
+    #[schemars(schema_with = "schema::secret")]
     pub secret: Option<Text>,
     /// Number of gateways that share the store. While the store is unavailable, each gateway enforces its local share,
     /// which is 1/n of each limit for n gateways. A reload applies a new value.
@@ -354,8 +360,10 @@ pub struct StoreSentinel {
     /// User name for the Sentinels. Requires `password` or `password_file`. Default: the user `default`.
     pub username: Option<Text>,
     /// Password for the Sentinels. It may contain any character. An empty value is ignored.
+    #[schemars(schema_with = "schema::secret")]
     pub password: Option<Text>,
     /// File that contains the password for the Sentinels, instead of `password`.
+    #[schemars(extend("secret" = "never"))]
     pub password_file: Option<Text>,
 }
 
@@ -425,6 +433,7 @@ pub struct Auth {
     /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`. Cannot be combined with
     /// `jwks_file`. Requests with tokens get 503 until the first successful fetch. If a later fetch fails, the gateway
     /// keeps the previous keys.
+    #[schemars(schema_with = "schema::url")]
     pub jwks_url: Option<Text>,
     /// jwt with `jwks_url`: time between two fetches, varied randomly by up to 10 %. A token with an unknown `kid`
     /// triggers an immediate fetch, at most once every 10s. From 1s to 1d.
@@ -449,6 +458,7 @@ pub struct Auth {
     /// the gateway sends a GET request without a body to this URL. If the server responds with a 2xx status, the
     /// gateway admits the client's request. If it responds with any other status, the gateway sends this response to
     /// the client.
+    #[schemars(schema_with = "schema::url")]
     pub url: Option<Text>,
     /// forward: request headers of the client that the gateway sends to the authentication server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
@@ -471,6 +481,7 @@ pub struct Auth {
     pub ca: Option<Text>,
     /// Forward the verified credential to the upstream. Default: `false` for api-key and basic, `true` for jwt,
     /// client-cert and forward. Credentials that the gateway did not verify are never forwarded.
+    #[schemars(extend("secret" = "never"))]
     pub forward_credential: Option<Spanned<bool>>,
 }
 
@@ -531,6 +542,7 @@ pub struct Consumer {
     /// API keys of the consumer. Each entry is a hash, or a table with the hash: `["sha256:…", { hash = "sha256:…",
     /// name = "ci" }]`. `sluicegate key new` creates a key. `printf %s KEY | sha256sum` computes the hash of an
     /// existing key.
+    #[schemars(extend("secret" = "unless-hash"))]
     pub keys: Option<Vec<Spanned<ConsumerKey>>>,
     /// Quotas of this consumer, by limit. They take precedence over the quotas of the consumer's tier: `limit.NAME = {
     /// quota = "900/min", burst = 50 }`.

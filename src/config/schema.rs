@@ -2,17 +2,35 @@
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 
+/// Pattern of a duration.
+pub(super) const DURATION: &str = "^[0-9]+(ms|s|m|h|d)$";
+
+/// Pattern of a size.
+pub(super) const SIZE: &str = "^[0-9]+(B|KiB|MiB|GiB)$";
+
+/// Pattern of a quota. A quota without a time unit is valid only for concurrency limits.
+pub(super) const QUOTA: &str = "^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$";
+
+/// Return the schema of a string that is a secret as a whole.
+pub(super) fn secret(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "secret": "always" })
+}
+
+/// Return the schema of a URL, whose credentials and query are secret.
+pub(super) fn url(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "string", "secret": "url" })
+}
+
 pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
-    pattern_schema("^[0-9]+(ms|s|m|h|d)$")
+    pattern_schema(DURATION)
 }
 
 pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
-    pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
+    pattern_schema(SIZE)
 }
 
-/// Return the schema of a quota. A quota without a time unit is valid only for concurrency limits.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
-    pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
+    pattern_schema(QUOTA)
 }
 
 pub(super) fn balance(_: &mut SchemaGenerator) -> Schema {

@@ -1,14 +1,18 @@
-//! Detection and redaction of secrets in a configuration. Error reports, the log and `/api/config` use the same lists
-//! of secret names.
+//! Detection and redaction of secrets in a configuration, for error reports, the log and `/api/config`. The types of the
+//! configuration say which values are secret. The names of unknown keys, such as misspellings, decide about their values.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
+use std::sync::LazyLock;
 
 use serde_json::Value;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use toml::value::Datetime;
+
+use crate::config::file_schema::{FileKind, child};
 
 /// Placeholder for a secret.
 pub(super) const MASK: &str = "***";
@@ -33,18 +37,6 @@ const SECRET_WORDS: [&str; 12] = [
 /// Words whose misspellings also mark a name as secret. `socket`, which is similar to `secret`, is not a misspelling.
 const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 
-/// Keys of header rules. Any header may contain a credential, regardless of its name.
-const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
-
-/// Tables whose keys are names that the administrator chooses.
-const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
-
-/// Keys of `[auth.NAME]` whose values are not secret, regardless of the names of nested keys.
-const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
-
-/// Keys in `cost` of a limit that are not secret, although their names contain `token`.
-const PUBLIC_COST_KEYS: [&str; 4] = ["bytes_per_token", "image_tokens", "audio_tokens", "document_tokens"];
-
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
@@ -55,70 +47,83 @@ pub(super) fn is_secret_name(name: &str) -> bool {
 }
 
 /// Return whether the whole value `text` is a secret. `path` contains the keys that lead to the value. The items of a
-/// list have the path of the list.
+/// list have the path of the list. `text` is empty if the value is not a string.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
-    if let ["auth", _, key, ..] = path
-        && PUBLIC_AUTH_KEYS.contains(key)
-    {
-        return false;
-    }
-    if has_url(path) && !text.contains("://") && text.contains('@') {
-        // A URL without a scheme, whose text before `@` may be a user name and a password.
-        return true;
-    }
-    if let ["store", .., "password_file"] = path {
-        // The path of a file is not secret.
-        return false;
-    }
-    if let ["limit", _, "cost", "models", ..] = path {
-        // The keys of `models` are names of models, which are not secret.
-        return false;
-    }
-    if let ["notify", _, "webhook"] = path {
-        // The whole URL of a webhook is secret, because many webhook URLs contain a secret in the path.
-        return true;
-    }
-    if let ["limit", _, "cost", key] = path
-        && PUBLIC_COST_KEYS.contains(key)
-    {
-        return false;
-    }
-    if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
-        // Header names in `remove` are not secret. All other values in header rules may be secret.
-        return path.last() != Some(&"remove");
-    }
-    if let [.., "keys"] | [.., "keys", "hash"] = path {
-        // The operator may have pasted an API key instead of its hash.
-        return !text.starts_with("sha256:");
-    }
-    if let [.., "keys", "created" | "expires"] = path {
-        // The operator may have pasted an API key instead of a time. `text` is empty if the value is not a string.
-        return !text.is_empty() && text.parse::<Datetime>().is_err();
-    }
-    if let [.., "keys", "disabled"] = path {
-        // The same mistake, instead of `true` or `false`.
-        return !text.is_empty() && text.parse::<bool>().is_err();
-    }
-    if let [.., "keys", "routes"] = path {
-        // The same mistake, instead of a list.
-        return true;
-    }
-    let misspelled = |key: &str| {
-        key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
-    };
-    path.iter().enumerate().any(|(depth, key)| {
-        // A top-level table `[api_key]` is not secret. The error about this unsupported table quotes its values.
-        let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
-        // `credentials` in `cors` is a boolean, not a secret.
-        let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
-        let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
-        !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
-    })
+    let Secrecy { mark, is_suspicious, is_known } = Secrecy::of(path);
+    // A URL without a scheme, whose text before `@` may be a user name and a password.
+    let has_credentials = || !text.contains("://") && text.contains('@');
+    // The operator may have pasted an API key in place of a value of this form.
+    let is_pasted = |has_form: bool| !text.is_empty() && !has_form;
+    is_suspicious
+        || match mark {
+            Some("always" | "unless-list") => true,
+            Some("url") => has_credentials(),
+            Some("unless-hash") => !text.starts_with("sha256:"),
+            Some("unless-time") => is_pasted(text.parse::<Datetime>().is_ok()),
+            Some("unless-boolean") => is_pasted(text.parse::<bool>().is_ok()),
+            _ => !is_known && path.last().is_some_and(|key| url_keys().contains(key)) && has_credentials(),
+        }
 }
 
-/// Return whether the value at this path is the URL of a server.
-fn has_url(path: &[&str]) -> bool {
-    matches!(path, [.., "servers" | "url" | "jwks_url" | "trace_endpoint" | "directory"] | [.., "redirect", "to"])
+/// What the types of the configuration and the names of the keys say about a value.
+struct Secrecy {
+    /// The attribute `secret` of the innermost key that has one: `always`, `never`, `url` (only its credentials are
+    /// secret), `by-name` (the names in this table decide), or `unless-FORM` (secret if the value does not have this
+    /// form).
+    mark: Option<&'static str>,
+    /// Whether the value has a name that marks a secret. The attribute of a key takes precedence over its name.
+    is_suspicious: bool,
+    /// Whether the configuration has this key.
+    is_known: bool,
+}
+
+impl Secrecy {
+    fn of(path: &[&str]) -> Self {
+        let mut schema = Some(FileKind::of(path).schema());
+        let mut secrecy = Secrecy { mark: None, is_suspicious: false, is_known: true };
+        for (depth, key) in path.iter().enumerate() {
+            let child = schema.and_then(|schema| child(schema, key));
+            // A top-level table `[api_key]` is not secret. The error about this unsupported table quotes its values.
+            let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
+            // Names of tables that the administrator chooses, such as the name of a limit, mark no secrets.
+            let is_chosen =
+                child.is_some_and(|child| child.is_name) && path.len() > depth + 1 && secrecy.mark != Some("by-name");
+            secrecy.is_suspicious |= !is_table && !is_chosen && is_suspicious(key);
+            if let Some(mark) = child.and_then(|child| child.schema["secret"].as_str()) {
+                (secrecy.mark, secrecy.is_suspicious) = (Some(mark), false);
+            }
+            schema = child.map(|child| child.schema);
+        }
+        secrecy.is_known = schema.is_some();
+        secrecy
+    }
+}
+
+/// Return whether a key with this name may have a secret value.
+fn is_suspicious(key: &str) -> bool {
+    let is_misspelled =
+        || key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
+    is_secret_name(key) || is_misspelled()
+}
+
+/// Return the names of all keys whose values are URLs. A misspelled table may contain such a key.
+fn url_keys() -> &'static HashSet<&'static str> {
+    fn collect(schema: &'static Value, keys: &mut HashSet<&'static str>) {
+        for (key, value) in schema["properties"].as_object().into_iter().flatten() {
+            keys.extend((value["secret"] == "url").then_some(key.as_str()));
+            collect(value, keys);
+        }
+        for inner in [&schema["items"], &schema["additionalProperties"]].into_iter().filter(|inner| inner.is_object()) {
+            collect(inner, keys);
+        }
+        schema["anyOf"].as_array().into_iter().flatten().for_each(|form| collect(form, keys));
+    }
+    static KEYS: LazyLock<HashSet<&str>> = LazyLock::new(|| {
+        let mut keys = HashSet::new();
+        collect(FileKind::Gateway.schema(), &mut keys);
+        keys
+    });
+    &KEYS
 }
 
 /// Return the byte ranges of secrets in a text: the credentials of a URL, and the values of query parameters.
@@ -219,7 +224,7 @@ impl RedactedText {
         match value.get_ref() {
             DeValue::Table(table) => self.redact_table(text, table, path),
             // The items are names of routes. Only a string instead of this list may be an API key.
-            DeValue::Array(items) if matches!(path[..], [.., "keys", "routes"]) => {
+            DeValue::Array(items) if Secrecy::of(path).mark == Some("unless-list") => {
                 items.iter().for_each(|item| self.redact_value(text, item, &mut Vec::new()));
             }
             DeValue::Array(items) => items.iter().for_each(|item| self.redact_value(text, item, path)),
@@ -441,9 +446,33 @@ mod tests {
             (&["notify", "billing", "webhook"], "https://hooks.example.com/T0/B0", true),
             (&["notify", "billing", "secret"], "whsec_", true),
             (&["limit", "l", "notify", "to"], "token-hook", false),
+            (&["limit", "l", "notify", "to"], "me@h", false),
+            (&["limits", "l", "url"], "me:pw@h", true),
+            // A key of a table without its name.
+            (&["notify", "secret"], "x", true),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");
         }
+    }
+
+    #[test]
+    fn attribute_secret_has_a_known_value() {
+        fn collect(schema: &Value, found: &mut std::collections::BTreeSet<String>) {
+            match schema {
+                Value::Array(items) => items.iter().for_each(|item| collect(item, found)),
+                Value::Object(keys) => {
+                    found.extend(schema["secret"].as_str().map(str::to_owned));
+                    keys.values().for_each(|value| collect(value, found));
+                }
+                Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+            }
+        }
+        let mut found = std::collections::BTreeSet::new();
+        collect(FileKind::Gateway.schema(), &mut found);
+        collect(FileKind::Consumers.schema(), &mut found);
+        let known =
+            ["always", "by-name", "never", "unless-boolean", "unless-hash", "unless-list", "unless-time", "url"];
+        assert!(found.iter().eq(known.iter()), "{found:?}");
     }
 
     #[test]

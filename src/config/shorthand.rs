@@ -52,17 +52,17 @@ pub struct CostTable {
     pub default_output: Option<Spanned<i64>>,
     /// With `llm`: average number of bytes of text per token. The gateway uses it to estimate the input tokens, and the
     /// output tokens of a stream that reports no usage.
-    #[schemars(range(min = 1, max = 1000), extend("default" = 4))]
+    #[schemars(range(min = 1, max = 1000), extend("secret" = "never", "default" = 4))]
     pub bytes_per_token: Option<Spanned<i64>>,
     /// With `llm`: estimated number of tokens of an image. Default: the formula of the provider for the size of a base64
     /// image, 1000 for a link.
-    #[schemars(range(min = 0, max = 1_000_000_000))]
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("secret" = "never"))]
     pub image_tokens: Option<Spanned<i64>>,
     /// With `llm`: estimated number of tokens of an audio part.
-    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("secret" = "never", "default" = 1000))]
     pub audio_tokens: Option<Spanned<i64>>,
     /// With `llm`: estimated number of tokens of each started 64 KiB of a base64 document (PDF) or video.
-    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 3000))]
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("secret" = "never", "default" = 3000))]
     pub document_tokens: Option<Spanned<i64>>,
     /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With
     /// `unit = "usd-micros"`, a weight is a price in dollars per million tokens.
@@ -247,22 +247,24 @@ pub enum ConsumerKey {
 #[schemars(extend("required" = ["hash"]))]
 pub struct KeyTable {
     /// SHA-256 hash of the key.
-    #[schemars(schema_with = "schema::key_hash")]
+    #[schemars(extend("secret" = "unless-hash"), schema_with = "schema::key_hash")]
     pub hash: Option<Text>,
     /// Name of the key. `sluicegate key list` and the log show this name.
+    #[schemars(extend("secret" = "never"))]
     pub name: Option<Text>,
     /// Time at which the key was created, such as `2026-01-01T00:00:00Z`. For information only.
-    #[schemars(schema_with = "schema::timestamp")]
+    #[schemars(extend("secret" = "unless-time"), schema_with = "schema::timestamp")]
     pub created: Option<Spanned<Datetime>>,
     /// Time at which the key expires: a time with a UTC offset, or a date, which means 00:00 UTC on that day. Requests
     /// with an expired key get 401. Default: never.
-    #[schemars(schema_with = "schema::timestamp")]
+    #[schemars(extend("secret" = "unless-time"), schema_with = "schema::timestamp")]
     pub expires: Option<Spanned<Datetime>>,
     /// Disable the key: requests with it get 401.
-    #[schemars(extend("default" = false))]
+    #[schemars(extend("secret" = "unless-boolean", "default" = false))]
     pub disabled: bool,
     /// Names of the routes on which the key is valid. Requests with the key on other routes get 403. Default: all
     /// routes.
+    #[schemars(extend("secret" = "unless-list"))]
     pub routes: Option<Vec<Text>>,
 }
 
@@ -292,7 +294,7 @@ pub enum UpstreamWeights {
 #[derive(Debug, Default, JsonSchema)]
 #[schemars(with = "ServerForms")]
 pub struct UpstreamServer {
-    /// Scheme, host and port of the server.
+    /// Scheme, host and port of the server. Empty if the table has no `url`.
     pub url: String,
     /// Weight relative to the upstream's other servers.
     pub weight: Option<Spanned<i64>>,
@@ -520,7 +522,9 @@ impl<'de> Deserialize<'de> for LimitNotify {
 }
 
 /// The table form of a server.
-#[derive(Debug, Deserialize, JsonSchema)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["url"]))]
 pub(super) struct ServerTable {
     /// Scheme, host and port of the server.
     url: String,

@@ -129,12 +129,15 @@ pub struct Route {
 #[serde(default)]
 pub struct MatchRules {
     /// Conditions on headers, by header name.
+    #[schemars(extend("secret" = "by-name"))]
     pub headers: BTreeMap<String, Spanned<ValueRule>>,
     /// Conditions on query parameters, by name. Parameters are decoded before the comparison.
+    #[schemars(extend("secret" = "by-name"))]
     pub query: BTreeMap<String, Spanned<ValueRule>>,
     /// Conditions on values in the request body, by JSON pointer (RFC 6901): `{ "/model" = { prefix = "gpt-" } }`. If a
     /// request meets all other conditions of the route, the gateway reads the body before it selects the route ([routes
     /// by body](../how-to/routing.md#by-the-body)).
+    #[schemars(extend("secret" = "by-name"))]
     pub json: BTreeMap<String, Spanned<ValueRule>>,
 }
 
@@ -158,12 +161,14 @@ pub struct ValueRule {
 /// `request_headers = { … }` of a route
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
+#[schemars(extend("secret" = "always"))]
 pub struct HeaderRules {
     /// Headers to set. The value replaces all occurrences of the header. It may contain variables: `{client_ip}`,
     /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a variable is empty, the
     /// header is removed. `{{` and `}}` are literal braces.
     pub set: BTreeMap<String, Text>,
     /// Headers to remove. If a header occurs several times, all occurrences are removed.
+    #[schemars(extend("secret" = "never"))]
     pub remove: Vec<Text>,
 }
 
@@ -182,7 +187,7 @@ pub struct Cors {
     /// header. Default: none.
     pub headers: Option<Vec<Text>>,
     /// Allow browsers to send cookies, client certificates and HTTP authentication.
-    #[schemars(extend("default" = false))]
+    #[schemars(extend("secret" = "never", "default" = false))]
     pub credentials: Option<Spanned<bool>>,
     /// Allow websites in public networks to send requests to the gateway in a private network: preflights that ask for
     /// it get `Access-Control-Allow-Private-Network`.
@@ -200,10 +205,12 @@ pub struct Cors {
 /// `response_headers = { … }` of a route
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
+#[schemars(extend("secret" = "always"))]
 pub struct ResponseHeaderRules {
     /// Headers to set. Values and variables are the same as in `request_headers`.
     pub set: BTreeMap<String, Text>,
     /// Headers to remove. If a header occurs several times, all occurrences are removed.
+    #[schemars(extend("secret" = "never"))]
     pub remove: Vec<Text>,
     /// Also set the headers on error responses that the gateway generates for requests of the route, such as 401, 413,
     /// 429 and 502. Headers that such a response already has, such as `Cache-Control` and `Retry-After`, are not
@@ -265,6 +272,7 @@ pub struct DirectResponse {
 pub struct Redirect {
     /// Path or `http://` or `https://` URL of the redirect, such as `"/v1/{rest}"` or `"https://example.com/"`. It may
     /// contain path parameters, but not in the host. A redirect has either `to` or `scheme`.
+    #[schemars(schema_with = "schema::url")]
     pub to: Option<Text>,
     /// Scheme of the redirect. The redirect keeps the host, path and query of the request.
     #[schemars(extend("enum" = ["http", "https"]))]
@@ -387,10 +395,12 @@ pub struct Limit {
 #[serde(default)]
 pub struct Notify {
     /// URL to which the gateway posts each event, signed according to the Standard Webhooks specification.
+    #[schemars(schema_with = "schema::secret")]
     pub webhook: Option<Text>,
     /// Key of a Redis stream in the store, to which the gateway adds each event.
     pub stream: Option<Text>,
     /// webhook: signing key, written as `whsec_` and 24 to 64 bytes in base64. Required for webhooks.
+    #[schemars(schema_with = "schema::secret")]
     pub secret: Option<Text>,
     /// webhook with `https://`: PEM file of CA certificates that verify the server. Default: the trust roots of the
     /// system.
@@ -424,6 +434,7 @@ pub struct Upstream {
     /// URLs of the servers: `["http://10.0.0.1:9000", { url = "http://10.0.0.2:9000", weight = 2 }]`. `https://`
     /// selects TLS. Default port: 80 for `http://`, 443 for `https://`. A URL contains neither credentials nor a path:
     /// use `request_headers` and `rewrite` of the route.
+    #[schemars(extend("secret" = "url"))]
     pub servers: Vec<Spanned<UpstreamServer>>,
     /// Protocol of the servers: `"http1"` or `"http2"`. HTTP/2 uses prior knowledge over plaintext, and ALPN over TLS.
     /// With HTTP/2, the requests of a worker to a server share up to four connections. gRPC requires HTTP/2.

@@ -7,7 +7,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::config::error::Issue;
-use crate::config::file_schema::FileKind;
+use crate::config::file_schema::{FileKind, has_entries};
 use crate::config::sources::Sources;
 use crate::config::value_path::{contains, extent, value_at};
 
@@ -86,12 +86,9 @@ impl UnknownKeys {
     }
 }
 
-/// Tables that have several entries. Each entry has a name (`[limit.NAME]`) or a position (`[[route]]`).
-const ENTRY_TABLES: [&str; 7] = ["listener", "route", "limit", "upstream", "auth", "notify", "consumer"];
-
 /// Return the number of segments of a path that lead to its entry.
 fn entry_length(path: &[String]) -> usize {
-    if path.first().is_some_and(|table| ENTRY_TABLES.contains(&table.as_str())) { 2 } else { 1 }
+    if path.first().is_some_and(|table| has_entries(table)) { 2 } else { 1 }
 }
 
 /// Keys that are planned but not implemented, by table. The gateway rejects them as "not supported yet" instead of

@@ -7,16 +7,9 @@ use toml::Spanned;
 use toml::de::DeValue;
 
 use crate::config::error::Issue;
-use crate::config::file_schema::FileKind;
+use crate::config::file_schema::{FileKind, VARIABLE_PATTERN, is_named_table};
+use crate::config::schema;
 use crate::config::secrets::{is_secret, redact};
-
-/// Keys whose values are durations. Keys that end with `timeout` are durations as well.
-const DURATION_KEYS: [&str; 6] =
-    ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
-
-/// Keys whose values are sizes.
-const SIZE_KEYS: [&str; 7] =
-    ["min_body_rate", "request_buffer", "max_buffered", "inspect_body", "max_header_size", "max_uri", "max_body"];
 
 /// The key of a table that a single value most likely stands for, such as `url` for `store = "redis://…"`.
 const MAIN_KEYS: [(&str, &str); 8] = [
@@ -29,9 +22,6 @@ const MAIN_KEYS: [(&str, &str); 8] = [
     ("auth", "kind"),
     ("notify", "webhook"),
 ];
-
-/// Tables that have a name: `[limit.NAME]`.
-const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
 /// Keys of named tables whose list items may contain a comma.
 const KEYS_WITH_COMMAS: [&str; 2] = ["exempt", "claims"];
@@ -129,7 +119,7 @@ impl TypeError<'_, '_> {
     pub(super) fn lacks_table_name(&self) -> bool {
         let [table, key] = self.path else { return false };
         self.file == FileKind::Gateway
-            && NAMED_TABLES.contains(&table.as_str())
+            && is_named_table(table)
             && self.file.keys(&[table, "NAME"]).contains(&key.as_str())
     }
 
@@ -168,7 +158,7 @@ impl TypeError<'_, '_> {
                 boolean_hint(key, text.unwrap_or(self.written)).unwrap_or("write `true` or `false`".to_owned())
             }
             (RequiredType::Integer | RequiredType::Number, _) => self.number_hint(key, text),
-            (RequiredType::Text, DeValue::Integer(_) | DeValue::Float(_)) => string_hint(key, keys, self.written),
+            (RequiredType::Text, DeValue::Integer(_) | DeValue::Float(_)) => self.string_hint(key, keys),
             (RequiredType::Text, DeValue::Array(items)) if items.len() == 1 => {
                 format!("remove the brackets: {key} = {}", written.trim_matches(['[', ']', ' ']))
             }
@@ -192,7 +182,7 @@ impl TypeError<'_, '_> {
             (RequiredType::Table, _) if keys.len() == 1 && self.path.len() == 2 => {
                 format!("write a table:\n[[{key}]]\n{}", main_key(key, &written))
             }
-            (RequiredType::Table, DeValue::String(_)) if keys.len() == 2 && NAMED_TABLES.contains(&keys[0]) => {
+            (RequiredType::Table, DeValue::String(_)) if keys.len() == 2 && is_named_table(keys[0]) => {
                 format!("write a table:\n[{}.{key}]\n{}", keys[0], main_key(keys[0], &written))
             }
             (RequiredType::List, DeValue::String(_) | DeValue::Table(_)) => {
@@ -201,14 +191,14 @@ impl TypeError<'_, '_> {
             (RequiredType::List, _) => {
                 format!("write a list: {key} = {}", self.example().unwrap_or("[\"…\"]".to_owned()))
             }
-            (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && !NAMED_TABLES.contains(&key) => {
+            (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && !is_named_table(key) => {
                 format!("the table occurs once and has single brackets: [{key}]")
             }
-            (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && NAMED_TABLES.contains(&key) => {
+            (RequiredType::Table, DeValue::Array(_)) if keys.len() == 1 && is_named_table(key) => {
                 format!("each {key} has a name instead of two brackets: [{key}.NAME]")
             }
             (RequiredType::Table, _) if keys.len() == 1 => {
-                let name = if NAMED_TABLES.contains(&key) { ".NAME" } else { "" };
+                let name = if is_named_table(key) { ".NAME" } else { "" };
                 format!("write a table:\n[{key}{name}]\n{}", main_key(key, &written))
             }
             (RequiredType::Table, _) => {
@@ -229,6 +219,23 @@ impl TypeError<'_, '_> {
             (Value::Number(least), None) => format!("write a number, {least} or more"),
             _ => format!("write a number: {key} = 10"),
         }
+    }
+
+    /// Return a hint for a number in place of a string. The hint adds the unit that the key requires.
+    fn string_hint(&self, key: &str, keys: &[&str]) -> String {
+        let number = self.written;
+        if key.is_empty() || is_secret(keys, number) {
+            return "put the value in quotes".to_owned();
+        }
+        let pattern = self.file.value_schema(self.path).and_then(|schema| schema["pattern"].as_str()).unwrap_or("");
+        let value = match pattern.strip_suffix(VARIABLE_PATTERN) {
+            Some(schema::QUOTA) => format!("{number}/min"),
+            Some(schema::DURATION) => format!("{number}s"),
+            Some(schema::SIZE) => format!("{number}B"),
+            _ if key == "address" => format!("127.0.0.1:{number}"),
+            _ => number.to_owned(),
+        };
+        format!("put the value in quotes: {key} = \"{value}\"")
     }
 
     /// Return the permitted words of the key.
@@ -260,19 +267,6 @@ pub(super) fn boolean_hint(key: &str, text: &str) -> Option<String> {
         }
         _ => None,
     }
-}
-
-/// Return a hint for a number in place of a string. The hint adds the unit that the key requires.
-fn string_hint(key: &str, keys: &[&str], number: &str) -> String {
-    let value = match key {
-        _ if key.is_empty() || is_secret(keys, number) => return "put the value in quotes".to_owned(),
-        "address" => format!("127.0.0.1:{number}"),
-        "quota" => format!("{number}/min"),
-        key if key.ends_with("timeout") || DURATION_KEYS.contains(&key) => format!("{number}s"),
-        key if SIZE_KEYS.contains(&key) => format!("{number}B"),
-        _ => number.to_owned(),
-    };
-    format!("put the value in quotes: {key} = \"{value}\"")
 }
 
 /// Return the line that sets the main key of a table to a value, or a placeholder.

@@ -8,7 +8,7 @@ use bytes::BytesMut;
 use http::HeaderMap;
 use http::header::{HeaderName, HeaderValue, RETRY_AFTER};
 
-use crate::limiter::algorithm::{Rule, Status};
+use crate::limiter::algorithm::Status;
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::DEFAULT_UNIT;
 
@@ -63,9 +63,9 @@ pub enum QuotaPeriod {
 /// Return the status of a limit for the response to an admitted request.
 pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     let LimitResult { limit, quota, outcome, .. } = result;
-    let (period, reset_us) = match limit.default_variant.rule {
-        Rule::Concurrency(_) => (QuotaPeriod::InFlight, 0),
-        _ => (QuotaPeriod::Window { seconds: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
+    let (period, reset_us) = match limit.default_variant.rule.is_concurrency() {
+        true => (QuotaPeriod::InFlight, 0),
+        false => (QuotaPeriod::Window { seconds: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
     };
     let (name, unit) = (&*limit.name, &*limit.unit);
     LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }

@@ -140,7 +140,7 @@ impl AuthProvider {
     pub fn identity_headers(&self) -> impl Iterator<Item = &HeaderName> {
         let names = match &self.kind {
             ProviderKind::Forward(forward) => &forward.settings.response_headers[..],
-            _ => &[],
+            ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) => &[],
         };
         names.iter()
     }
@@ -309,10 +309,7 @@ impl<'a> Credentials<'a> {
     /// Return the API key providers of the route.
     pub(super) fn api_key_providers(&self) -> impl Iterator<Item = &'a ApiKeyProvider> {
         let indices = self.route.map_or(&[][..], |route| &route.providers);
-        indices.iter().filter_map(|index| match &self.providers[*index].kind {
-            ProviderKind::ApiKey(keys) => Some(keys),
-            _ => None,
-        })
+        indices.iter().filter_map(|index| self.providers[*index].api_keys())
     }
 
     /// Remove the credentials that must not be forwarded: all headers from which providers of the route read
@@ -531,10 +528,11 @@ fn is_authorization(value: &[u8]) -> bool {
 }
 
 impl AuthProvider {
-    fn api_keys(&self) -> Option<&ApiKeyProvider> {
+    /// Return the settings of a provider that verifies API keys.
+    pub fn api_keys(&self) -> Option<&ApiKeyProvider> {
         match &self.kind {
             ProviderKind::ApiKey(keys) => Some(keys),
-            _ => None,
+            ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) | ProviderKind::Forward(_) => None,
         }
     }
 

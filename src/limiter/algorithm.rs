@@ -11,6 +11,7 @@ pub mod sliding_window;
 pub mod token_bucket;
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use crate::limiter::algorithm::concurrency::{Concurrency, Permit, PermitAction};
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -145,9 +146,28 @@ impl Rule {
         })
     }
 
+    /// Return the same algorithm with this permit TTL, if the algorithm has permits.
+    pub fn with_permit_ttl(self, ttl_us: u64) -> Rule {
+        match self {
+            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { ttl: ttl_us, ..rule }),
+            rule @ (Rule::TokenBucket(_)
+            | Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_)) => rule,
+        }
+    }
+
     /// Return the weight of a check in Redis ([`AlgorithmKind::weight`]) that writes or searches this number of tokens.
     pub fn weight(&self, tokens: u64) -> usize {
-        let buckets = if let Rule::SlidingBuckets(rule) = self { rule.buckets } else { 0 };
+        let buckets = match self {
+            Rule::SlidingBuckets(rule) => rule.buckets,
+            Rule::TokenBucket(_)
+            | Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingLog(_)
+            | Rule::Concurrency(_) => 0,
+        };
         self.kind().weight(tokens, buckets)
     }
 
@@ -156,7 +176,81 @@ impl Rule {
     /// # Errors
     /// The text is not a valid quota.
     pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
-        if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
+        if self.is_concurrency() { Quota::parse_concurrency(text) } else { text.parse() }
+    }
+
+    /// Return whether the algorithm limits the requests in flight. The quota then has no window, and a request takes one
+    /// permit regardless of its cost.
+    pub fn is_concurrency(&self) -> bool {
+        self.permit_ttl().is_some()
+    }
+
+    /// Return the time after which the permit of a request expires, if the algorithm has permits.
+    pub fn permit_ttl(&self) -> Option<Duration> {
+        match self {
+            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.ttl)),
+            Rule::TokenBucket(_)
+            | Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_) => None,
+        }
+    }
+
+    /// Return the burst, if the algorithm has a burst besides the count of its quota.
+    pub fn burst(&self) -> Option<u64> {
+        match self {
+            Rule::TokenBucket(rule) => Some(rule.burst),
+            Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_)
+            | Rule::Concurrency(_) => None,
+        }
+    }
+
+    /// Return whether the state has an entry for each token, so that a request must not cost many tokens.
+    pub fn stores_each_token(&self) -> bool {
+        match self {
+            Rule::SlidingLog(_) => true,
+            Rule::TokenBucket(_)
+            | Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::Concurrency(_) => false,
+        }
+    }
+
+    /// Return whether all tokens are charged in a window that ends at a fixed time. Tokens that were charged in one
+    /// window must not be used in the next window.
+    pub fn has_fixed_windows(&self) -> bool {
+        match self {
+            Rule::FixedWindow(_) => true,
+            Rule::TokenBucket(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_)
+            | Rule::Concurrency(_) => false,
+        }
+    }
+
+    /// Return the maximum cost that can be admitted in any window of the quota's length, whatever the timing of
+    /// requests is. For a token bucket, the window is half-open: it does not include its end. For a concurrency limit,
+    /// return the maximum number of requests in flight. `count` is the count of the quota.
+    pub fn worst_case(&self, count: u64) -> u64 {
+        match self {
+            Rule::TokenBucket(bucket) => bucket.burst + count - 1,
+            // Twice the count: a client may use up one window at its end, and the next window at its beginning.
+            Rule::FixedWindow(FixedWindow {
+                start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
+            }) => 2 * count,
+            // One less than for aligned windows. With `FirstRequest`, an earlier request must have opened the first
+            // window and has used at least one of its tokens.
+            Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
+                2 * count - 1
+            }
+            Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_) => count,
+        }
     }
 
     /// Return the largest cost that the limit can ever admit.
@@ -239,6 +333,21 @@ impl AlgorithmKind {
             AlgorithmKind::SlidingBuckets => "S",
             AlgorithmKind::SlidingLog => "L",
             AlgorithmKind::Concurrency => "C",
+        }
+    }
+
+    /// Return whether the single and the small driver of the scripts support this kind. These drivers support only states
+    /// with three fields, and no calendar windows, because the algorithm of calendar windows can return an error.
+    pub fn has_small_state(self) -> bool {
+        match self {
+            AlgorithmKind::TokenBucket
+            | AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::SlidingWindow => true,
+            AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingBuckets
+            | AlgorithmKind::SlidingLog
+            | AlgorithmKind::Concurrency => false,
         }
     }
 

@@ -94,7 +94,7 @@ impl<'a> LimitCheck<'a, '_> {
 
     /// Return whether the limit is a concurrency limit.
     pub fn is_concurrency(&self) -> bool {
-        matches!(self.variant.rule, Rule::Concurrency(_))
+        self.variant.rule.is_concurrency()
     }
 
     /// Return whether this check can be coalesced with other checks of the same state. The check must have a cost of 1

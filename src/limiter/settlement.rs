@@ -418,7 +418,7 @@ impl OwnedCharge {
         let key = self.key();
         let rule = self.rule(decided_by);
         let (cost, permit_id) =
-            if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
+            if rule.is_concurrency() { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
         let (debt_before_us, usage) = (self.debt_before_us, self.usage.as_ref());
         Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us, usage }
     }
@@ -503,10 +503,7 @@ impl ConcurrencyPermits {
 
     /// Return the TTL of each permit.
     fn ttls(&self) -> impl Iterator<Item = Duration> {
-        self.permits.iter().filter_map(|permit| match permit.rule(self.decided_by) {
-            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.ttl)),
-            _ => None,
-        })
+        self.permits.iter().filter_map(|permit| permit.rule(self.decided_by).permit_ttl())
     }
 
     fn max_ttl(&self) -> Duration {

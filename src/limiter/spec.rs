@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::limiter::algorithm::Rule;
-use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::notify::Notify;
@@ -122,7 +121,7 @@ impl LimitSpec {
         rule: Rule,
         local_share: LocalShare,
     ) -> Result<Self, QuotaError> {
-        let unit = if let Rule::Concurrency(_) = rule { CONCURRENT_REQUESTS } else { DEFAULT_UNIT }.into();
+        let unit = if rule.is_concurrency() { CONCURRENT_REQUESTS } else { DEFAULT_UNIT }.into();
         let default_variant = Arc::new(LimitVariant::new(hasher, name, quota, rule, local_share)?);
         Ok(LimitSpec {
             name: name.into(),
@@ -226,35 +225,20 @@ impl LimitVariant {
         Ok(LimitVariant { id, quota, rule, local_rule, state_name })
     }
 
-    /// Return the maximum cost that can be admitted in any window of the quota's length, whatever the timing of
-    /// requests is. For a token bucket, the window is half-open: it does not include its end. For a concurrency limit,
-    /// return the maximum number of requests in flight.
+    /// Return the maximum cost that can be admitted in any window of the quota's length ([`Rule::worst_case`]).
     pub fn worst_case(&self) -> u64 {
-        let count = self.quota.count;
-        match &self.rule {
-            Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // Twice the count: a client may use up one window at its end, and the next window at its beginning.
-            Rule::FixedWindow(FixedWindow {
-                start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
-            }) => 2 * count,
-            // One less than for aligned windows. With `FirstRequest`, an earlier request must have opened the first
-            // window and has used at least one of its tokens.
-            Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
-                2 * count - 1
-            }
-            Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_) => count,
-        }
+        self.rule.worst_case(self.quota.count)
     }
 
     /// Return the maximum cost that is admitted within `wait` after an instant at which nothing is admitted.
     pub fn max_admitted_in(&self, wait: Duration) -> u64 {
-        match (&self.rule, self.quota.window_us) {
-            (Rule::TokenBucket(_), Some(window)) => {
+        match self.quota.window_us.filter(|_| self.rule.burst().is_some()) {
+            Some(window) => {
                 let refilled = u128::from(self.quota.count) * wait.as_micros() / u128::from(window);
                 u64::try_from(refilled).unwrap_or(u64::MAX).saturating_add(1)
             }
-            // Other algorithms may free all their tokens at once, for example when a window ends.
-            _ => self.worst_case(),
+            // Algorithms without a bucket may free all their tokens at once, for example when a window ends.
+            None => self.worst_case(),
         }
     }
 }

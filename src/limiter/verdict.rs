@@ -180,7 +180,7 @@ impl Verdict {
 /// server still waits for the reply, and counts the cost itself (see [`StoreError::is_unanswered`]).
 pub fn count_lost(metrics: &LimiterMetrics, operation: Operation, charges: &[Charge<'_>], error: &StoreError) {
     let Some(kind) = operation.lost_cost().filter(|_| !error.is_unanswered()) else { return };
-    let lasting = charges.iter().filter(|charge| !matches!(charge.rule, Rule::Concurrency(_)));
+    let lasting = charges.iter().filter(|charge| !charge.rule.is_concurrency());
     metrics.lost_cost.add(kind as usize, lasting.map(|charge| charge.cost).sum());
 }
 

@@ -388,7 +388,10 @@ impl WorkerMetrics {
                     ProviderKind::Forward(_) => {
                         Some(request_metrics.forward_auth.get_or_create(&provider.name, worker))
                     }
-                    _ => None,
+                    ProviderKind::ApiKey(_)
+                    | ProviderKind::Jwt(_)
+                    | ProviderKind::ClientCert
+                    | ProviderKind::Basic(_) => None,
                 })
                 .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),

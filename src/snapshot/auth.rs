@@ -65,9 +65,8 @@ impl Authentication {
     pub fn key_warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let mut warnings = Vec::new();
         for file in &self.consumers_files {
-            let reads = |provider: &&AuthProvider| match &provider.kind {
-                ProviderKind::ApiKey(keys) => Arc::ptr_eq(&keys.consumers, &file.consumers),
-                _ => false,
+            let reads = |provider: &&AuthProvider| {
+                provider.api_keys().is_some_and(|keys| Arc::ptr_eq(&keys.consumers, &file.consumers))
             };
             let Some(provider) = self.providers.iter().find(reads) else { continue };
             let consumers = file.consumers.load();
@@ -507,10 +506,7 @@ fn report_shared_places(
     compiled: &Authentication,
     reader: &mut Validator<'_>,
 ) {
-    let places = |index: usize| match &compiled.providers[index].kind {
-        ProviderKind::ApiKey(keys) => &keys.places[..],
-        _ => &[],
-    };
+    let places = |index: usize| compiled.providers[index].api_keys().map_or(&[][..], |keys| &keys.places);
     for (position, later) in providers.iter().enumerate() {
         for earlier in &providers[..position] {
             let Some(place) = places(*earlier).iter().find(|place| places(*later).contains(place)) else { continue };
@@ -596,10 +592,8 @@ pub(super) fn check_limit(
             Descriptor::Forward(_) => Kind::Forward,
             _ => continue,
         };
-        let is_of_kind = |provider: &AuthProvider| match (&provider.kind, descriptor) {
-            (ProviderKind::Forward(forward), Descriptor::Forward(name)) => {
-                forward.settings.response_headers.contains(name)
-            }
+        let is_of_kind = |provider: &AuthProvider| match descriptor {
+            Descriptor::Forward(name) => provider.identity_headers().any(|header| header == name),
             _ => provider.kind.label() == kind.label(),
         };
         if auth.is_some_and(|auth| auth.providers.iter().any(|index| is_of_kind(&all.providers[*index]))) {

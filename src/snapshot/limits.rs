@@ -324,7 +324,7 @@ fn counts_usage(limit: &config::tables::Limit) -> bool {
 /// Compile `usage`: the calendar days for which the total cost is stored.
 fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator<'_>) -> Option<Arc<UsageDays>> {
     let usage = limit.usage.as_ref().filter(|_| counts_usage(limit))?;
-    if let Rule::Concurrency(_) = rule {
+    if rule.is_concurrency() {
         let message = "concurrency permits have no cost: `usage` cannot be combined with concurrency";
         reader.push_issue(Issue::new(usage.span(), message));
         return None;
@@ -347,7 +347,7 @@ fn check_conflicts(
     rule: &Rule,
     reader: &mut Validator<'_>,
 ) {
-    let concurrency = matches!(rule, Rule::Concurrency(_));
+    let concurrency = rule.is_concurrency();
     let is_deferred = cost.is_some_and(Cost::is_deferred);
     let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
     let is_single = cost.is_none_or(|cost| *cost == Cost::Fixed(1));
@@ -396,12 +396,12 @@ fn check_conflicts(
         ),
         (
             cost.clone().filter(|_| is_llm),
-            matches!(rule, Rule::SlidingLog(_)),
+            rule.stores_each_token(),
             "a sliding log stores each token: `llm` cannot be combined with sliding-log",
         ),
         (
             cost.filter(|_| is_deferred),
-            matches!(rule, Rule::SlidingLog(_)),
+            rule.stores_each_token(),
             "a sliding log stores each unit of cost: `response_header` cannot be combined with sliding-log",
         ),
     ];
@@ -591,13 +591,9 @@ pub(super) fn limit_variant(
         None => standard,
     };
     let Some(burst) = &written.burst else {
-        let inherited = match rule {
-            Rule::TokenBucket(bucket) if written.quota.is_none() => Some(bucket.burst),
-            _ => None,
-        };
-        return Ok((quota, inherited));
+        return Ok((quota, rule.burst().filter(|_| written.quota.is_none())));
     };
-    if !matches!(rule, Rule::TokenBucket(_)) {
+    if rule.burst().is_none() {
         return Err(Issue::new(burst.span(), "`burst` is valid only for token-bucket"));
     }
     match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT_INTEGER_LIMIT).contains(burst)) {
@@ -614,7 +610,7 @@ const PERMITS_HINT: &str = "write the number of concurrent requests, such as \"2
 pub(crate) fn invalid_quota_hint(rule: &Rule, text: &str, error: &QuotaError) -> String {
     match error {
         QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_) | QuotaError::Zero(_)
-            if matches!(rule, Rule::Concurrency(_)) =>
+            if rule.is_concurrency() =>
         {
             PERMITS_HINT.to_owned()
         }

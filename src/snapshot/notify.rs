@@ -196,7 +196,7 @@ pub(super) fn limit_notify(
     reader: &mut Validator<'_>,
 ) -> Option<Arc<Notify>> {
     let written = limit.notify.as_ref()?;
-    if let Rule::Concurrency(_) = rule {
+    if rule.is_concurrency() {
         let message = "requests in flight have no window: `notify` cannot be combined with concurrency";
         reader.push_issue(Issue::new(written.span(), message));
     }

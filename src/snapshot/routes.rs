@@ -26,7 +26,7 @@ use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::identity::spec::Descriptor;
 use crate::identity::spec::IdentitySpec;
-use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Rule, Status};
+use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Status};
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
@@ -640,7 +640,7 @@ fn route_limits(
             }
         }
         check_limit(text, compiled, auth, (authentication, config), reader);
-        let is_concurrency = matches!(limit.default_variant.rule, Rule::Concurrency(_));
+        let is_concurrency = limit.default_variant.rule.is_concurrency();
         let limit_cost = match limit_cost.clone() {
             None if is_concurrency => Cost::Fixed(1),
             None => {

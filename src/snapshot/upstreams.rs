@@ -110,19 +110,24 @@ fn server(
     tls: Option<&UpstreamTls>,
     reader: &mut Validator<'_>,
 ) -> Option<UpstreamServerSettings> {
-    let url = match HttpUrl::parse_origin(&server.get_ref().url) {
-        Ok(url) => url,
-        Err(error) => {
-            let credentials = "send them with `request_headers` of the route: set = { authorization = \"Basic …\" }";
-            let hint = error.hint("\"http://127.0.0.1:9000\"", credentials);
-            let hint = match &error {
-                UrlError::NotAnOrigin { .. } => format!("{hint}; `rewrite` of a route changes the path of a request"),
-                _ => hint,
-            };
-            reader.push_issue(Issue::new(server.span(), error.to_string()).with_hint(hint));
-            return None;
-        }
-    };
+    let written = Some(&server.get_ref().url).filter(|url| !url.is_empty());
+    let url =
+        match HttpUrl::parse_origin(reader.required(written, &server.span(), "url", "\"http://127.0.0.1:9000\"")?) {
+            Ok(url) => url,
+            Err(error) => {
+                let credentials =
+                    "send them with `request_headers` of the route: set = { authorization = \"Basic …\" }";
+                let hint = error.hint("\"http://127.0.0.1:9000\"", credentials);
+                let hint = match &error {
+                    UrlError::NotAnOrigin { .. } => {
+                        format!("{hint}; `rewrite` of a route changes the path of a request")
+                    }
+                    _ => hint,
+                };
+                reader.push_issue(Issue::new(server.span(), error.to_string()).with_hint(hint));
+                return None;
+            }
+        };
     let tls = tls.filter(|_| url.is_https()).and_then(|tls| tls.for_server(url.host(), server.span(), reader));
     let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
     let (authority, host) = (url.authority().into(), url.host().into());

@@ -28,7 +28,6 @@ use crate::http::url::HttpUrl;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;
 use crate::identity::spec::{Descriptor, OnMissing};
-use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
 use crate::routing::RouteRequest;
@@ -833,11 +832,14 @@ fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
             continue;
         }
         for descriptor in &spec.descriptors {
-            let has_kind = |index: &usize| match (&input.config.auth.providers[*index].kind, descriptor) {
-                (ProviderKind::ApiKey(_), Descriptor::ApiKey) | (ProviderKind::Jwt(_), Descriptor::Jwt(_)) => true,
-                (ProviderKind::ClientCert, Descriptor::ClientCert) => true,
-                (_, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert) => false,
-                _ => true,
+            let has_kind = |index: &usize| {
+                let kind = &input.config.auth.providers[*index].kind;
+                match descriptor {
+                    Descriptor::ApiKey => matches!(kind, ProviderKind::ApiKey(_)),
+                    Descriptor::Jwt(_) => matches!(kind, ProviderKind::Jwt(_)),
+                    Descriptor::ClientCert => matches!(kind, ProviderKind::ClientCert),
+                    _ => true,
+                }
             };
             let Some(without) = auth.required.iter().find(|alternative| !alternative.iter().any(has_kind)) else {
                 continue;
@@ -953,9 +955,9 @@ fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Is
     let limit = &compiled.limit;
     limit.notify.as_ref()?;
     let rule = &limit.default_variant.rule;
-    let period_us = match rule {
-        Rule::TokenBucket(_) => rule.refill_time_us(rule.capacity()),
-        _ => limit.default_variant.quota.window_us?,
+    let period_us = match rule.burst() {
+        Some(burst) => rule.refill_time_us(burst),
+        None => limit.default_variant.quota.window_us?,
     };
     if period_us >= MIN_EVENT_PERIOD_US {
         return None;
@@ -1011,7 +1013,9 @@ fn claims_of_several_issuers(input: &LintInput<'_>, compiled: &CompiledLimit, ro
         let providers = routes.iter().filter_map(|route| route.auth.as_ref()).flat_map(|auth| &auth.providers);
         let issuers = providers.filter_map(|index| match &input.config.auth.providers[*index].kind {
             ProviderKind::Jwt(verifier) => Some(verifier.issuer.as_deref()),
-            _ => None,
+            ProviderKind::ApiKey(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) | ProviderKind::Forward(_) => {
+                None
+            }
         });
         issuers.collect()
     };
@@ -1079,7 +1083,7 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
                 *by == compiled.identity_spec || (by.descriptors == [Descriptor::Global] && by.methods.is_empty())
             });
             let rejects = !other.limit.shadow && other.limit.queue_policy.is_none() && other.limit.tiers.is_empty();
-            let in_flight = matches!(other.limit.default_variant.rule, Rule::Concurrency(_));
+            let in_flight = other.limit.default_variant.rule.is_concurrency();
             has_same_scope && rejects && !in_flight && other.cost == own.cost
         });
         let strictest = others.min_by_key(|other| other.limit.default_variant.rule.capacity())?;

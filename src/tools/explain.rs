@@ -401,7 +401,9 @@ fn credential(provider: &AuthProvider) -> &'static str {
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
         ProviderKind::Forward(_) => "the provider's server decides; explain does not call it",
-        _ => "not verified",
+        ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) => {
+            "not verified"
+        }
     }
     .to_owned()
 }

@@ -720,7 +720,7 @@ fn samples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/explain")
 }
 
-/// The output for each request must equal the file with the expected output. With `BLESS=1`, the test rewrites these
+/// The output for each request must equal the file with the expected output. With `UPDATE_GENERATED=1`, the test rewrites these
 /// files.
 #[test]
 fn output_of_each_request_matches_its_file() {
@@ -746,7 +746,7 @@ fn output_of_each_request_matches_its_file() {
         let (said, wrong) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
         assert_eq!((output.status.code(), wrong.as_str()), (Some(0), ""), "{name}");
         let expected = samples().join(format!("{name}.txt"));
-        if std::env::var_os("BLESS").is_some() {
+        if std::env::var_os("UPDATE_GENERATED").is_some() {
             std::fs::write(&expected, &said).unwrap();
         }
         assert_eq!(said, std::fs::read_to_string(expected).unwrap(), "{name}");

@@ -78,7 +78,7 @@ const NGINX: &str =
 
 const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
-/// The report for each sample log equals its expected file. `BLESS=1` rewrites the expected files.
+/// The report for each sample log equals its expected file. `UPDATE_GENERATED=1` rewrites the expected files.
 #[test]
 fn report_of_each_format_matches_its_file() {
     for (name, arguments) in [
@@ -94,7 +94,7 @@ fn report_of_each_format_matches_its_file() {
         let said = replay(&[&[file.as_str()][..], &arguments].concat());
         assert_eq!((said.code, said.err.as_str()), (Some(0), ""), "{name}");
         let expected = logs().join(format!("{name}.txt"));
-        if std::env::var_os("BLESS").is_some() {
+        if std::env::var_os("UPDATE_GENERATED").is_some() {
             std::fs::write(&expected, &said.out).unwrap();
         }
         assert_eq!(said.out, std::fs::read_to_string(expected).unwrap(), "{name}");
@@ -216,7 +216,7 @@ fn report_shows_the_busiest_hours_and_clients() {
     let said: Ran = command.output().unwrap().into();
     assert_eq!((said.code, said.err.as_str()), (Some(0), ""));
     let expected = logs().join("busy.txt");
-    if std::env::var_os("BLESS").is_some() {
+    if std::env::var_os("UPDATE_GENERATED").is_some() {
         std::fs::write(&expected, &said.out).unwrap();
     }
     assert_eq!(said.out, std::fs::read_to_string(expected).unwrap());

@@ -428,7 +428,7 @@ fn write_fixtures() {
 
 #[test]
 fn fixtures_cover_every_algorithm_operation_and_script() {
-    if std::env::var_os("UPDATE_FIXTURES").is_some() {
+    if std::env::var_os("UPDATE_GENERATED").is_some() {
         write_fixtures();
     }
     let release = Fixtures::find();

@@ -2,12 +2,13 @@
 //! documentation.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::support::gateway::binary;
 use crate::support::reference;
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
+use sluicegate::config::file::parse_gateway;
 use sluicegate::config::{file_schema, schema};
 use sluicegate::snapshot::CompiledConfig;
 
@@ -383,4 +384,48 @@ fn schema_defaults_words_and_bounds_match_the_gateway() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
     assert!(seen.0 >= 50 && seen.1 >= 10 && seen.2 >= 50, "{seen:?}");
+}
+
+/// Call `visit` with the path of each table in a schema, and the schema of the table. `NAME` stands for any name.
+fn tables(schema: &Value, path: &[String], visit: &mut dyn FnMut(&[String], &Value)) {
+    if schema["properties"].is_object() {
+        visit(path, schema);
+    }
+    let below = |last: &str| [path, &[last.to_owned()]].concat();
+    for (key, value) in schema["properties"].as_object().into_iter().flatten() {
+        tables(value, &below(key), visit);
+    }
+    if schema["items"].is_object() {
+        tables(&schema["items"], &below("[]"), visit);
+    }
+    if schema["additionalProperties"].is_object() {
+        tables(&schema["additionalProperties"], &below("NAME"), visit);
+    }
+    schema["anyOf"].as_array().into_iter().flatten().for_each(|form| tables(form, path, visit));
+}
+
+#[test]
+fn misspelling_of_any_key_gets_a_suggestion() {
+    let nested = |path: &[String], key: &str| {
+        let table = format!("{{ {key} = {{ foo = 1 }} }}");
+        path.iter().rev().fold(table, |inner, segment| match segment.as_str() {
+            "[]" => format!("[{inner}]"),
+            name => format!("{{ {name} = {inner} }}"),
+        })
+    };
+    let mut count = 0;
+    tables(&file_schema::gateway().to_value(), &[], &mut |path, schema| {
+        for key in schema["properties"].as_object().unwrap().keys() {
+            let misspelled = format!("{key}x");
+            let inline = nested(path, &misspelled);
+            // The document is a table: remove the outermost braces.
+            let text = inline.strip_prefix("{ ").and_then(|text| text.strip_suffix(" }")).unwrap().to_owned();
+            let parsed = parse_gateway(Path::new("gateway.toml"), text.clone(), &|_| None).unwrap();
+            let issue = parsed.issues.iter().find(|issue| issue.message == format!("unknown key `{misspelled}`"));
+            let hint = issue.and_then(|issue| issue.hint.clone());
+            assert_eq!(hint, Some(format!("did you mean `{key}`?")), "{text}: {:?}", parsed.issues);
+            count += 1;
+        }
+    });
+    assert!(count > 250, "{count}");
 }

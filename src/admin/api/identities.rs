@@ -12,7 +12,7 @@ use crate::identity::consumer::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
 use crate::identity::spec::Descriptor;
 use crate::limiter::admin::AdminError;
-use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::key::{Identity, StateName};
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
@@ -359,7 +359,7 @@ pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride)
     let consumers = context.config.auth.consumers();
     let identity = identity.resolve(compiled, context, &consumers)?.identity;
     if let Some(burst) = burst {
-        if !matches!(compiled.limit.default_variant.rule, Rule::TokenBucket(_)) {
+        if compiled.limit.default_variant.rule.burst().is_none() {
             return Err(ApiError::bad_request("`burst` is allowed for token-bucket limits only"));
         }
         if !(1..EXACT_INTEGER_LIMIT).contains(&burst) {

@@ -62,10 +62,10 @@ const ALGORITHMS: [Algorithm; 6] = [
 pub enum ScriptVariant {
     /// The driver supports all requests.
     Generic,
-    /// The driver supports requests with one limit each, of [supported](ScriptVariant::supports) kinds. The requests
+    /// The driver supports requests with one limit each, of [supported](AlgorithmKind::has_small_state) kinds. The requests
     /// may take several tokens ([`Operation::TakeUpTo`]).
     Single,
-    /// The driver supports checks with at most this number of limits each, of [supported](ScriptVariant::supports)
+    /// The driver supports checks with at most this number of limits each, of [supported](AlgorithmKind::has_small_state)
     /// kinds. With one limit, the script is the same as for [`Single`](ScriptVariant::Single).
     Small(usize),
 }
@@ -80,7 +80,7 @@ impl ScriptVariant {
         ScriptVariant::Small(MAX_SMALL_LIMITS),
     ];
 
-    /// Return the variant for checks with this number of limits each, of [supported](ScriptVariant::supports) kinds.
+    /// Return the variant for checks with this number of limits each, of [supported](AlgorithmKind::has_small_state) kinds.
     pub fn for_checks(limits: usize) -> Self {
         if (1..=MAX_SMALL_LIMITS).contains(&limits) { ScriptVariant::Small(limits) } else { ScriptVariant::Generic }
     }
@@ -93,19 +93,6 @@ impl ScriptVariant {
             | (ScriptVariant::Small(1), ScriptVariant::Single) => ScriptVariant::Single,
             _ => ScriptVariant::Generic,
         }
-    }
-
-    /// Return whether the single and the small driver support this kind. These drivers support only states with three
-    /// fields. These drivers do not support calendar windows, because the algorithm of calendar windows can return an
-    /// error.
-    pub fn supports(kind: AlgorithmKind) -> bool {
-        matches!(
-            kind,
-            AlgorithmKind::TokenBucket
-                | AlgorithmKind::FixedWindow
-                | AlgorithmKind::FirstRequest
-                | AlgorithmKind::SlidingWindow
-        )
     }
 
     fn index(self) -> usize {
@@ -137,7 +124,7 @@ impl ScriptVariant {
     /// Append a branch for each algorithm that is in the set and supported by the driver.
     fn push_branches(self, script: &mut String, algorithms: AlgorithmSet, indent: &str) {
         for algorithm in algorithms.iter() {
-            let kinds = algorithm.kinds.iter().filter(|kind| self == ScriptVariant::Generic || Self::supports(**kind));
+            let kinds = algorithm.kinds.iter().filter(|kind| self == ScriptVariant::Generic || kind.has_small_state());
             let conditions: Vec<_> = kinds.map(|kind| format!("kind == '{}'", kind.letter())).collect();
             if conditions.is_empty() {
                 continue;
@@ -299,7 +286,12 @@ impl LimitArgs {
         let last_parameter = match kind {
             AlgorithmKind::Concurrency => charge.permit_id.to_le_bytes(),
             AlgorithmKind::TokenBucket => encode_number(charge.debt_before_us),
-            _ => encode_number(d),
+            AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingWindow
+            | AlgorithmKind::SlidingBuckets
+            | AlgorithmKind::SlidingLog => encode_number(d),
         };
         LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter, usage: None }
     }
@@ -352,7 +344,7 @@ impl LimitArgs {
 
 /// Return the variant that supports these requests and needs the least CPU time.
 pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
-    let is_plain = limits.iter().all(|limit| limit.mode == ChargeMode::Enforced && ScriptVariant::supports(limit.kind));
+    let is_plain = limits.iter().all(|limit| limit.mode == ChargeMode::Enforced && limit.kind.has_small_state());
     match (operation, limits) {
         (Operation::Check, _) if is_plain => ScriptVariant::for_checks(limits.len()),
         (Operation::TakeUpTo, [LimitArgs { cost: 1.., .. }]) if is_plain => ScriptVariant::Single,
@@ -498,8 +490,7 @@ mod tests {
                 assert_eq!(source.contains("'HINCRBY'"), counts_usage, "{variant:?}");
                 let condition = format!("elseif kind == '{}'", algorithm.kinds[0].letter());
                 let branches = source.lines().filter(|line| line.trim().starts_with(&condition)).count();
-                let is_supported =
-                    variant == Generic || algorithm.kinds.iter().any(|kind| ScriptVariant::supports(*kind));
+                let is_supported = variant == Generic || algorithm.kinds.iter().any(|kind| kind.has_small_state());
                 // In the small driver, each limit has its own branches, so the text of an algorithm occurs several
                 // times.
                 let limits = if let Small(limits) = variant { limits } else { 1 };

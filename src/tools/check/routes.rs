@@ -57,11 +57,13 @@ fn loop_issue(route: &Route) -> (String, String) {
          maximum",
         route.name
     );
-    let hint = match &route.action {
-        RouteAction::Redirect(redirect) if matches!(redirect.to, RedirectTarget::Scheme { .. }) => {
-            "list only the other listeners in listeners = [\"…\"], by the `name` of each [[listener]]"
-        }
-        _ => "redirect to a path or host that another route matches",
+    let is_scheme_redirect = matches!(
+        &route.action,
+        RouteAction::Redirect(redirect) if matches!(redirect.to, RedirectTarget::Scheme { .. })
+    );
+    let hint = match is_scheme_redirect {
+        true => "list only the other listeners in listeners = [\"…\"], by the `name` of each [[listener]]",
+        false => "redirect to a path or host that another route matches",
     };
     (message, hint.to_owned())
 }

@@ -638,6 +638,6 @@ fn decision_failed(error: &StoreError) -> Check {
 /// Return the rule with a window of one second, so that its key expires soon if the refund fails. A calendar window
 /// still expires at its end, and a concurrency permit after its TTL.
 fn with_short_window(rule: &Rule) -> Rule {
-    let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
+    let quota = rule.parse_quota(if rule.is_concurrency() { "1" } else { "1/s" });
     quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())
 }

@@ -167,12 +167,12 @@ fn outcome_after(rule: &Rule, outcome: &Outcome, tokens: u64, now_us: u64) -> Ou
 
 /// Return the number of tokens that an admitted request takes before its response.
 fn charged_tokens(rule: &Rule, cost: u64, deferred: Deferred) -> u64 {
-    match (deferred, rule) {
+    match deferred {
         // The gateway charges the cost after the response.
-        (Deferred::Charge, _) => 0,
+        Deferred::Charge => 0,
         // A request takes one concurrency permit, regardless of its cost.
-        (Deferred::Nothing | Deferred::Refund | Deferred::Settle, Rule::Concurrency(_)) => cost.min(1),
-        (Deferred::Nothing | Deferred::Refund | Deferred::Settle, _) => cost,
+        Deferred::Nothing | Deferred::Refund | Deferred::Settle if rule.is_concurrency() => cost.min(1),
+        Deferred::Nothing | Deferred::Refund | Deferred::Settle => cost,
     }
 }
 

@@ -10,7 +10,6 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use crate::http::text::is_deceptive;
-use crate::limiter::algorithm::Rule;
 use crate::limiter::quota::{CalendarUnit, Quota};
 use crate::tools::replay::resolve::{RejectReason, ReplayLimit};
 use crate::tools::replay::simulator::Suggestion;
@@ -194,10 +193,7 @@ impl ReplayReport {
 impl LimitSummary {
     fn new(replay: &Replay, result: &ReplayResult, index: usize) -> LimitSummary {
         let (limit, stats) = (&replay.config.limits[index], &result.limit_stats[index]);
-        let burst = match &limit.variant.rule {
-            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != limit.variant.quota.count),
-            _ => None,
-        };
+        let burst = limit.variant.rule.burst().filter(|burst| *burst != limit.variant.quota.count);
         let top_denied = result.top_denied[index].iter().map(|(identity, requests, denied)| TopIdentity {
             identity: identity.clone(),
             requests: *requests,
@@ -301,7 +297,7 @@ pub fn format_span(seconds: u64) -> String {
 /// Return a warning if the log is more than 1 % shorter than the window of a limit. A daily log is always a little
 /// shorter than a day, from its first to its last request.
 fn short_log_note(limit: &ReplayLimit, result: &ReplayResult) -> Option<String> {
-    if limit.skip_reason.is_some() || matches!(limit.variant.rule, Rule::Concurrency(_)) {
+    if limit.skip_reason.is_some() || limit.variant.rule.is_concurrency() {
         return None;
     }
     let (from_us, to_us) = result.statistics.time_range?;

@@ -13,7 +13,6 @@ use crate::identity::consumer::Caller;
 use crate::identity::spec::Descriptor;
 use crate::identity::spec::{IdentitySpec, OnMissing};
 use crate::identity::verification::AuthRequest;
-use crate::limiter::algorithm::Rule;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::Quota;
 use crate::limiter::settlement::Deferred;
@@ -455,7 +454,7 @@ impl ReplayConfig {
                 false => compiled_limit.identity_spec.clone(),
             };
             let missing_input = missing_identity_input(compiled_limit, &compiled, capabilities).filter(|_| !is_mapped);
-            let in_flight = matches!(variant.rule, Rule::Concurrency(_)) && !capabilities.duration;
+            let in_flight = variant.rule.is_concurrency() && !capabilities.duration;
             let unknown = missing_input.or_else(|| in_flight.then(|| "the duration of requests".to_owned()));
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);

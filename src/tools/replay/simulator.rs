@@ -6,8 +6,6 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
 
 use crate::clock::Clock;
-use crate::limiter::algorithm::Rule;
-use crate::limiter::algorithm::concurrency::Concurrency;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::memory::MemoryStore;
@@ -199,7 +197,7 @@ impl<'a> Simulation<'a> {
             self.scheduled.pop();
             self.advance_clock(self.now_us.max(entry.due_at_us));
             let variant = &self.variants[usize::from(entry.limit_index)][usize::from(entry.variant_index)];
-            let in_flight = matches!(variant.rule, Rule::Concurrency(_));
+            let in_flight = variant.rule.is_concurrency();
             let charge = Charge {
                 key: Key { identity: Identity(entry.identity), state_name: &variant.state_name },
                 rule: &variant.rule,
@@ -447,10 +445,7 @@ impl Recording {
             }
         }
         let Some((variant, denied)) = best else { return Suggestion::None };
-        let burst = match &variant.rule {
-            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != variant.quota.count),
-            _ => None,
-        };
+        let burst = variant.rule.burst().filter(|burst| *burst != variant.quota.count);
         Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
@@ -458,13 +453,10 @@ impl Recording {
     /// Return `None` if the variant is invalid.
     fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
-        let burst = match &configured.rule {
-            Rule::TokenBucket(bucket) => {
-                let burst = u128::from(bucket.burst) * u128::from(count);
-                u64::try_from(burst.div_ceil(u128::from(configured.quota.count))).ok()
-            }
-            _ => None,
-        };
+        let burst = configured.rule.burst().and_then(|burst| {
+            let scaled = u128::from(burst) * u128::from(count);
+            u64::try_from(scaled.div_ceil(u128::from(configured.quota.count))).ok()
+        });
         resized_variant(&config.compiled, limit, configured.quota, count, burst)
     }
 
@@ -542,13 +534,13 @@ pub(super) fn proposed_variant(
 ) -> Result<Arc<LimitVariant>, ProposalError> {
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
-    let burst = match (&standard.rule, burst) {
+    let configured_burst = standard.rule.burst();
+    let burst = match burst {
+        Some(_) if configured_burst.is_none() => return Err(ProposalError::NoBurst(name.clone())),
+        Some(burst) => Some(*burst),
         // Keep the configured burst. If the configured burst equals the count of the configured quota, use the count of
         // the new quota as the burst.
-        (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
-        (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
-        (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),
-        (_, None) => None,
+        None => configured_burst.filter(|burst| *burst != standard.quota.count),
     };
     let quota = standard.rule.parse_quota(text);
     let variant = quota.and_then(|quota| compiled.limit.variant(&config.hasher, quota, burst));
@@ -565,8 +557,10 @@ pub(super) fn with_unbounded_permit_ttl(
     limit: &LimitSpec,
     variant: Arc<LimitVariant>,
 ) -> Arc<LimitVariant> {
-    let Rule::Concurrency(rule) = &variant.rule else { return variant };
-    let rule = Rule::Concurrency(Concurrency { ttl: REPLAY_PERMIT_TTL_US, ..*rule });
+    if !variant.rule.is_concurrency() {
+        return variant;
+    }
+    let rule = variant.rule.clone().with_permit_ttl(REPLAY_PERMIT_TTL_US);
     let long_variant = LimitVariant::new(&config.hasher, &limit.name, variant.quota, rule, limit.local_share);
     long_variant.map_or(variant, Arc::new)
 }
