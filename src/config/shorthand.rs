@@ -1,10 +1,11 @@
 //! Configuration values that have a short form (such as a string) and a long form (such as a table).
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use jiff::Timestamp;
 use schemars::JsonSchema;
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
+use serde::de::{self, Deserializer, MapAccess, SeqAccess, Unexpected, Visitor, value};
 use serde::{Deserialize, Serialize};
 use toml::value::Datetime;
 
@@ -308,177 +309,156 @@ enum ServerForms {
     Table(ServerTable),
 }
 
-impl<'de> Deserialize<'de> for AccessLog {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = AccessLog;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a destination or a table with `to`")
-            }
-            fn visit_str<E>(self, to: &str) -> Result<AccessLog, E> {
-                Ok(AccessLog::To(to.to_owned()))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<AccessLog, A::Error> {
-                AccessLogTable::deserialize(value::MapAccessDeserializer::new(map))
-                    .map(|table| AccessLog::Table(Box::new(table)))
-            }
+/// A value with two forms: a short form, and a list or table.
+struct Either<T, L> {
+    /// The two forms, for the error about a value of another type.
+    expected: &'static str,
+    short: fn(Short<'_>) -> Option<T>,
+    form: LongForm,
+    long: fn(L) -> T,
+}
+
+/// The value in its short form.
+enum Short<'a> {
+    Text(&'a str),
+    Integer(i64),
+}
+
+#[derive(PartialEq, Eq)]
+enum LongForm {
+    List,
+    Table,
+}
+
+impl Short<'_> {
+    fn text(&self) -> Option<String> {
+        match self {
+            Short::Text(text) => Some((*text).to_owned()),
+            Short::Integer(_) => None,
         }
-        deserializer.deserialize_any(Either)
+    }
+
+    fn integer(&self) -> Option<i64> {
+        match self {
+            Short::Text(_) => None,
+            Short::Integer(number) => Some(*number),
+        }
     }
 }
 
-impl<'de> Deserialize<'de> for HealthCheck {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = HealthCheck;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a path or a table with `path`")
-            }
-            fn visit_str<E>(self, path: &str) -> Result<HealthCheck, E> {
-                Ok(HealthCheck::Path(path.to_owned()))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<HealthCheck, A::Error> {
-                Health::deserialize(value::MapAccessDeserializer::new(map)).map(HealthCheck::Table)
-            }
+impl<'de, T, L: Deserialize<'de>> Visitor<'de> for Either<T, L> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.expected)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
+        (self.short)(Short::Text(text)).ok_or_else(|| E::invalid_type(Unexpected::Str(text), &self))
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<T, E> {
+        (self.short)(Short::Integer(number)).ok_or_else(|| E::invalid_type(Unexpected::Signed(number), &self))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<T, A::Error> {
+        match self.form {
+            LongForm::List => L::deserialize(value::SeqAccessDeserializer::new(items)).map(self.long),
+            LongForm::Table => Err(de::Error::invalid_type(Unexpected::Seq, &self)),
         }
-        deserializer.deserialize_any(Either)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<T, A::Error> {
+        match self.form {
+            LongForm::Table => L::deserialize(value::MapAccessDeserializer::new(table)).map(self.long),
+            LongForm::List => Err(de::Error::invalid_type(Unexpected::Map, &self)),
+        }
     }
 }
 
-/// Deserialize a string or a list of strings.
-fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
-    struct Either;
-    impl<'de> Visitor<'de> for Either {
-        type Value = Vec<String>;
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("a string or a list of strings")
-        }
-        fn visit_str<E>(self, one: &str) -> Result<Vec<String>, E> {
-            Ok(vec![one.to_owned()])
-        }
-        fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<String>, A::Error> {
-            Vec::deserialize(value::SeqAccessDeserializer::new(seq))
-        }
-    }
-    deserializer.deserialize_any(Either)
-}
-
-impl<'de> Deserialize<'de> for OneOrMany {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        one_or_many(deserializer).map(OneOrMany)
-    }
-}
-
-impl<'de> Deserialize<'de> for HeaderNames {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        one_or_many(deserializer).map(HeaderNames)
-    }
-}
-
-impl<'de> Deserialize<'de> for Requirement {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        one_or_many(deserializer).map(Requirement)
-    }
-}
-
-impl<'de> Deserialize<'de> for ClaimValues {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = Vec<Requirement>;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a string or a list of strings and lists")
-            }
-            fn visit_str<E>(self, value: &str) -> Result<Vec<Requirement>, E> {
-                Ok(vec![Requirement(vec![value.to_owned()])])
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<Requirement>, A::Error> {
-                Vec::deserialize(value::SeqAccessDeserializer::new(seq))
+/// Implement `Deserialize` for a type with two forms.
+macro_rules! either {
+    ($type:ident, $expected:literal, $short:expr, $form:ident, $long:expr) => {
+        impl<'de> Deserialize<'de> for $type {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                deserializer.deserialize_any(Either {
+                    expected: $expected,
+                    short: $short,
+                    form: LongForm::$form,
+                    long: $long,
+                })
             }
         }
-        deserializer.deserialize_any(Either).map(ClaimValues)
-    }
+    };
 }
 
-impl<'de> Deserialize<'de> for ConsumerKey {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = ConsumerKey;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("the hash of a key or a table with `hash`")
-            }
-            fn visit_str<E>(self, hash: &str) -> Result<ConsumerKey, E> {
-                Ok(ConsumerKey::Hash(hash.to_owned()))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ConsumerKey, A::Error> {
-                KeyTable::deserialize(value::MapAccessDeserializer::new(map)).map(ConsumerKey::Table)
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-impl<'de> Deserialize<'de> for UpstreamWeights {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = UpstreamWeights;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("the name of an upstream or a table of names and weights")
-            }
-            fn visit_str<E>(self, name: &str) -> Result<UpstreamWeights, E> {
-                Ok(UpstreamWeights::Single(name.to_owned()))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamWeights, A::Error> {
-                BTreeMap::deserialize(value::MapAccessDeserializer::new(map)).map(UpstreamWeights::Weighted)
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-impl<'de> Deserialize<'de> for UpstreamServer {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = UpstreamServer;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a URL or a table with `url`")
-            }
-            fn visit_str<E>(self, url: &str) -> Result<UpstreamServer, E> {
-                Ok(UpstreamServer { url: url.to_owned(), weight: None })
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
-                let ServerTable { url, weight } = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
-                Ok(UpstreamServer { url, weight })
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-impl<'de> Deserialize<'de> for LimitCost {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = LimitCost;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an integer or a table with `request_header`, `response_header`, `llm` or `tools`")
-            }
-            fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
-                Ok(LimitCost::Fixed(cost))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
-                CostTable::deserialize(value::MapAccessDeserializer::new(map))
-                    .map(|table| LimitCost::Table(Box::new(table)))
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
+either!(AccessLog, "a destination or a table with `to`", |short| short.text().map(AccessLog::To), Table, |table| {
+    AccessLog::Table(Box::new(table))
+});
+either!(
+    HealthCheck,
+    "a path or a table with `path`",
+    |short| short.text().map(HealthCheck::Path),
+    Table,
+    HealthCheck::Table
+);
+either!(OneOrMany, "a string or a list of strings", |short| Some(OneOrMany(vec![short.text()?])), List, OneOrMany);
+either!(
+    HeaderNames,
+    "a string or a list of strings",
+    |short| Some(HeaderNames(vec![short.text()?])),
+    List,
+    HeaderNames
+);
+either!(
+    Requirement,
+    "a string or a list of strings",
+    |short| Some(Requirement(vec![short.text()?])),
+    List,
+    Requirement
+);
+either!(
+    ClaimValues,
+    "a string or a list of strings and lists",
+    |short| Some(ClaimValues(vec![Requirement(vec![short.text()?])])),
+    List,
+    ClaimValues
+);
+either!(
+    ConsumerKey,
+    "the hash of a key or a table with `hash`",
+    |short| short.text().map(ConsumerKey::Hash),
+    Table,
+    ConsumerKey::Table
+);
+either!(
+    UpstreamWeights,
+    "the name of an upstream or a table of names and weights",
+    |short| short.text().map(UpstreamWeights::Single),
+    Table,
+    UpstreamWeights::Weighted
+);
+either!(
+    UpstreamServer,
+    "a URL or a table with `url`",
+    |short| Some(UpstreamServer { url: short.text()?, weight: None }),
+    Table,
+    |ServerTable { url, weight }| UpstreamServer { url, weight }
+);
+either!(
+    LimitCost,
+    "an integer or a table with `request_header`, `response_header`, `llm` or `tools`",
+    |short| short.integer().map(LimitCost::Fixed),
+    Table,
+    |table| LimitCost::Table(Box::new(table))
+);
+either!(
+    LimitNotify,
+    "the name of a destination or a table with `to`",
+    |short| short.text().map(LimitNotify::To),
+    Table,
+    LimitNotify::Table
+);
 
 /// The name of a destination, or a table with the name and thresholds.
 #[derive(Debug, JsonSchema)]
@@ -500,25 +480,6 @@ pub struct LimitNotifyTable {
     /// Thresholds in percent of the limit's capacity (its `burst`, otherwise the count of its quota), from 1 to 100.
     #[schemars(schema_with = "schema::percentages", extend("default" = [80, 100]))]
     pub at: Option<Vec<Spanned<i64>>>,
-}
-
-impl<'de> Deserialize<'de> for LimitNotify {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = LimitNotify;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("the name of a destination or a table with `to`")
-            }
-            fn visit_str<E>(self, to: &str) -> Result<LimitNotify, E> {
-                Ok(LimitNotify::To(to.to_owned()))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitNotify, A::Error> {
-                LimitNotifyTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitNotify::Table)
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
 }
 
 /// The table form of a server.
