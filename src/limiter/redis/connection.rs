@@ -409,21 +409,33 @@ pub(super) async fn connect_dialed(
 
 // The rate of attempts to connect.
 
-/// Minimum interval between attempts to connect after a failed attempt.
+/// Minimum interval between attempts to connect after two failed attempts.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Limits how often one worker connects to one server after a failure.
 #[derive(Debug, Default)]
 pub struct ReconnectThrottle {
-    /// The error of the last attempt if it failed, and the start of the last attempt.
-    last_failure: Mutex<Option<(ConnectError, Instant)>>,
+    /// `None` if the last completed attempt succeeded.
+    last_failure: Mutex<Option<FailedAttempt>>,
     /// Time at which a working connection was last replaced.
     last_retired_at: Mutex<Option<Instant>>,
 }
 
+/// The last attempt that failed.
+#[derive(Debug)]
+struct FailedAttempt {
+    error: ConnectError,
+    failed_at: Instant,
+    /// Start of the last attempt, which may be in progress.
+    last_started_at: Instant,
+    /// Whether an attempt that began after a failure has failed, too.
+    is_repeated: bool,
+}
+
 impl ReconnectThrottle {
-    /// Run `attempt`, unless the last completed attempt failed and the last attempt began less than
-    /// [`RECONNECT_INTERVAL`] ago.
+    /// Run `attempt`, unless the server cannot be reached and the last attempt began less than [`RECONNECT_INTERVAL`]
+    /// ago. After the first failure, the next attempt is made at once: a server that closes all of its connections, for
+    /// example because of `CLIENT KILL`, also closes those that are being opened, and accepts the next one.
     ///
     /// # Errors
     /// The error of this attempt. If no attempt is made, the error of the previous one.
@@ -431,7 +443,13 @@ impl ReconnectThrottle {
         let started_at = monotonic();
         self.try_begin(started_at)?;
         let result = attempt.await;
-        *lock(&self.last_failure) = result.as_ref().err().map(|error| (error.clone(), started_at));
+        let mut last_failure = lock(&self.last_failure);
+        *last_failure = result.as_ref().err().map(|error| FailedAttempt {
+            error: error.clone(),
+            failed_at: monotonic(),
+            last_started_at: started_at,
+            is_repeated: last_failure.as_ref().is_some_and(|last| last.is_repeated || last.failed_at <= started_at),
+        });
         result
     }
 
@@ -447,9 +465,13 @@ impl ReconnectThrottle {
 
     fn try_begin(&self, now: Instant) -> Result<(), ConnectError> {
         match &mut *lock(&self.last_failure) {
-            Some((error, last)) if now.saturating_duration_since(*last) < RECONNECT_INTERVAL => Err(error.clone()),
-            Some((_, last)) => {
-                *last = now;
+            Some(last)
+                if last.is_repeated && now.saturating_duration_since(last.last_started_at) < RECONNECT_INTERVAL =>
+            {
+                Err(last.error.clone())
+            }
+            Some(last) => {
+                last.last_started_at = now;
                 Ok(())
             }
             None => Ok(()),
@@ -590,7 +612,9 @@ mod throttle_tests {
         let throttle = ReconnectThrottle::default();
         let now = monotonic();
         assert!(throttle.try_begin(now).is_ok() && throttle.try_begin(now).is_ok(), "no attempt has failed yet");
-        assert!(throttle.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
+        for _ in 0..2 {
+            assert!(throttle.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
+        }
         let failed = monotonic();
         let mut attempts = Vec::new();
         for ms in 0..5000 {
@@ -604,9 +628,32 @@ mod throttle_tests {
     }
 
     #[tokio::test]
+    async fn failures_of_concurrent_attempts_delay_no_further_attempt() {
+        let throttle = ReconnectThrottle::default();
+        let (fail, failure) = watch::channel(());
+        let attempt = || {
+            let mut failure = failure.clone();
+            throttle.throttle(async move {
+                failure.changed().await.ok();
+                Err::<(), _>(connect_error())
+            })
+        };
+        let end = async { fail.send_replace(()) };
+        let (first, second, ()) = tokio::join!(attempt(), attempt(), end);
+        assert!(first.is_err() && second.is_err());
+        assert!(throttle.throttle(async { Ok(()) }).await.is_ok(), "the server accepts connections again");
+    }
+
+    #[tokio::test]
     async fn success_ends_the_throttling() {
         let throttle = ReconnectThrottle::default();
-        *lock(&throttle.last_failure) = Some((connect_error(), monotonic().checked_sub(RECONNECT_INTERVAL).unwrap()));
+        let earlier = monotonic().checked_sub(RECONNECT_INTERVAL).unwrap();
+        *lock(&throttle.last_failure) = Some(FailedAttempt {
+            error: connect_error(),
+            failed_at: earlier,
+            last_started_at: earlier,
+            is_repeated: true,
+        });
         assert!(throttle.throttle(async { Ok(()) }).await.is_ok());
         assert!(throttle.try_begin(monotonic()).is_ok() && throttle.try_begin(monotonic()).is_ok());
     }
