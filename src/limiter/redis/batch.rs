@@ -533,12 +533,15 @@ pub(super) struct InFlightWindow {
     slow_start: bool,
     /// The minimum of the recent round trips.
     min_round_trip: Duration,
+    /// The last two round trips, the last one first.
+    last_round_trips: [Duration; 2],
     replies: u32,
 }
 
 impl Default for InFlightWindow {
     fn default() -> Self {
-        InFlightWindow { size: MIN_WINDOW, slow_start: true, min_round_trip: Duration::MAX, replies: 0 }
+        let (min_round_trip, last_round_trips) = (Duration::MAX, Default::default());
+        InFlightWindow { size: MIN_WINDOW, slow_start: true, min_round_trip, last_round_trips, replies: 0 }
     }
 }
 
@@ -551,6 +554,18 @@ impl InFlightWindow {
     /// Return whether a call of this weight fits in addition to the weight in flight.
     pub(super) fn has_room(&self, in_flight: usize, weight: usize) -> bool {
         in_flight + weight <= self.size
+    }
+
+    /// Record the round trip of a call that got its reply in time. Calls without a reply do not count, because a server
+    /// that does not reply is not busy.
+    pub(super) fn record_round_trip(&mut self, round_trip: Duration) {
+        self.last_round_trips = [round_trip, self.last_round_trips[0]];
+    }
+
+    /// Return the time within which no reply to another call is to be expected: the shorter one of the last two round
+    /// trips, so that one slow reply does not count.
+    pub(super) fn least_round_trip(&self) -> Duration {
+        self.last_round_trips[0].min(self.last_round_trips[1])
     }
 
     /// Record a reply. The delay is the round trip minus the minimum round trip. If the delay is more than a quarter of

@@ -130,6 +130,8 @@ struct PendingBatch {
     batch: Batch,
     /// The earliest deadline of the checks. `None` for settlements, which do not expire in the queue.
     deadline: Option<Instant>,
+    /// The time within which no reply is to be expected ([`BatchQueue::take_next`]).
+    least_round_trip: Duration,
     /// Until this time, the batcher queues the batch again if Redis certainly did not execute it. `None` if the senders
     /// of the requests retry.
     retry_until: Option<Instant>,
@@ -304,6 +306,7 @@ impl Batcher {
             weight: InFlightWindow::weight(&pending_batch.batch),
             sent_at: began,
         };
+        let is_late = pending_batch.is_late(began);
         let batch = &mut pending_batch.batch;
         // The epoch of a probe is `None`: a probe is sent even while the circuit breaker is open, and the task that
         // sends probes records their results in the circuit breaker.
@@ -314,8 +317,9 @@ impl Batcher {
                 return self.fail_unexecuted(pending_batch, &BatchError::Store(StoreError::BreakerOpen));
             }
         };
-        if began >= due {
-            // The deadline passed while the batch was queued. Fail the checks without sending the call.
+        if is_late {
+            // The checks were queued for so long that the reply would be late. Fail them without sending the call: Redis
+            // would charge them, and then refund the charges, instead of deciding checks that are still waited for.
             return self.fail_unexecuted(pending_batch, &BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
@@ -347,7 +351,10 @@ impl Batcher {
                 self.await_late_reply(late_call, pending_batch.batch);
             }
             Ok((Ok(reply), connection)) => {
-                self.lock_queue().window.record_reply(weight, answered, self.timeout, limited);
+                let mut queue = self.lock_queue();
+                queue.window.record_reply(weight, answered, self.timeout, limited);
+                queue.window.record_round_trip(answered);
+                drop(queue);
                 let has_verdict = self.complete(pending_batch.batch, reply, &connection);
                 if let (true, Some(epoch)) = (has_verdict, epoch) {
                     self.breaker.record_reply(epoch);
@@ -500,7 +507,8 @@ impl Batcher {
     /// Refund the charges of checks that were rejected before their reply arrived.
     fn send_refunds(self: &Arc<Self>, Refunds { batch, pending }: Refunds) {
         let retry_until = Some(monotonic() + SETTLEMENT_TIMEOUT);
-        self.lock_queue().settlements.push_back(PendingBatch { batch, deadline: None, retry_until });
+        let pending_batch = PendingBatch { batch, retry_until, ..PendingBatch::default() };
+        self.lock_queue().settlements.push_back(pending_batch);
         self.spawn_next();
         let metrics = self.metrics.clone();
         tokio::spawn(async move {
@@ -649,7 +657,7 @@ impl BatchQueue {
     /// Remove the claimed batch from the queue.
     fn take_next(&mut self) -> Option<PendingBatch> {
         self.is_send_claimed = false;
-        let pending_batch = match self.settlements.pop_front() {
+        let mut pending_batch = match self.settlements.pop_front() {
             Some(settlements) => settlements,
             None => {
                 let checks = self.checks.pop_front()?;
@@ -660,6 +668,10 @@ impl BatchQueue {
         self.in_flight.calls += 1;
         self.in_flight.requests += pending_batch.check_count();
         self.in_flight.weight += InFlightWindow::weight(&pending_batch.batch);
+        // With no other call in flight, send the batch in any case, because its reply may show that Redis is fast again.
+        if self.in_flight.calls > 1 && pending_batch.batch.purpose() != Purpose::Probe {
+            pending_batch.least_round_trip = self.window.least_round_trip();
+        }
         Some(pending_batch)
     }
 }
@@ -672,6 +684,11 @@ impl PendingBatch {
 
     fn is_expired(&self, now: Instant) -> bool {
         self.deadline.is_some_and(|due| due <= now)
+    }
+
+    /// Return whether the reply to a call that is sent now would arrive after the deadline.
+    fn is_late(&self, now: Instant) -> bool {
+        self.is_expired(now + self.least_round_trip)
     }
 }
 
@@ -961,6 +978,29 @@ mod tests {
             let batches = queue.checks.iter().chain(&queue.settlements);
             let most = batches.map(|pending| pending.batch.request_count()).max();
             assert_eq!(most, Some(most_requests), "{operation:?} of {cost} tokens, {rule:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn batch_whose_reply_would_be_late_is_not_sent_while_other_calls_are_in_flight() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let charges = [charge(&limit)];
+        let round_trip = Duration::from_millis(20);
+        for (replies, calls_in_flight, expected) in
+            [(0, 1, Duration::ZERO), (1, 1, Duration::ZERO), (2, 1, round_trip), (2, 0, Duration::ZERO)]
+        {
+            let mut queue = BatchQueue::default();
+            let _receiver = queue.push_item(&batcher, item(&charges)).unwrap();
+            (0..replies).for_each(|_| queue.window.record_round_trip(round_trip));
+            queue.in_flight.calls = calls_in_flight;
+            let least = queue.take_next().unwrap().least_round_trip;
+            assert_eq!(least, expected, "{replies} replies, {calls_in_flight} calls in flight");
+            let sent = PendingBatch {
+                deadline: Some(monotonic() + round_trip / 2),
+                least_round_trip: least,
+                ..PendingBatch::default()
+            };
+            assert_eq!(sent.is_late(monotonic()), !least.is_zero());
         }
     }
 
