@@ -76,6 +76,13 @@ pub enum QuotaError {
         /// Number of gateways.
         gateway_count: u64,
     },
+    /// Together with the other limits of a route, a check of a sliding log with this many entries would occupy the store
+    /// for too long.
+    #[error("a sliding log of {count} entries would occupy the store for too long on a route with several limits")]
+    Weight {
+        /// Tokens per window.
+        count: u64,
+    },
     /// `prefetch` exceeds the capacity of a variant.
     #[error("a prefetch of {prefetch} tokens exceeds the capacity of {capacity}")]
     Prefetch {

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
+use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Rule};
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::notify::Notify;
 use crate::limiter::quota::{Quota, QuotaError};
@@ -49,6 +50,8 @@ pub struct LimitSpec {
     pub notify: Option<Arc<Notify>>,
     /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
+    /// Maximum [weight](Rule::weight) of a check of this limit with an override. See [`LimitSpec::bound_overrides`].
+    pub max_override_weight: AtomicUsize,
 }
 
 /// One variant of a limit: a quota with the rules that enforce it.
@@ -136,6 +139,7 @@ impl LimitSpec {
             usage: None,
             notify: None,
             local_share,
+            max_override_weight: AtomicUsize::new(MAX_REQUEST_WEIGHT),
         })
     }
 
@@ -168,20 +172,26 @@ impl LimitSpec {
     /// which case fewer tokens are prefetched.
     ///
     /// # Errors
-    /// The quota needs integers that are not exact in Lua, or the algorithm does not support it.
+    /// The quota needs integers that are not exact in Lua, the algorithm does not support it, or a check with this quota
+    /// would occupy the store for too long.
     pub fn override_variant(
         &self,
         hasher: &IdentityHasher,
         quota: Quota,
         burst: Option<u64>,
     ) -> Result<LimitVariant, QuotaError> {
-        LimitVariant::new(
-            hasher,
-            &self.name,
-            quota,
-            self.default_variant.rule.with_quota(quota, burst)?,
-            self.local_share,
-        )
+        let rule = self.default_variant.rule.with_quota(quota, burst)?;
+        let variant = LimitVariant::new(hasher, &self.name, quota, rule, self.local_share)?;
+        match self.weight_of(&variant) <= self.max_override_weight.load(Ordering::Relaxed) {
+            true => Ok(variant),
+            false => Err(QuotaError::Weight { count: quota.count }),
+        }
+    }
+
+    /// Bound the weight of overrides, because a request that is checked against this limit has room for at most this
+    /// additional weight. An override is always allowed the weight of the heaviest variant.
+    pub fn bound_overrides(&self, additional_weight: usize) {
+        self.max_override_weight.fetch_min(self.max_weight() + additional_weight, Ordering::Relaxed);
     }
 
     /// Check that the capacity of a variant is at least `prefetch`.
@@ -195,8 +205,16 @@ impl LimitSpec {
 
     /// Return the maximum [weight](Rule::weight) of a check or refund of this limit, including its usage total.
     pub fn max_weight(&self) -> usize {
-        let weights = self.variants().map(|(_, variant)| variant.rule.weight(variant.rule.capacity()));
-        weights.max().unwrap_or(0) + usize::from(self.usage.is_some())
+        self.variants().map(|(_, variant)| self.weight_of(variant)).max().unwrap_or(0)
+    }
+
+    fn weight_of(&self, variant: &LimitVariant) -> usize {
+        variant.rule.weight(variant.rule.capacity()) + usize::from(self.usage.is_some())
+    }
+
+    /// Return whether the weight of a check depends on the quota, so that an override may change it.
+    pub fn has_variable_weight(&self) -> bool {
+        matches!(self.default_variant.rule, Rule::SlidingLog(_))
     }
 
     /// Return all variants with their tiers. The default variant comes first and has no tier.

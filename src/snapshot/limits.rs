@@ -637,6 +637,9 @@ pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
         QuotaError::Buckets { .. } => "use another number of `buckets`: 10 divides most windows",
         QuotaError::NoFixedWindow => "use algorithm = \"fixed-window\", or a quota per \"30d\"",
         QuotaError::Prefetch { .. } => "set a smaller `prefetch`: a tenth of the quota or of the burst is enough",
+        QuotaError::Weight { .. } => {
+            "use a smaller quota: all sliding logs of a route together have at most about 30000 entries"
+        }
         QuotaError::Zero("burst") => "use a burst of 1 or more",
         QuotaError::LocalShare { .. } => "set a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => {

@@ -709,9 +709,12 @@ fn route_limits(
 }
 
 /// Report a route whose limits need too much time of Redis. Redis checks all limits of a request in one call, and
-/// performs no other call in this time.
+/// performs no other call in this time. Overrides of the limits share the weight that is left.
 fn check_weight(route: &config::tables::Route, used: &[RouteLimit], reader: &mut Validator<'_>) {
     let weight: usize = used.iter().map(|route_limit| route_limit.limit.max_weight()).sum();
+    let variable = || used.iter().map(|route_limit| &route_limit.limit).filter(|limit| limit.has_variable_weight());
+    let share = MAX_REQUEST_WEIGHT.saturating_sub(weight) / variable().count().max(1);
+    variable().for_each(|limit| limit.bound_overrides(share));
     if let Some(first) = route.limits.first().filter(|_| weight > MAX_REQUEST_WEIGHT) {
         let issue = Issue::new(first.span(), "a check of the limits of this route would occupy Redis for too long");
         reader.push_issue(issue.with_hint(

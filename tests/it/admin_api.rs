@@ -441,6 +441,35 @@ fn override_with_another_window_is_found_by_reset() {
 }
 
 #[test]
+fn override_that_would_make_the_checks_of_a_route_too_heavy_is_rejected() {
+    let redis = Redis::start();
+    let log = |name: &str| {
+        format!("[limit.{name}]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"100/day\"\n")
+    };
+    let limits: String = ["a", "b", "c", "d", "e", "f", "g", "h", "alone"].map(log).concat();
+    let routes = "[[route]]\nname = \"eight\"\npath = \"/r\"\nrespond = { status = 200 }\n\
+                  limits = [\"a\", \"b\", \"c\", \"d\", \"e\", \"f\", \"g\", \"h\"]\n\
+                  [[route]]\nname = \"one\"\npath = \"/one\"\nrespond = { status = 200 }\nlimits = [\"alone\"]\n";
+    for store in ["", &redis.store()] {
+        let admin = format!("[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"{TOKEN}\"\n");
+        let gateway = Gateway::start(&format!("{store}{admin}{limits}{routes}"));
+        let token = format!("Bearer {TOKEN}");
+        let headers = [("authorization", &*token), ("content-type", "application/json")];
+        // Eight logs with a quota of 100 have the weight 72. Each of them may add an eighth of the rest of 1024.
+        for (limit, quota, expected) in
+            [("a", 10_000, 400), ("h", 4000, 400), ("a", 3900, 200), ("b", 3900, 200), ("alone", 10_000, 200)]
+        {
+            let identity = json!({"header:x-id": "alice"});
+            let body = json!({"limit": limit, "identity": identity, "quota": format!("{quota}/day"), "ttl": "1h"});
+            let body = body.to_string();
+            let reply = Client::connect(gateway.admin()).request("POST", "/api/overrides", &headers, body.as_bytes());
+            assert_eq!(reply.status, expected, "{limit}, {quota}: {}", reply.text());
+            assert!(expected == 200 || reply.text().contains("use a smaller quota"), "{}", reply.text());
+        }
+    }
+}
+
+#[test]
 fn number_of_overrides_is_bounded() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
