@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
 use arc_swap::ArcSwap;
-use http::header::{CONTENT_LENGTH, HeaderValue};
+use http::header::{CONTENT_LENGTH, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use tokio::time::{Instant, timeout_at};
@@ -208,7 +208,7 @@ impl AdmissionIo for GatewayIo<'_, '_> {
             ProviderKind::Forward(forward) => {
                 let server =
                     AuthServer { snapshot: self.snapshot, flow: self.flow, provider: forward, index: provider };
-                server.verify_cached(|| forward_auth::told_headers(forward, self.peer, request))
+                server.verify_cached(|| forward_auth::told_headers(forward, forward.settings.told, self.peer, request))
             }
             ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) => None,
         }
@@ -224,7 +224,7 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         let verify = async {
             match &self.snapshot.config.auth.providers[provider].kind {
                 ProviderKind::Forward(forward) => {
-                    let headers = forward_auth::told_headers(forward, self.peer, request);
+                    let headers = forward_auth::told_headers(forward, forward.settings.told, self.peer, request);
                     let request_id = self.record.request_id(request.head.headers).to_header_value();
                     let (snapshot, flow) = (self.snapshot, self.flow);
                     AuthServer { snapshot, flow, provider: forward, index: provider }.verify(headers, request_id).await
@@ -258,7 +258,7 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         if forward.denied.is_empty() {
             return None;
         }
-        let admission = forward.denied.get(self.denied_key(forward, request))?;
+        let admission = forward.denied.get(self.denied_key(forward, request, route))?;
         let mut credentials = credentials.clone();
         let verification = Verification::Valid(Proof::Forward(admission));
         match credentials.resume(provider, verification, &request.auth_request(route)) {
@@ -267,9 +267,9 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         }
     }
 
-    fn forget_denied(&self, request: &TargetedRequest<'_>, provider: usize) {
+    fn forget_denied(&self, request: &TargetedRequest<'_>, route: &Route, provider: usize) {
         if let ProviderKind::Forward(forward) = &self.snapshot.config.auth.providers[provider].kind {
-            forward.denied.remove(self.denied_key(forward, request));
+            forward.denied.remove(self.denied_key(forward, request, route));
         }
     }
 
@@ -278,7 +278,7 @@ impl AdmissionIo for GatewayIo<'_, '_> {
             if let ProviderKind::Forward(forward) = &self.snapshot.config.auth.providers[*index].kind
                 && let Some(admission) = credentials.admission(*index)
             {
-                forward.denied.insert_denied(self.denied_key(forward, request), admission);
+                forward.denied.insert_denied(self.denied_key(forward, request, route), admission);
             }
         }
     }
@@ -317,9 +317,16 @@ impl AdmissionIo for GatewayIo<'_, '_> {
     }
 }
 
+/// Name of the route in the key of denied requests.
+const ROUTE: HeaderName = HeaderName::from_static("route");
+
 impl GatewayIo<'_, '_> {
-    fn denied_key(&self, provider: &ForwardProvider, request: &TargetedRequest<'_>) -> CacheKey {
-        provider.denied.key(&forward_auth::told_headers(provider, self.peer, request))
+    /// Return the key of requests for which the server would return the same identities, and that are checked against
+    /// the same limits.
+    fn denied_key(&self, provider: &ForwardProvider, request: &TargetedRequest<'_>, route: &Route) -> CacheKey {
+        let mut headers = forward_auth::told_headers(provider, provider.settings.denied_by, self.peer, request);
+        headers.append(ROUTE, HeaderValue::from(route.index));
+        provider.denied.key(&headers)
     }
 }
 

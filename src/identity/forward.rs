@@ -30,7 +30,7 @@ pub struct ForwardProvider {
     /// Cache of admissions. `None` if the server is called for each request.
     pub cache: Option<Arc<ForwardCache>>,
     /// Admissions of requests that a limit has denied, for [`DENIED_TTL`]. They admit no request, but the limit can deny
-    /// the next equal request without a call to the server.
+    /// the next request of the same client to the same route without a call to the server.
     pub denied: Box<ForwardCache>,
 }
 
@@ -59,6 +59,9 @@ pub struct ForwardSettings {
     pub fail_open: bool,
     /// The parts of the request that the server receives in addition to `request_headers`.
     pub told: ToldParts,
+    /// The parts of the request that distinguish the requests that a limit has denied. Without `cache.by`, neither the
+    /// method nor the URI does, because the identities of a client rarely depend on them.
+    pub denied_by: ToldParts,
     /// Lifetime and maximum number of cached admissions. `None` disables the cache.
     pub cache: Option<(Duration, usize)>,
 }
@@ -80,6 +83,9 @@ pub struct ToldParts {
 impl ToldParts {
     /// Send all parts of the request.
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
+
+    /// The parts that do not depend on the resource.
+    pub const CLIENT: ToldParts = ToldParts { method: false, host: true, uri: false, ip: true };
 }
 
 /// Headers that may occur several times, because their values form one list (RFC 9110 §5.3). `Cookie` is also in this

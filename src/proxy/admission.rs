@@ -170,8 +170,8 @@ pub trait AdmissionIo: Send {
         provider: usize,
     ) -> impl Future<Output = Result<Verification, Self::Undecided>> + Send;
 
-    /// Return the credentials of a request if the provider admits it like the last equal request, which a limit has
-    /// denied within the last second.
+    /// Return the credentials of a request if the provider admits it like the last request of the same client to this
+    /// route, which a limit has denied within the last second.
     fn admitted_before<'a>(
         &self,
         _request: &TargetedRequest<'_>,
@@ -183,7 +183,7 @@ pub trait AdmissionIo: Send {
     }
 
     /// Forget what [`admitted_before`](Self::admitted_before) returned, because the limits admit the request now.
-    fn forget_denied(&self, _request: &TargetedRequest<'_>, _provider: usize) {}
+    fn forget_denied(&self, _request: &TargetedRequest<'_>, _route: &Route, _provider: usize) {}
 
     /// Store the admissions of a request that a limit has denied.
     fn remember_denied(&self, _request: &TargetedRequest<'_>, _route: &Route, _credentials: &Credentials<'_>) {}
@@ -516,6 +516,9 @@ async fn check_limits<'a, I: AdmissionIo>(
     let (mut known, mut early_body) = (None, None);
     let (mut first, mut llm) = (None, None);
     let mut is_inspected = !route.rate_limits.reads_body();
+    // The reason why the limits cannot use the body, if it was read before the authentication of a client that was
+    // admitted a moment ago. The client learns it after the authentication.
+    let mut rejected_body = None;
     let authenticated = match verified {
         Verified::Yes => Ok(()),
         Verified::No(error) => Err(error),
@@ -524,11 +527,24 @@ async fn check_limits<'a, I: AdmissionIo>(
                 llm = Box::pin(inspect(io, facts, request, route, &mut body)).await?;
                 is_inspected = true;
             }
-            facts.step = Step::Limits;
-            // Box the future, because only requests of clients over their limits need space for it.
-            if let Some(decision) = Box::pin(deny_again(io, facts, request, &limits, provider)).await {
-                return Ok(Limited::Decided(decision, llm));
+            if let Some(credentials) = io.admitted_before(request, route, &facts.credentials, provider) {
+                if !is_inspected {
+                    match Box::pin(inspect(io, facts, request, route, &mut body)).await {
+                        Ok(counted) => llm = counted,
+                        Err(reason) => rejected_body = Some(reason),
+                    }
+                    is_inspected = true;
+                }
+                facts.step = Step::Limits;
+                // Box the future, because only requests of clients over their limits need space for it.
+                let again = DeniedBefore { credentials, provider, body: json(&body), llm: llm.as_deref_mut() };
+                if rejected_body.is_none()
+                    && let Some(decision) = Box::pin(deny_again(io, facts, request, &limits, again)).await
+                {
+                    return Ok(Limited::Decided(decision, llm));
+                }
             }
+            facts.step = Step::Limits;
             early_body = body.take();
             let known = &*known.insert(facts.credentials.clone());
             let attributes = request.attributes(config, route, known, json(&early_body));
@@ -553,7 +569,7 @@ async fn check_limits<'a, I: AdmissionIo>(
     facts.is_authenticated = authenticated.is_ok();
     let inspected = match authenticated {
         Err(error) => Err(not_authenticated(route, error)),
-        Ok(()) if is_inspected => Ok(()),
+        Ok(()) if is_inspected => rejected_body.map_or(Ok(()), Err),
         // Box the future, because only the few requests whose body is read need space for it.
         Ok(()) => Box::pin(inspect(io, facts, request, route, &mut body)).await.map(|counted| llm = counted),
     };
@@ -568,6 +584,15 @@ async fn check_limits<'a, I: AdmissionIo>(
     Ok(Limited::Decided(decision, llm))
 }
 
+/// A request whose last equal request the server has admitted, and a limit has denied.
+struct DeniedBefore<'a, 'b> {
+    /// The credentials with the earlier admission.
+    credentials: Credentials<'a>,
+    provider: usize,
+    body: Option<&'b JsonBody>,
+    llm: Option<&'b mut LlmRequest>,
+}
+
 /// Check the limits of a request that has to wait for an authentication server, but whose last equal request a limit has
 /// denied. Return the decision if the limits deny the request again, so that the server need not be called. If they admit
 /// the request, refund the charges and return `None`, because the server must verify the credential.
@@ -576,28 +601,25 @@ async fn deny_again<'a, I: AdmissionIo>(
     facts: &mut RequestFacts<'a>,
     request: &TargetedRequest<'_>,
     limits: &RouteChecks<'a, '_>,
-    provider: usize,
+    denied_before: DeniedBefore<'a, '_>,
 ) -> Option<Decision<'a>> {
     let RouteChecks { config, route, overrides } = *limits;
-    if route.rate_limits.reads_body() {
-        return None;
-    }
-    let credentials = io.admitted_before(request, route, &facts.credentials, provider)?;
-    let attributes = request.attributes(config, route, &credentials, None);
+    let DeniedBefore { credentials, provider, body, llm } = denied_before;
+    let attributes = request.attributes(config, route, &credentials, body);
     let limits = RouteChecks { config, route, overrides };
-    let mut checks = limits.all_but(None, &attributes, None).ok()?;
+    let mut checks = limits.all_but(None, &attributes, llm.as_deref()).ok()?;
     make_refundable(&mut checks);
     let mut checked = CheckedLimits::check(io, checks).await;
     match &checked.decision {
         Ok(decision) if decision.admitted => {
             checked.refund(io).await;
-            io.forget_denied(request, provider);
+            io.forget_denied(request, route, provider);
             return None;
         }
         Ok(_) => {}
         Err(_) => return None,
     }
-    let decision = limits.finish(io, checked, &attributes, None).ok()?;
+    let decision = limits.finish(io, checked, &attributes, llm).ok()?;
     facts.credentials = credentials;
     Some(decision)
 }

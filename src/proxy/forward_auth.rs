@@ -23,7 +23,7 @@ use crate::http::headers::{
 use crate::http::request_body::RequestBody;
 use crate::http::target::received_host;
 use crate::identity::forward::{
-    CacheRole, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
+    CacheRole, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult, ToldParts,
 };
 use crate::identity::verification::{Admission, Denial};
 use crate::identity::verification::{AuthError, Proof, Verification};
@@ -100,10 +100,15 @@ impl AuthServer<'_> {
     }
 }
 
-/// Return the headers of the request to the authentication server, except `Host` and `X-Request-Id`. These headers are
-/// the cache key.
-pub(super) fn told_headers(provider: &ForwardProvider, peer: &Peer, request: &TargetedRequest<'_>) -> HeaderMap {
-    let ForwardSettings { request_headers, told, .. } = &provider.settings;
+/// Return the headers of the request to the authentication server with these parts of the request, except `Host` and
+/// `X-Request-Id`. With the parts that the server is told, these headers are the cache key.
+pub(super) fn told_headers(
+    provider: &ForwardProvider,
+    told: ToldParts,
+    peer: &Peer,
+    request: &TargetedRequest<'_>,
+) -> HeaderMap {
+    let ForwardSettings { request_headers, .. } = &provider.settings;
     let TargetedRequest { head, target, origin } = *request;
     let received = head.headers;
     let mut headers = HeaderMap::new();

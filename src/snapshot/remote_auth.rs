@@ -146,6 +146,7 @@ pub(super) fn forward(
         Some(cache) => cache_settings(cache, &request_headers, reader),
         None => (ToldParts::ALL, None),
     };
+    let denied_by = if told == ToldParts::ALL { ToldParts::CLIENT } else { told };
     let text = reader.required(auth.url.as_ref(), span, "url", "\"http://127.0.0.1:4181/verify\"")?;
     let (settings, target, authority) = {
         let url = server_url(text, reader)?;
@@ -158,8 +159,17 @@ pub(super) fn forward(
     };
     let upstream = internal.first + internal.settings.len();
     internal.settings.push(settings);
-    let settings =
-        ForwardSettings { target, authority, request_headers, response_headers, timeout, fail_open, told, cache };
+    let settings = ForwardSettings {
+        target,
+        authority,
+        request_headers,
+        response_headers,
+        timeout,
+        fail_open,
+        told,
+        denied_by,
+        cache,
+    };
     Some(ForwardProvider::new(settings, upstream))
 }
 

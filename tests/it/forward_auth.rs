@@ -630,7 +630,12 @@ fn client_over_its_limit_costs_the_server_one_call_per_second() {
     for store in [String::new(), redis.store()] {
         let gateway = Gateway::start(&format!("{store}{config}{limits}"));
         let mut client = gateway.client();
-        let mut get = |cookie: &str| client.get_with("/", &[("Cookie", cookie)]);
+        let mut requests = 0;
+        // Each request has another URI.
+        let mut get = |cookie: &str| {
+            requests += 1;
+            client.get_with(&format!("/{requests}?n={requests}"), &[("Cookie", cookie)])
+        };
         assert_eq!([get("s=alice").status, get("s=alice").status], [200, 200]);
         let (calls, start) = (server.count(), monotonic());
         for _ in 0..50 {
@@ -645,6 +650,36 @@ fn client_over_its_limit_costs_the_server_one_call_per_second() {
         assert_eq!((bob.status, bob.remaining("ip")), (200, 997), "denied requests are not charged to the address");
         assert_eq!(get("s=ended").status, 401);
     }
+}
+
+#[test]
+fn client_over_its_token_budget_costs_the_server_one_call_per_second() {
+    let server = session_server();
+    let usage = r#"{"usage":{"prompt_tokens":40,"completion_tokens":50}}"#;
+    let upstream = Upstream::responding(move |_| {
+        let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: ";
+        format!("{head}{}\r\n\r\n{usage}", usage.len()).into_bytes()
+    });
+    let limit =
+        "[limit.tokens]\nby = \"auth:x-user\"\nquota = \"100/day\"\nunit = \"tokens\"\ncost = { llm = \"auto\" }\n";
+    let config = config(&verify_url(&server), "", &upstream)
+        .replace("require = [\"sso\"]\n", "require = [\"sso\"]\nlimits = [\"tokens\"]\n");
+    let gateway = Gateway::start(&format!("{config}{limit}"));
+    let mut client = gateway.client();
+    let mut post = |n: usize, cookie: &str, body: &str| {
+        client.request("POST", &format!("/v1/chat/completions?n={n}"), &[("Cookie", cookie)], body.as_bytes())
+    };
+    let chat = r#"{"model":"m","max_tokens":60,"messages":[{"role":"user","content":"hello"}]}"#;
+    assert_eq!(post(0, "s=alice", chat).status, 200);
+    eventually("the usage is settled", || post(0, "s=alice", chat).status == 429);
+    let (calls, start) = (server.count(), monotonic());
+    for n in 0..50 {
+        assert_eq!(post(n, "s=alice", chat).status, 429);
+    }
+    let most = (monotonic() - start).as_secs() as usize + 2;
+    assert!(server.count() - calls <= most, "fault 80: {} calls, at most {most}", server.count() - calls);
+    assert_eq!(post(1, "s=alice", "{").status, 400, "a body that cannot be read is rejected after the authentication");
+    assert_eq!((post(1, "", "{").status, post(1, "s=bob", chat).status), (401, 200));
 }
 
 #[test]
