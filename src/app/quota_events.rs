@@ -28,6 +28,7 @@ use crate::admin::usage::consumer_name;
 use crate::app::AppError;
 use crate::app::maintenance::with_jitter;
 use crate::clock::{LogThrottle, elapsed_since, unix_us};
+use crate::http::text::{Escape, escape_deceptive};
 use crate::limiter::metrics::MetricFamily;
 use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, EventQueue, QuotaEvent};
 use crate::limiter::redis::RedisSettings;
@@ -475,7 +476,9 @@ fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
     };
     let body = EventBody { kind: EVENT_TYPE, timestamp: time(usage.now_us), data };
     // The value contains only strings and numbers, so serialization cannot fail.
-    serde_json::to_vec(&body).unwrap_or_default().into()
+    let mut json = serde_json::to_vec(&body).unwrap_or_default();
+    escape_deceptive(&mut json, 0, Escape::Json);
+    json.into()
 }
 
 #[cfg(test)]

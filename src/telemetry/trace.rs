@@ -11,6 +11,7 @@ use opentelemetry::{InstrumentationScope, KeyValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use uuid::Uuid;
 
+use crate::http::text::{Escape, escape_deceptive};
 use crate::telemetry::access_log::{AccessRecord, BatchConfig, BatchWriter, DecisionInfo, UpstreamInfo};
 
 /// The header `traceparent` (W3C Trace Context, section 3.2).
@@ -303,8 +304,12 @@ impl RequestTrace<'_> {
     }
 }
 
+/// Return an attribute. Deceptive characters of a client are escaped as in the access log.
 fn string_attribute(key: &'static str, value: &str) -> KeyValue {
-    KeyValue::new(key, Value::from(value.to_owned()))
+    let mut bytes = value.as_bytes().to_vec();
+    escape_deceptive(&mut bytes, 0, Escape::Percent);
+    // The escaped text is valid UTF-8, because `value` is.
+    KeyValue::new(key, Value::from(String::from_utf8(bytes).unwrap_or_default()))
 }
 
 #[cfg(test)]

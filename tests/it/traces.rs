@@ -195,6 +195,22 @@ fn request_without_a_trace_starts_one() {
 }
 
 #[test]
+fn deceptive_characters_of_clients_are_escaped_in_spans() {
+    let (collector, upstream) = (Collector::start(), Upstream::start());
+    let gateway = Gateway::start(&config(&upstream, &collector.log()));
+    let hidden = "\u{85}\u{9b}31m\u{202e}\u{2066}\u{feff}\u{2028}";
+    let mut client = gateway.client();
+    let given = traceparent("01");
+    client.send(format!("GET /é{hidden} HTTP/1.1\r\nHost: a.test\r\ntraceparent: {given}\r\n\r\n").as_bytes());
+    assert!(matches!(client.reply().unwrap().status, 400 | 404));
+    let spans = collector.trace(TRACE, 1);
+    let texts = format!("{spans:?}");
+    let found = attributes(&spans[0].attributes)["url.path"].clone();
+    assert!(found.ends_with("%C2%85%C2%9B31m%E2%80%AE%E2%81%A6%EF%BB%BF%E2%80%A8"), "{found}");
+    assert!(!hidden.chars().any(|c| !c.is_ascii() && texts.contains(c)), "{texts}");
+}
+
+#[test]
 fn unsampled_trace_context_is_forwarded_unchanged() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let mut gateway = Gateway::start(&config(&upstream, &collector.log()));
