@@ -290,9 +290,12 @@ impl Server {
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }
         };
+        if let CloseReason::TooManyResets = close_reason {
+            self.metrics.too_many_resets.increment(0);
+        }
         if let Ok(stream) = returned_stream.try_recv() {
             match close_reason {
-                CloseReason::Complete | CloseReason::Timeout => {}
+                CloseReason::Complete | CloseReason::Timeout | CloseReason::TooManyResets => {}
                 CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
                 CloseReason::RequestUnread => {
                     if let Some(_permit) = connection_limits.try_acquire_lingering() {

@@ -91,6 +91,13 @@ impl AdminState {
         let [received, sent] = sum_counts(metrics.iter().map(|metrics| metrics.bytes()));
         exposition.counter("received_bytes", "Bytes received from clients")?.write_counter(&[], received)?;
         exposition.counter("sent_bytes", "Bytes sent to clients")?.write_counter(&[], sent)?;
+        let [too_many_resets] = sum_counts(metrics.iter().map(|metrics| metrics.too_many_resets.values()));
+        exposition
+            .counter(
+                "connections_closed_for_resets",
+                "HTTP/2 client connections that were closed because the client reset too many requests",
+            )?
+            .write_counter(&[], too_many_resets)?;
         let mut writer = exposition.counter("tls_handshakes", "TLS handshakes with clients")?;
         for (index, version) in TLS_VERSIONS.iter().enumerate() {
             let counts = sum_counts(metrics.iter().map(|metrics| metrics.handshakes[index].values()));

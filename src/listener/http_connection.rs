@@ -20,15 +20,15 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{debug, warn};
 
-use crate::clock::monotonic;
+use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
-use crate::listener::handshake::Protocol;
+use crate::listener::handshake::{LOG_INTERVAL, Protocol};
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;
 use crate::proxy::request::Peer;
@@ -71,6 +71,8 @@ pub(super) enum CloseReason {
     WriteStalled,
     /// A response was aborted, but would look complete to the client if the connection were closed normally.
     TruncatedResponse,
+    /// The client reset too many requests before their responses.
+    TooManyResets,
 }
 
 /// Event on a connection.
@@ -159,6 +161,15 @@ struct ConnectionStreams {
 }
 
 impl HttpConnection {
+    /// Log that the client reset too many requests, at most once per [`LOG_INTERVAL`].
+    fn log_too_many_resets(&self) {
+        static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+        if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+            let network = self.gateway.config().client_ip.format_network(self.peer.address);
+            warn!(network, "a client reset too many requests before their responses, and its connection was closed");
+        }
+    }
+
     /// Serve requests until the connection is closed.
     pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<CloseReason, BoxError>
     where
@@ -296,6 +307,10 @@ impl HttpConnection {
                     if error.is_user() && watchdog.flow().is_request_abandoned() =>
                 {
                     return Ok(CloseReason::RequestUnread);
+                }
+                ConnectionEvent::Closed(Some(Err(_))) if self.activity.has_too_many_resets() => {
+                    self.log_too_many_resets();
+                    return Ok(CloseReason::TooManyResets);
                 }
                 ConnectionEvent::Closed(Some(Err(error))) => return Err(error.into()),
                 ConnectionEvent::NoFurtherRequest => {

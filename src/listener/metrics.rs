@@ -99,6 +99,8 @@ pub struct ListenerMetrics {
     pub handshakes: [Counter<{ APPLICATION_PROTOCOLS.len() }>; TLS_VERSIONS.len()],
     /// Failed handshakes, counted for each [`HandshakeFailure`].
     pub handshake_failures: Counter<{ HandshakeFailure::ALL.len() }>,
+    /// HTTP/2 connections that were closed because the client reset too many requests.
+    pub too_many_resets: Counter<1>,
     received_bytes: AtomicU64,
     sent_bytes: AtomicU64,
 }

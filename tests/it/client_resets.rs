@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::frames::{END_HEADERS, END_STREAM, GOAWAY, HEADERS, Http2, RST_STREAM, block, frame};
 use crate::support::gateway::Gateway;
 use crate::support::server::{Behaviour, Server};
@@ -242,13 +243,18 @@ fn connection_with_mostly_premature_resets_is_closed() {
         std::thread::sleep(WORK);
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec()
     });
-    let gateway = Gateway::start(&format!(
+    let gateway = Gateway::start(&with_admin(&format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"u\"\n\
          [[route]]\nname = \"local\"\npath = \"/local\"\nrespond = {{ status = 200 }}\n\
          [upstream.u]\nservers = [\"{}\"]\n",
         upstream.url()
-    ));
+    )));
     let closed = reset_among(&gateway, 300, 0).expect("the connection is closed");
     assert!((250..260).contains(&closed), "closed after {closed} resets");
+    eventually("the connection is counted and logged", || {
+        metric(&gateway, "sluicegate_connections_closed_for_resets_total") == 1.0
+            && gateway.log().contains("a client reset too many requests")
+    });
+    assert!(gateway.log().contains("\"network\":\"127.0.0.1\""), "{}", gateway.log());
     assert_eq!(reset_among(&gateway, 300, 2), None, "most requests of the connection are completed");
 }
