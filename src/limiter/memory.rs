@@ -504,6 +504,9 @@ impl LimitStates {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limiter::algorithm::Rule;
+    use crate::limiter::algorithm::concurrency::Concurrency;
+    use crate::limiter::algorithm::sliding_log::SlidingLog;
     use crate::limiter::key::{Identity, IdentityHasher};
     use crate::limiter::spec::LimitSpec;
     use crate::limiter::verdict::ChargeMode;
@@ -535,6 +538,38 @@ mod tests {
 
     fn remaining(store: &MemoryStore, limit: &LimitSpec, number: u128) -> u64 {
         store.decide(Operation::Peek, &[charge(limit, number, 0)]).outcomes[0].remaining
+    }
+
+    #[test]
+    fn renewed_permit_counts_until_its_new_expiry() {
+        let (store, clock) = store(2);
+        let second: u64 = 1_000_000;
+        let rule = Rule::Concurrency(Concurrency { limit: 1, ttl: 10 * second });
+        let limit = limit("limit", "10/day");
+        let permit = |permit_id| Charge { rule: &rule, permit_id, ..charge(&limit, 0, 1) };
+        let is_granted = |permit_id| check(&store, permit(permit_id));
+        assert!(is_granted(1));
+        clock.set(START_US + 6 * second);
+        store.decide(Operation::Renew, &[permit(1)]);
+        clock.set(START_US + 12 * second);
+        assert!(!is_granted(2), "the renewal extended the permit");
+        clock.set(START_US + 17 * second);
+        assert!(is_granted(3), "the renewed permit has expired");
+    }
+
+    #[test]
+    fn expired_log_is_cleared_by_the_next_charge() {
+        let (store, clock) = store(2);
+        let rule = Rule::SlidingLog(SlidingLog::new("5/s".parse().unwrap()).unwrap());
+        let limit = limit("limit", "10/day");
+        let charge = |cost| Charge { rule: &rule, ..charge(&limit, 0, cost) };
+        assert!(check(&store, charge(5)));
+        clock.set(START_US + 2_000_000);
+        assert!(check(&store, charge(1)));
+        let key = charge(1).key.local_hash();
+        let shard = lock(&store.shards[shard_of(key)]);
+        let entry = &shard.limits.iter().find_map(|limit| limit.entries.get(&key)).unwrap().state;
+        assert!(matches!(entry, State::Log(log) if log.len() == 1), "{entry:?}");
     }
 
     #[test]

@@ -843,6 +843,54 @@ mod tests {
         }
     }
 
+    /// Return the deferred charges of a request: limit 0 has a reservation of the store, limit 1 one of the local share,
+    /// and limit 2 a deferred cost.
+    fn deferred(queue: &Arc<SettlementQueue>) -> DeferredCharges {
+        let rule = Rule::TokenBucket(TokenBucket::new("10/day".parse().unwrap(), 10).unwrap());
+        let charge = |limit_index, deferred, decided_by| DeferredCharge {
+            deferred,
+            decided_by,
+            charged_at: 1_000_000,
+            charge: OwnedCharge { limit_index, ..charge_of(&rule, "10/day".parse().unwrap(), 5) },
+        };
+        let charges = vec![
+            charge(0, Deferred::Settle, DecidedBy::Store),
+            charge(1, Deferred::Settle, DecidedBy::Local),
+            charge(2, Deferred::Charge, DecidedBy::Local),
+        ];
+        DeferredCharges::new(queue.clone(), charges)
+    }
+
+    #[tokio::test]
+    async fn charges_of_the_store_and_of_the_local_share_are_settled_in_separate_calls() {
+        let (queue, _) = limited();
+        let calls = deferred(&queue).calls(|_, _| SettleAction::Refund);
+        let found: Vec<_> = calls
+            .iter()
+            .map(|call| (call.decided_by, call.charges.iter().map(|charge| charge.limit_index).collect::<Vec<_>>()))
+            .collect();
+        assert_eq!(found, [(DecidedBy::Store, vec![0]), (DecidedBy::Local, vec![1, 2])]);
+    }
+
+    #[tokio::test]
+    async fn dropped_deferred_cost_of_a_local_share_is_charged() {
+        let (queue, _) = limited();
+        drop(deferred(&queue));
+        assert_eq!(queue.queued.load(Ordering::Relaxed), 1, "reservations stay charged, and the cost is charged");
+    }
+
+    #[tokio::test]
+    async fn only_the_selected_reservations_are_split_off() {
+        let (queue, _) = limited();
+        for (selected, split, left) in [(0, vec![0], vec![1, 2]), (1, vec![1], vec![0, 2]), (2, vec![], vec![0, 1, 2])]
+        {
+            let mut charges = deferred(&queue);
+            let reservations = charges.split_reservations(|limit_index| limit_index == selected);
+            let indices = |charges: &DeferredCharges| charges.costs().map(|(index, _)| index).collect::<Vec<_>>();
+            assert_eq!((reservations.as_ref().map_or(Vec::new(), indices), indices(&charges)), (split, left));
+        }
+    }
+
     /// Return the state after a change.
     fn next_state(change: Change, state: Option<State>) -> Option<State> {
         match change {

@@ -59,6 +59,22 @@ fn hold(gateway: &Gateway) -> Client {
 }
 
 #[test]
+fn held_permits_of_one_gateway_deny_at_the_whole_limit_without_a_call() {
+    let (redis, upstream) = (Redis::start(), Streaming::start());
+    // The local share of the gateway would be one of four permits.
+    let store = format!("{}gateway_count = 4\n", redis.store());
+    let gateway = Gateway::start(&with_admin(&config(&store, upstream.address, 4, "30s")));
+    let _held = [0; 4].map(|_| hold(&gateway));
+    let calls = || metric(&gateway, "sluicegate_store_calls_total");
+    let before = calls();
+    let mut client = gateway.client();
+    for _ in 0..50 {
+        assert_eq!(client.get("/quick").status, 429);
+    }
+    assert_eq!(calls() - before, 0.0, "the requests in flight hold all permits");
+}
+
+#[test]
 fn openai_headers_of_a_concurrency_limit_have_no_reset() {
     let upstream = Streaming::start();
     let styles = "limits = [\"places\"]\nratelimit_headers = [\"openai\", \"anthropic\"]";

@@ -307,6 +307,33 @@ fn shutdown_delivers_events_that_are_on_their_way() {
 }
 
 #[test]
+fn denied_request_causes_no_event_of_another_limit_that_has_room() {
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let limit = |quota: u64, rest: &str| {
+        format!("by = \"ip\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}/day\"\n{rest}\n")
+    };
+    let config = with_admin(&format!(
+        "{}[limit.events]\n{}[limit.tight]\n{}{}\
+         [[route]]\nname = \"both\"\npath = \"/both\"\nlimits = [\"events\", \"tight\"]\nrespond = {{ status = 200 }}\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"events\"]\nrespond = {{ status = 200 }}\n",
+        redis.store(),
+        limit(10, "notify = { to = \"hook\", at = [80] }"),
+        limit(7, ""),
+        hook.config()
+    ));
+    let gateway = Gateway::start(&config);
+    let both: Vec<_> = (0..12).map(|_| gateway.get("/both").status).collect();
+    assert_eq!(both, [vec![200; 7], vec![429; 5]].concat());
+    let caused = || {
+        pending(&gateway) + ["delivered", "claimed", "failed"].map(|each| results(&gateway, each)).iter().sum::<f64>()
+    };
+    assert_eq!(caused(), 0.0, "7 of 10 are used, and denied requests are not charged");
+    assert_eq!(statuses(&gateway, 1), [200]);
+    eventually("the event arrives", || hook.events().len() == 1);
+    assert_eq!((&hook.events()[0]["data"]["used"], &hook.events()[0]["data"]["denied"]), (&8.into(), &false.into()));
+}
+
+#[test]
 fn consumers_are_named_and_tiers_have_their_own_percentages() {
     let (redis, hook) = (Redis::start(), Hook::start());
     let hash = |name: &str| {
@@ -319,7 +346,8 @@ fn consumers_are_named_and_tiers_have_their_own_percentages() {
             hash(&format!("key-{name}"))
         )
     };
-    let consumers = consumer("small", "free") + &consumer("large", "paid");
+    let small = "sm\u{202e}all";
+    let consumers = consumer(small, "free") + &consumer("large", "paid");
     let config = with_admin(&format!(
         "{}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n\
          [limit.l]\nby = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"10/day\"\nshadow = true\n\
@@ -331,7 +359,7 @@ fn consumers_are_named_and_tiers_have_their_own_percentages() {
     ));
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
     let mut client = gateway.client();
-    for key in ["key-large", "key-small", "some-secret"] {
+    for key in ["key-large", &format!("key-{small}"), "some-secret"] {
         for _ in 0..9 {
             assert_eq!(client.get_with("/r", &[("x-api-key", key)]).status, 200, "a shadow limit");
         }
@@ -339,13 +367,11 @@ fn consumers_are_named_and_tiers_have_their_own_percentages() {
     eventually("two events arrive", || hook.events().len() == 2);
     let events = hook.events();
     let of = |capacity: u64| &events.iter().find(|event| event["data"]["capacity"] == capacity).unwrap()["data"];
-    assert_eq!(
-        (&of(5)["consumer"], &of(5)["quota"], &of(5)["shadow"]),
-        (&"small".into(), &"5/day".into(), &true.into())
-    );
+    assert_eq!((&of(5)["consumer"], &of(5)["quota"], &of(5)["shadow"]), (&small.into(), &"5/day".into(), &true.into()));
     assert!(of(10)["consumer"].is_null(), "an unknown key is no consumer, only a hash: {events:?}");
     let bodies: Vec<_> = hook.requests().iter().map(|seen| String::from_utf8(seen.body.clone()).unwrap()).collect();
     assert!(bodies.iter().all(|body| !body.contains("secret") && !body.contains("key-")), "{bodies:?}");
+    assert!(bodies.iter().any(|body| body.contains("sm\\u202eall")), "a direction mark is escaped: {bodies:?}");
 }
 
 #[test]
