@@ -8,17 +8,28 @@ macro_rules! examples {
     };
 }
 
-pub mod admin;
+mod admin;
 mod against;
-pub(crate) mod check;
+mod certificates;
+mod check;
+mod completions;
 mod doctor;
-pub mod explain;
-mod generate;
-pub(crate) mod key;
-pub mod replay;
+mod explain;
+mod init;
+mod inspect;
+mod key;
+mod man;
+mod overrides;
+mod probe;
+mod reload;
+mod renew;
+mod replay;
+mod reset;
 mod run;
+mod schema;
 mod shared;
 mod status;
+mod top;
 mod usage;
 
 use std::path::{Path, PathBuf};
@@ -28,10 +39,9 @@ use annotate_snippets::{Level, Renderer};
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::cli::shared::{EXIT_INVALID_CONFIG, env_var, is_broken_pipe, load_for};
+use crate::cli::shared::{EXIT_INVALID_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
-use crate::config::file::{UnsetVariables, config_argument};
-use crate::snapshot::CompiledConfig;
+use crate::config::file::config_argument;
 
 /// The text that `--version` prints after the name of the program. `-V` prints only the version. `build.rs` sets the
 /// environment variables in this text.
@@ -68,162 +78,25 @@ pub struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve requests (the default command)
-    ///
-    /// SIGHUP reloads the configuration, SIGTERM drains connections and stops the gateway, SIGUSR2 starts a hot
-    /// restart.
-    #[command(after_help = examples![
-        "sluicegate run",
-        "sluicegate run --config gateway.toml",
-        "SLUICEGATE_CONFIG=gateway.toml sluicegate run",
-    ])]
-    Run,
-    /// Validate the configuration: print errors, warnings and the maximum cost that each limit admits
-    ///
-    /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, the exit code is 1 if there
-    /// are warnings.
-    #[command(after_help = examples![
-        "sluicegate check --strict",
-        "sluicegate check --offline --config gateway.toml",
-        "sluicegate check --against /run/sluicegate/admin.sock",
-        "sluicegate check --json > report.json",
-    ])]
-    Check(check::Options),
-    /// Check the Redis servers, token issuers and webhooks of the configuration, and recommend changes
-    ///
-    /// The exit code is 1 if a check failed.
-    #[command(after_help = examples![
-        "sluicegate doctor",
-        "sluicegate doctor --json > report.json",
-    ])]
-    Doctor {
-        /// Print a JSON object
-        #[arg(long)]
-        json: bool,
-    },
-    /// Explain how the gateway would handle a request: route, limits, response
-    ///
-    /// The command sends no request to an upstream and charges no limit. It reads the limits' counters from Redis. With
-    /// a memory store, it reads them from the running gateway.
-    #[command(after_help = examples![
-        "sluicegate explain GET https://api.example.com/v1/users/7",
-        "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
-        "sluicegate explain GET http://localhost:8080/ping --offline --json",
-    ])]
+    Run(run::Arguments),
+    Check(check::Arguments),
+    Doctor(doctor::Arguments),
     Explain(explain::Arguments),
-    /// Create a commented configuration file from a template
-    #[command(after_help = examples![
-        "sluicegate init",
-        "sluicegate init --template plans --force",
-        "sluicegate init --template cdn --config cdn.toml",
-    ])]
-    Init {
-        /// Create the file from this template
-        #[arg(long = "template", visible_alias = "for", value_name = "TEMPLATE", default_value = "single-api")]
-        template: generate::Template,
-        /// Overwrite existing files
-        #[arg(long)]
-        force: bool,
-    },
-    /// Create, list, disable and revoke API keys
-    #[command(after_help = examples![
-        "sluicegate key new --consumer acme > key.txt",
-        "sluicegate key list",
-        "sluicegate key revoke < key.txt",
-    ])]
-    Key {
-        /// Use the consumers file of the provider `[auth.NAME]`; required if the configuration names several consumers
-        /// files
-        #[arg(long, value_name = "NAME", global = true)]
-        auth: Option<String>,
-        #[command(subcommand)]
-        action: key::Action,
-    },
-    /// Reload the configuration of the running gateway, and print what changed
-    ///
-    /// The command waits for the result. If the gateway rejects the new configuration, it keeps the active one, and the
-    /// exit code is 1.
-    #[command(after_help = examples![
-        "sluicegate reload",
-        "sluicegate reload --admin /run/sluicegate/admin.sock",
-    ])]
-    Reload {
-        /// Call the gateway at this admin socket (a path) or admin listener (a URL) [default: the admin socket, or the
-        /// `[admin]` address if no gateway listens on the socket]
-        #[arg(long, value_name = "SOCKET|URL")]
-        admin: Option<String>,
-        /// Print a JSON object
-        #[arg(long)]
-        json: bool,
-    },
-    /// Ask the running gateway whether it is ready, for health checks
-    ///
-    /// The command prints the status on one line. The exit code is 0 if the gateway is ready, and 1 if it is not ready
-    /// or does not respond. The command reads only the table `[admin]` of the configuration. Other tables may be
-    /// invalid, and environment variables in them may be unset.
-    #[command(after_help = examples![
-        "sluicegate probe",
-        "sluicegate probe --live --timeout 1s",
-        "sluicegate probe --url http://127.0.0.1:9180",
-    ])]
-    Probe(status::ProbeOptions),
-    /// Show the state of the running gateway on one page
-    ///
-    /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams,
-    /// certificates and the limits with the most denials. Tables are as wide as the terminal. The environment variable
-    /// COLUMNS sets another width.
-    #[command(after_help = examples![
-        "sluicegate status",
-        "sluicegate status --admin http://127.0.0.1:9180",
-        "sluicegate status --json > status.json",
-    ])]
-    Status(status::Options),
-    #[command(flatten)]
-    Admin(admin::AdminCommand),
-    /// Print the JSON Schema of the configuration, for editors
-    #[command(after_help = examples![
-        "sluicegate schema > gateway.schema.json",
-        "sluicegate schema consumers > consumers.schema.json",
-    ])]
-    Schema {
-        /// The kind of configuration file whose schema to print
-        #[arg(default_value = "gateway")]
-        file: generate::SchemaFile,
-    },
-    /// Print the completion script for a shell
-    #[command(after_help = examples![
-        "sluicegate completions bash > sluicegate.bash",
-        "sluicegate completions zsh > _sluicegate",
-    ])]
-    Completions {
-        /// Print the script for this shell
-        shell: clap_complete::Shell,
-    },
-    /// Print the manual page of sluicegate, or write one page per command into a folder
-    #[command(after_help = examples![
-        "sluicegate man > sluicegate.1",
-        "mkdir -p man1 && sluicegate man man1",
-    ])]
-    Man {
-        /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
-        folder: Option<PathBuf>,
-    },
-    /// Print usage totals: the cost that each limit charged to each identity per day
-    ///
-    /// The command reads the totals from Redis. With a memory store, it reads them from the running gateway.
-    #[command(after_help = examples![
-        "sluicegate usage --by month",
-        "sluicegate usage --limit rate --identity acme --from 2026-11-01 --to 2026-11-30",
-        "sluicegate usage --by month --from 2026-10-01 --to 2026-10-31 --csv > october.csv",
-    ])]
+    Init(init::Arguments),
+    Key(key::Arguments),
+    Reload(reload::Arguments),
+    Probe(probe::Arguments),
+    Status(status::Arguments),
+    Top(top::Arguments),
+    Inspect(inspect::Arguments),
+    Reset(reset::Arguments),
+    Certificates(certificates::Arguments),
+    Renew(renew::Arguments),
+    Override(overrides::Arguments),
+    Schema(schema::Arguments),
+    Completions(completions::Arguments),
+    Man(man::Arguments),
     Usage(usage::Arguments),
-    /// Replay access logs against the configured or proposed limits
-    #[command(after_help = examples![
-        "sluicegate replay access.log",
-        "sluicegate replay access.log --limit per-ip=600/min,burst=50",
-        "sluicegate replay access.log --by ip --limit per-ip=600/min --html report.html",
-        "cat access.log | sluicegate replay - --json > report.json",
-    ])]
     Replay(replay::Arguments),
 }
 
@@ -325,43 +198,27 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let load = || CompiledConfig::load(&arguments.config, &env_var);
+    let config = &*arguments.config;
     match &arguments.command {
-        None | Some(Command::Run) => {
-            let (config, file) = CompiledConfig::load_with_source(&arguments.config, &env_var, UnsetVariables::Error)?;
-            run::run(config, &file)?;
-        }
-        Some(Command::Check(options)) => return check::run(&arguments.config, options),
-        Some(Command::Doctor { json }) => return doctor::run(&load()?, *json),
-        Some(Command::Explain(explain_arguments)) => {
-            return explain::run(explain_arguments, &load()?, &arguments.config);
-        }
-        Some(Command::Reload { admin, json }) => status::reload(&arguments.config, admin.as_deref(), *json)?,
-        Some(Command::Status(options)) => status::run(&arguments.config, options)?,
-        Some(Command::Probe(options)) => status::probe(&arguments.config, options)?,
-        Some(Command::Admin(command)) => {
-            let client = match command.admin_url() {
-                Some(url) => admin::client::AdminClient::from_url(url)?,
-                None => {
-                    // If SLUICEGATE_ADMIN_TOKEN is set, the command does not use `admin.token`. An unset variable in
-                    // `admin.token` is then only a warning.
-                    let needed = match admin::client::token_from_env() {
-                        Some(_) => &["admin.address"][..],
-                        None => &["admin"],
-                    };
-                    let config = load_for(&arguments.config, needed)?;
-                    admin::client::AdminClient::from_config(&arguments.config, &config)?
-                }
-            };
-            command.run(&client)?;
-        }
-        Some(Command::Usage(arguments_of_usage)) => usage::run(arguments_of_usage, &load()?, &arguments.config)?,
-        Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
-        Some(Command::Init { template, force }) => generate::write_config(&arguments.config, *template, *force)?,
-        Some(Command::Key { auth, action }) => key::run(&arguments.config, auth.as_deref(), action)?,
-        Some(Command::Schema { file }) => generate::print_schema(*file)?,
-        Some(Command::Completions { shell }) => generate::print_completions(&Arguments::command(), *shell)?,
-        Some(Command::Man { folder }) => generate::write_man_pages(&Arguments::command(), folder.as_deref())?,
+        None | Some(Command::Run(_)) => run::run(config),
+        Some(Command::Check(arguments)) => check::run(arguments, config),
+        Some(Command::Doctor(arguments)) => doctor::run(arguments, config),
+        Some(Command::Explain(arguments)) => explain::run(arguments, config),
+        Some(Command::Init(arguments)) => init::run(arguments, config),
+        Some(Command::Key(arguments)) => key::run(arguments, config),
+        Some(Command::Reload(arguments)) => reload::run(arguments, config),
+        Some(Command::Probe(arguments)) => probe::run(arguments, config),
+        Some(Command::Status(arguments)) => status::run(arguments, config),
+        Some(Command::Top(arguments)) => top::run(arguments, config),
+        Some(Command::Inspect(arguments)) => inspect::run(arguments, config),
+        Some(Command::Reset(arguments)) => reset::run(arguments, config),
+        Some(Command::Certificates(arguments)) => certificates::run(arguments, config),
+        Some(Command::Renew(arguments)) => renew::run(arguments, config),
+        Some(Command::Override(arguments)) => overrides::run(arguments, config),
+        Some(Command::Schema(arguments)) => schema::run(arguments),
+        Some(Command::Completions(arguments)) => completions::run(arguments, &Arguments::command()),
+        Some(Command::Man(arguments)) => man::run(arguments, &Arguments::command()),
+        Some(Command::Usage(arguments)) => usage::run(arguments, config),
+        Some(Command::Replay(arguments)) => replay::run(arguments, config),
     }
-    Ok(ExitCode::SUCCESS)
 }

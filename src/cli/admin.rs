@@ -1,156 +1,25 @@
-//! `sluicegate top`, `inspect`, `reset` and `override`: commands that call the admin API of a running gateway.
+//! What the commands that call the admin API of a running gateway have in common: options, requests and tables.
 
 pub mod client;
 
 use std::io;
 use std::io::Write;
 use std::net::IpAddr;
+use std::path::Path;
+use std::process::ExitCode;
 
-use anstyle::{AnsiColor, Style};
+use anstyle::Style;
 use anyhow::bail;
-use clap::{Args, Subcommand};
+use clap::Args;
 use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets};
-use http::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::cli::admin::client::AdminClient;
+use crate::cli::admin::client::{AdminClient, token_from_env};
+use crate::cli::shared::load_for;
 use crate::http::text::is_deceptive;
 use crate::limiter::key::Identity;
 use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
-
-/// A command for a running gateway.
-#[derive(Debug, Subcommand)]
-pub(super) enum AdminCommand {
-    /// Show the most frequently denied clients of the running gateway
-    ///
-    /// The command counts only denials by this gateway in the last 5 minutes.
-    #[command(after_help = examples![
-        "sluicegate top",
-        "sluicegate top --limit per-ip --count 3",
-        "sluicegate top --admin http://127.0.0.1:9180 --json",
-    ])]
-    Top {
-        #[command(flatten)]
-        target: AdminTarget,
-        /// Show only this limit
-        #[arg(long, value_name = "NAME")]
-        limit: Option<String>,
-        /// Show at most this many clients per limit
-        #[arg(long, value_name = "N", default_value_t = 10)]
-        count: u64,
-    },
-    /// Show the usage of an identity, without charging it
-    #[command(after_help = examples![
-        "sluicegate inspect ip=192.0.2.7",
-        "sluicegate inspect --limit rate api-key=acme --cost 5",
-    ])]
-    Inspect {
-        #[command(flatten)]
-        target: AdminTarget,
-        /// Show only this limit [default: all limits whose `by` has exactly the given parts]
-        #[arg(long, value_name = "NAME")]
-        limit: Option<String>,
-        /// Show whether a request with this cost would be admitted
-        #[arg(long, value_name = "N", default_value_t = 1)]
-        cost: u64,
-        #[command(flatten)]
-        identity: IdentityArgs,
-    },
-    /// Clear the usage of an identity for one limit, on all gateways that share the store
-    #[command(after_help = examples![
-        "sluicegate reset --limit per-ip ip=192.0.2.7",
-        "sluicegate reset --limit rate api-key=acme",
-    ])]
-    Reset {
-        #[command(flatten)]
-        target: AdminTarget,
-        #[command(flatten)]
-        limit_identity: LimitIdentity,
-    },
-    /// List the certificates of the running gateway: issuer, expiry, source and next renewal
-    #[command(after_help = examples![
-        "sluicegate certificates",
-        "sluicegate certificates --json > certificates.json",
-    ])]
-    Certificates {
-        #[command(flatten)]
-        target: AdminTarget,
-    },
-    /// Renew a certificate by ACME now
-    ///
-    /// The running gateway, or another gateway with the same Redis store, orders the certificate.
-    /// `sluicegate certificates` shows the result. Each order counts towards the rate limits of the CA.
-    #[command(after_help = examples![
-        "sluicegate renew --name api.example.com",
-        "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",
-    ])]
-    Renew {
-        #[command(flatten)]
-        target: AdminTarget,
-        /// Renew the certificate for this DNS name
-        #[arg(long, value_name = "NAME")]
-        name: String,
-    },
-    /// Set, list and remove temporary quotas on all gateways that share the store
-    #[command(after_help = examples![
-        "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h",
-        "sluicegate override list",
-        "sluicegate override remove --limit per-ip ip=192.0.2.7",
-    ])]
-    Override {
-        #[command(subcommand)]
-        action: OverrideCommand,
-    },
-}
-
-/// A command for overrides.
-#[derive(Debug, Subcommand)]
-pub(super) enum OverrideCommand {
-    /// Set a temporary quota for an identity
-    #[command(after_help = examples![
-        "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h --note migration",
-        "sluicegate override set --limit rate api-key=acme --quota 50/s --burst 100 --ttl 7d",
-    ])]
-    Set {
-        #[command(flatten)]
-        target: AdminTarget,
-        #[command(flatten)]
-        limit_identity: LimitIdentity,
-        /// Set this quota, in the format of the configuration, such as 600/min
-        #[arg(long, value_name = "QUOTA")]
-        quota: String,
-        /// Set this burst, for a token-bucket limit [default: the number in the quota]
-        #[arg(long, value_name = "N")]
-        burst: Option<u64>,
-        /// Remove the override after this time, such as 15m, 12h or 7d
-        #[arg(long = "ttl", value_name = "DURATION")]
-        ttl: String,
-        /// Show this text in the list of overrides
-        #[arg(long, value_name = "TEXT")]
-        note: Option<String>,
-    },
-    /// List the active overrides
-    #[command(after_help = examples![
-        "sluicegate override list",
-        "sluicegate override list --json > overrides.json",
-    ])]
-    List {
-        #[command(flatten)]
-        target: AdminTarget,
-    },
-    /// Remove an override before its TTL expires
-    #[command(after_help = examples![
-        "sluicegate override remove --limit per-ip ip=192.0.2.7",
-        "sluicegate override remove --limit rate api-key=acme",
-    ])]
-    Remove {
-        #[command(flatten)]
-        target: AdminTarget,
-        #[command(flatten)]
-        limit_identity: LimitIdentity,
-    },
-}
 
 /// The gateway that a command calls, and the format of the command's output.
 #[derive(Debug, Args)]
@@ -172,9 +41,9 @@ pub(super) struct AdminTarget {
 pub(super) struct LimitIdentity {
     /// Name of the limit
     #[arg(long, value_name = "NAME")]
-    limit: String,
+    pub(super) limit: String,
     #[command(flatten)]
-    identity: IdentityArgs,
+    pub(super) identity: IdentityArgs,
 }
 
 /// An identity.
@@ -185,100 +54,39 @@ pub(super) struct IdentityArgs {
     identity: Vec<String>,
 }
 
-impl AdminCommand {
-    /// The value of `--admin`: a URL or the path of a socket.
-    pub(super) fn admin_url(&self) -> Option<&str> {
-        self.target().admin.as_deref()
+/// Standard output. The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
+pub(super) type Output = anstream::AutoStream<io::StdoutLock<'static>>;
+
+impl AdminTarget {
+    /// Connect to the gateway.
+    ///
+    /// # Errors
+    /// The configuration is invalid, or has no `[admin]`.
+    pub(super) fn client(&self, config_path: &Path) -> anyhow::Result<AdminClient> {
+        if let Some(url) = &self.admin {
+            return AdminClient::from_url(url);
+        }
+        // If SLUICEGATE_ADMIN_TOKEN is set, the command does not use `admin.token`. An unset variable in `admin.token` is
+        // then only a warning.
+        let needed = match token_from_env() {
+            Some(_) => &["admin.address"][..],
+            None => &["admin"],
+        };
+        AdminClient::from_config(config_path, &load_for(config_path, needed)?)
     }
 
-    fn target(&self) -> &AdminTarget {
-        match self {
-            AdminCommand::Top { target, .. }
-            | AdminCommand::Inspect { target, .. }
-            | AdminCommand::Reset { target, .. }
-            | AdminCommand::Certificates { target }
-            | AdminCommand::Renew { target, .. } => target,
-            AdminCommand::Override {
-                action:
-                    OverrideCommand::Set { target: reach, .. }
-                    | OverrideCommand::List { target: reach }
-                    | OverrideCommand::Remove { target: reach, .. },
-            } => reach,
+    /// Print a response: as JSON with `--json`, otherwise as text.
+    pub(super) fn print(
+        &self,
+        response: &Value,
+        write: impl FnOnce(&mut Output) -> io::Result<()>,
+    ) -> anyhow::Result<ExitCode> {
+        if self.json {
+            writeln!(io::stdout(), "{}", serde_json::to_string_pretty(response)?)?;
+        } else {
+            write(&mut anstream::stdout().lock())?;
         }
-    }
-}
-
-impl AdminCommand {
-    /// Send the request and print the response.
-    pub(super) fn run(&self, client: &AdminClient) -> anyhow::Result<()> {
-        let response = send_request(self, client)?;
-        if self.target().json {
-            writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
-            return Ok(());
-        }
-        // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
-        let out = &mut anstream::stdout().lock();
-        match self {
-            AdminCommand::Top { .. } => write_top(&response, out),
-            AdminCommand::Inspect { .. } => write_identities(&response, out),
-            AdminCommand::Reset { .. } => write_reset(&response, out),
-            AdminCommand::Certificates { .. } => write_certificates(&response, out),
-            AdminCommand::Renew { name, .. } => {
-                writeln!(out, "requested the renewal of `{name}`; `sluicegate certificates` shows the result")
-            }
-            AdminCommand::Override { action: OverrideCommand::Set { .. } } => {
-                write_overrides(&response["override"], out)
-            }
-            AdminCommand::Override { action: OverrideCommand::List { .. } } => write_override_list(&response, out),
-            AdminCommand::Override { action: OverrideCommand::Remove { .. } } => write_removed(&response, out),
-        }?;
-        Ok(())
-    }
-}
-
-fn send_request(command: &AdminCommand, client: &AdminClient) -> anyhow::Result<Value> {
-    let get = |path: &str, query: &[(&str, &str)]| client.request(Method::GET, &request_target(path, query), None);
-    match command {
-        AdminCommand::Top { limit, count, .. } => {
-            let count = count.to_string();
-            let mut query = vec![("count", &*count)];
-            query.extend(limit.iter().map(|limit| ("limit", &**limit)));
-            get("/api/top", &query)
-        }
-        AdminCommand::Inspect { limit, cost, identity, .. } => {
-            if let (None, Some(hash)) = (limit, identity.hash()) {
-                bail!(
-                    "the hash of an identity is valid only for one limit: add --limit, for example sluicegate inspect \
-                     --limit NAME {hash}"
-                );
-            }
-            let cost = cost.to_string();
-            let mut query = identity.query_pairs()?;
-            query.push(("cost", &cost));
-            query.extend(limit.iter().map(|limit| ("limit", &**limit)));
-            get("/api/identities", &query)
-        }
-        AdminCommand::Reset { limit_identity, .. } => {
-            let body = json!({ "limit": limit_identity.limit, "identity": limit_identity.identity.to_json()? });
-            client.request(Method::POST, "/api/reset", Some(&body))
-        }
-        AdminCommand::Certificates { .. } => get("/api/certificates", &[]),
-        AdminCommand::Renew { name, .. } => {
-            client.request(Method::POST, "/api/certificates/renew", Some(&json!({ "name": name })))
-        }
-        AdminCommand::Override { action: OverrideCommand::Set { limit_identity, quota, burst, ttl, note, .. } } => {
-            let identity = limit_identity.identity.to_json()?;
-            let body = json!({
-                "limit": limit_identity.limit, "identity": identity, "quota": quota, "burst": burst, "ttl": ttl, "note": note
-            });
-            client.request(Method::POST, "/api/overrides", Some(&body))
-        }
-        AdminCommand::Override { action: OverrideCommand::List { .. } } => get("/api/overrides", &[]),
-        AdminCommand::Override { action: OverrideCommand::Remove { limit_identity, .. } } => {
-            let mut query = limit_identity.identity.query_pairs()?;
-            query.push(("limit", &limit_identity.limit));
-            client.request(Method::DELETE, &request_target("/api/overrides", &query), None)
-        }
+        Ok(ExitCode::SUCCESS)
     }
 }
 
@@ -291,7 +99,7 @@ pub(super) fn request_target(path: &str, query: &[(&str, &str)]) -> String {
 
 impl IdentityArgs {
     /// Return the hash, if the identity is given by its hash.
-    fn hash(&self) -> Option<&str> {
+    pub(super) fn hash(&self) -> Option<&str> {
         match &self.identity[..] {
             [only] if Identity::from_hex(only).is_some() => Some(only),
             _ => None,
@@ -302,7 +110,7 @@ impl IdentityArgs {
     ///
     /// # Errors
     /// An argument is neither PART=VALUE nor the hash of the identity.
-    fn query_pairs(&self) -> anyhow::Result<Vec<(&str, &str)>> {
+    pub(super) fn query_pairs(&self) -> anyhow::Result<Vec<(&str, &str)>> {
         if let Some(hash) = self.hash() {
             return Ok(vec![("identity", hash)]);
         }
@@ -322,7 +130,7 @@ impl IdentityArgs {
         pairs.collect()
     }
 
-    fn to_json(&self) -> anyhow::Result<Value> {
+    pub(super) fn to_json(&self) -> anyhow::Result<Value> {
         let query = self.query_pairs()?;
         Ok(match &query[..] {
             [("identity", hash)] => Value::from(*hash),
@@ -340,161 +148,12 @@ fn example_part(argument: &str) -> String {
     address.map_or_else(|| "api-key=CONSUMER".to_owned(), |address| format!("ip={address}"))
 }
 
-// Format responses of the admin API as text.
-
-/// Write a response of `/api/top`.
-pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let minutes = as_number(&response["window_seconds"]) / 60.0;
-    let (mut without_denials, mut has_denials) = (Vec::new(), false);
-    for limit in as_list(&response["limits"]) {
-        if as_list(&limit["identities"]).is_empty() {
-            without_denials.push(printable(&limit["limit"]));
-            continue;
-        }
-        has_denials = true;
-        let verb = if limit["shadow"] == true { "would have denied" } else { "denied" };
-        writeln!(out, "{}: {verb} {} in the last {minutes} minutes", printable(&limit["limit"]), limit["denied"])?;
-        let rows = as_list(&limit["identities"]).iter().map(|entry| {
-            let (lower_bound, upper_bound) = (&entry["denied_at_least"], &entry["denied_at_most"]);
-            let count = if lower_bound == upper_bound {
-                lower_bound.to_string()
-            } else {
-                format!("{lower_bound} to {upper_bound}")
-            };
-            [count, format_parts(&entry["parts"]), printable(&entry["identity"])]
-        });
-        write_table(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
-    }
-    if !without_denials.is_empty() {
-        let subject = if has_denials { "no other denials" } else { "no denials" };
-        writeln!(out, "{subject} in the last {minutes} minutes: {}", without_denials.join(", "))?;
-    }
-    Ok(())
-}
-
 /// Return the suffix that names the unit of a quota, such as ` tokens`. The suffix is empty if the unit is requests.
 pub(crate) fn unit_suffix(unit: &str) -> String {
     match unit {
         "" | DEFAULT_UNIT | CONCURRENT_REQUESTS => String::new(),
         unit => format!(" {unit}"),
     }
-}
-
-/// Write a response of `/api/identities`.
-pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let statuses = as_list(&response["limits"]);
-    let rows = statuses.iter().map(|entry| {
-        let shadow = if entry["shadow"] == true { " (shadow)" } else { "" };
-        [
-            printable(&entry["limit"]) + shadow,
-            printable(&entry["decision"]),
-            printable(&entry["quota"]) + &unit_suffix(&printable(&entry["unit"])),
-            format!("{} of {}", entry["remaining"], entry["capacity"]),
-            format_seconds(&entry["reset_seconds"]),
-            format_seconds(&entry["retry_seconds"]),
-            if entry["override"].is_object() {
-                format!("for {} more", format_seconds(&entry["override"]["expires_in_seconds"]))
-            } else {
-                String::new()
-            },
-            printable(&entry["identity"]),
-        ]
-    });
-    let header = ["limit", "decision", "quota", "remaining", "resets in", "retry in", "override", "identity"];
-    let style = |row: usize| match statuses.get(row)?["decision"].as_str()? {
-        "denied" | "cost_too_large" => Some(AnsiColor::Red.on_default()),
-        _ => None,
-    };
-    write_table(header, rows, &["remaining", "resets in", "retry in"], style, out)
-}
-
-/// Write a response of `/api/reset`.
-pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "was reset" } else { "had no usage" };
-    let delay_seconds = &response["effective_within_seconds"];
-    let delay_note = if as_number(delay_seconds) > 0.0 {
-        format!("; all gateways apply the change within {delay_seconds} s")
-    } else {
-        String::new()
-    };
-    writeln!(
-        out,
-        "identity {} {effect} for the limit `{}`{delay_note}",
-        printable(&response["identity"]),
-        printable(&response["limit"])
-    )
-}
-
-/// Write the list of `GET /api/certificates`.
-pub(crate) fn write_certificates(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let certificates = as_list(&response["certificates"]);
-    if certificates.is_empty() {
-        return writeln!(out, "no listener has a certificate");
-    }
-    let rows = certificates.iter().map(|entry| {
-        let names = as_list(&entry["names"]).iter().map(printable).collect::<Vec<_>>().join(" ");
-        let error = match &entry["error"] {
-            Value::Null => String::new(),
-            error => format!("{} failed: {}", entry["failures"], printable(error)),
-        };
-        let [issuer, not_after, source, next] =
-            ["issuer", "not_after", "source", "next_renewal"].map(|key| printable(&entry[key]));
-        [names, issuer, not_after, source, next, error]
-    });
-    let style = |row: usize| match &certificates.get(row)?["error"] {
-        Value::Null => None,
-        _ => Some(AnsiColor::Red.on_default()),
-    };
-    write_table(["names", "issuer", "not after", "source", "next renewal", "last attempt"], rows, &[], style, out)
-}
-
-/// Write the list of `GET /api/overrides`.
-pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    write_overrides(&response["overrides"], out)?;
-    if response["store_error"].is_string() {
-        let error = printable(&response["store_error"]);
-        writeln!(
-            out,
-            "the gateway cannot read the store; the list has the overrides that it applies from memory: {error}"
-        )?;
-    }
-    Ok(())
-}
-
-/// Write one override or an array of overrides.
-pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
-    if entries.is_empty() {
-        return writeln!(out, "no override is in force");
-    }
-    let rows = entries.iter().map(|entry| {
-        [
-            printable(&entry["limit"]),
-            printable(&entry["identity"]),
-            printable(&entry["quota"]),
-            printable(&entry["burst"]),
-            format_seconds(&entry["expires_in_seconds"]),
-            printable(&entry["note"]),
-        ]
-    });
-    write_table(
-        ["limit", "identity", "quota", "burst", "expires in", "note"],
-        rows,
-        &["burst", "expires in"],
-        |_| None,
-        out,
-    )
-}
-
-/// Write a response of `DELETE /api/overrides`.
-pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "has its standard quota again" } else { "had no override" };
-    writeln!(
-        out,
-        "identity {} {effect} for the limit `{}`",
-        printable(&response["identity"]),
-        printable(&response["limit"])
-    )
 }
 
 /// Write a table with a header row. `right_aligned` names the columns that contain numbers.
@@ -578,7 +237,7 @@ pub(super) fn as_list(value: &Value) -> &[Value] {
 }
 
 /// Format a number of seconds with one or two units. The result is empty if the value is not a number.
-fn format_seconds(value: &Value) -> String {
+pub(super) fn format_seconds(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, format_duration)
 }
 

@@ -51,8 +51,18 @@ const EXIT_WARNINGS: u8 = 1;
 /// Checks that have a warning or fail, each with the address of its Redis server.
 type ServerWarnings = Vec<(String, Check)>;
 
+/// Validate the configuration: print errors, warnings and the maximum cost that each limit admits
+///
+/// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, the exit code is 1 if there
+/// are warnings.
 #[derive(Debug, Args)]
-pub(super) struct Options {
+#[command(after_help = examples![
+    "sluicegate check --strict",
+    "sluicegate check --offline --config gateway.toml",
+    "sluicegate check --against /run/sluicegate/admin.sock",
+    "sluicegate check --json > report.json",
+])]
+pub(super) struct Arguments {
     /// Print a JSON object
     #[arg(long)]
     json: bool,
@@ -98,7 +108,7 @@ struct Finding {
     hint: Option<String>,
 }
 
-pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+pub(super) fn run(options: &Arguments, path: &Path) -> anyhow::Result<ExitCode> {
     // With `--offline`, the command opens no connections and needs no secrets, so unset variables are only warnings.
     let policy = if options.offline { UnsetVariables::WarnIfValid } else { UnsetVariables::Error };
     let loaded = CompiledConfig::load_with_source(path, &env_var, policy).and_then(|(config, file)| {
@@ -130,7 +140,7 @@ fn check_loaded(
     path: &Path,
     config: &CompiledConfig,
     file: ParsedFile<Config>,
-    options: &Options,
+    options: &Arguments,
 ) -> anyhow::Result<ExitCode> {
     let ParsedFile { value: parsed, sources, warnings: parser_warnings, .. } = file;
     let mut warnings = check::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));

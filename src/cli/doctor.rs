@@ -2,9 +2,11 @@
 //! recommends changes.
 
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anstyle::{AnsiColor, Style};
+use clap::Args;
 use futures_util::future::join_all;
 use serde::Serialize;
 
@@ -12,6 +14,7 @@ use crate::app::maintenance;
 use crate::app::maintenance::{FetchedKeys, JwksError};
 use crate::app::quota_events;
 use crate::app::quota_events::DeliveryError;
+use crate::cli::shared::load;
 use crate::limiter::redis::RedisSettings;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::notify::{EventDestination, Webhook};
@@ -31,7 +34,22 @@ struct Diagnosis {
     webhooks: Vec<ServerReport>,
 }
 
-pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCode> {
+/// Check the Redis servers, token issuers and webhooks of the configuration, and recommend changes
+///
+/// The exit code is 1 if a check failed.
+#[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate doctor",
+    "sluicegate doctor --json > report.json",
+])]
+pub(super) struct Arguments {
+    /// Print a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let config = &load(config_path)?;
     let mut servers = Vec::new();
     if let Some((redis, settings)) = &config.store.redis {
         let requirements = requirements(config, settings);
@@ -49,7 +67,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
     let mut checks = servers.iter().chain(&issuers).chain(&webhooks).flat_map(|report| &report.checks);
     let ok = checks.all(|check| check.status != Status::Failed);
     let diagnosis = Diagnosis { ok, servers, issuers, webhooks };
-    if json {
+    if arguments.json {
         writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&diagnosis)?)?;
     } else {
         if diagnosis.servers.is_empty() {

@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::cli::doctor;
-use crate::cli::shared::EXIT_INVALID_CONFIG;
+use crate::cli::shared::{EXIT_INVALID_CONFIG, load};
 use crate::clock;
 use crate::clock::unix_us;
 use crate::http::text::is_deceptive;
@@ -42,7 +42,8 @@ use crate::tools::explain::report::{
 /// Maximum number of routes, apart from the matching one, that are explained without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
 
-pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let config = &load(config_path)?;
     let client_request = match arguments.to_request(config) {
         Ok(client_request) => client_request,
         Err(error) => {
@@ -83,8 +84,16 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 
 // The command-line arguments, and the request that they describe.
 
-/// The arguments of `sluicegate explain`.
+/// Explain how the gateway would handle a request: route, limits, response
+///
+/// The command sends no request to an upstream and charges no limit. It reads the limits' counters from Redis. With
+/// a memory store, it reads them from the running gateway.
 #[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate explain GET https://api.example.com/v1/users/7",
+    "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
+    "sluicegate explain GET http://localhost:8080/ping --offline --json",
+])]
 pub(super) struct Arguments {
     /// Method of the request, such as GET
     #[arg(value_name = "METHOD")]

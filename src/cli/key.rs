@@ -5,11 +5,12 @@ mod consumers_file;
 use std::fmt;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin, stdout};
 use std::path::Path;
+use std::process::ExitCode;
 
 use anyhow::{Context, anyhow, bail};
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use toml_edit::Datetime;
 
@@ -28,6 +29,22 @@ const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 /// The label of a new key, on standard error.
 const SHOWN_ONCE: &str = "The key is shown only once:";
+
+/// Create, list, disable and revoke API keys
+#[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate key new --consumer acme > key.txt",
+    "sluicegate key list",
+    "sluicegate key revoke < key.txt",
+])]
+pub(super) struct Arguments {
+    /// Use the consumers file of the provider `[auth.NAME]`; required if the configuration names several consumers
+    /// files
+    #[arg(long, value_name = "NAME", global = true)]
+    auth: Option<String>,
+    #[command(subcommand)]
+    action: Action,
+}
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
@@ -122,7 +139,8 @@ pub(super) enum Action {
 
 /// Run `sluicegate key ACTION`. `provider` is the NAME of the table `[auth.NAME]` whose consumers file is used.
 /// `provider` may be `None` if the configuration names only one consumers file.
-pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -> anyhow::Result<()> {
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let (provider, action) = (arguments.auth.as_deref(), &arguments.action);
     let open = || ConsumersFile::open(config_path, provider);
     match action {
         Action::New { consumer: None, prefix, .. } => {
@@ -190,7 +208,7 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
             writeln!(stderr(), "{}: {verb} the key {short} of `{}`", file.path().display(), key.consumer)?;
         }
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Return the UTC time `seconds` from now.

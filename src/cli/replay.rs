@@ -136,8 +136,14 @@ impl ReplayObserver for ProgressDisplay {
 
 // The arguments.
 
-/// The arguments of `sluicegate replay`.
+/// Replay access logs against the configured or proposed limits
 #[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate replay access.log",
+    "sluicegate replay access.log --limit per-ip=600/min,burst=50",
+    "sluicegate replay access.log --by ip --limit per-ip=600/min --html report.html",
+    "cat access.log | sluicegate replay - --json > report.json",
+])]
 pub(super) struct Arguments {
     /// Read these access logs, plain or compressed with gzip; `-` is standard input
     #[arg(required = true, value_name = "LOG")]

@@ -1,7 +1,11 @@
 //! `sluicegate run`: serves requests until SIGTERM, SIGINT or a hot restart.
 
+use std::path::Path;
+use std::process::ExitCode;
+
 use annotate_snippets::{Level, Renderer};
 use anyhow::Context;
+use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -9,9 +13,9 @@ use tracing::{error, info};
 
 use crate::app::hot_restart::HotRestart;
 use crate::app::{App, AppError, hot_restart};
+use crate::cli::shared::env_var;
 use crate::config::error::{FileIssues, Issue};
-use crate::config::file::ParsedFile;
-use crate::config::gateway::Config;
+use crate::config::file::UnsetVariables;
 use crate::config::include::ConfigFiles;
 use crate::config::value_path::value_span;
 use crate::snapshot::CompiledConfig;
@@ -19,10 +23,23 @@ use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;
 use crate::tools::check;
 
-pub(super) fn run(config: CompiledConfig, file: &ParsedFile<Config>) -> anyhow::Result<()> {
+/// Serve requests (the default command)
+///
+/// SIGHUP reloads the configuration, SIGTERM drains connections and stops the gateway, SIGUSR2 starts a hot
+/// restart.
+#[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate run",
+    "sluicegate run --config gateway.toml",
+    "SLUICEGATE_CONFIG=gateway.toml sluicegate run",
+])]
+pub(super) struct Arguments {}
+
+pub(super) fn run(config_path: &Path) -> anyhow::Result<ExitCode> {
+    let (config, file) = CompiledConfig::load_with_source(config_path, &env_var, UnsetVariables::Error)?;
     log::init(config.log.format, config.log.level).context("cannot start the log")?;
     let files = config.files.clone();
-    let app = App::open(config, file, check::warnings_by_file).map_err(|error| with_config_line(error, &files))?;
+    let app = App::open(config, &file, check::warnings_by_file).map_err(|error| with_config_line(error, &files))?;
     let (config_handle, hot_restart) = (app.config_handle(), app.hot_restart()?);
     let stop = CancellationToken::new();
     let signal_runtime =
@@ -51,7 +68,7 @@ pub(super) fn run(config: CompiledConfig, file: &ParsedFile<Config>) -> anyhow::
     })?;
     app.run(&stop)?;
     info!("stopped");
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The reason why the gateway cannot start, with the configuration key that the error is about.

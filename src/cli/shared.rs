@@ -12,6 +12,11 @@ use crate::snapshot::CompiledConfig;
 /// Exit code for an invalid configuration.
 pub(super) const EXIT_INVALID_CONFIG: u8 = 2;
 
+/// Load the configuration.
+pub(super) fn load(path: &Path) -> Result<CompiledConfig, ConfigError> {
+    CompiledConfig::load(path, &env_var)
+}
+
 /// Load the configuration for a command that needs only the keys in `needed`. An unset environment variable in another
 /// key is only a warning.
 pub(super) fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {

@@ -1,21 +1,19 @@
-//! `sluicegate status`, `probe` and `reload`: the state of the running gateway, from its admin API.
+//! `sluicegate status`: the state of the running gateway on one page, from its admin API.
 
 use std::io::{Write, stdout};
 use std::path::Path;
-use std::time::Duration;
+use std::process::ExitCode;
 use std::{env, io};
 
 use anstyle::{AnsiColor, Style};
-use anyhow::{Context, bail};
 use clap::Args;
-use http::{Method, StatusCode};
+use http::Method;
 use jiff::Timestamp;
 use rustix::termios::tcgetwinsize;
 use serde_json::{Value, json};
 
-use crate::cli::admin::client::{AdminClient, AdminLocation};
+use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{as_list, as_number, format_duration, format_parts, printable, write_table_within};
-use crate::limiter::quota::parse_duration_us;
 use crate::telemetry::pluralize;
 
 /// Maximum number of limits on the page.
@@ -30,8 +28,18 @@ const SECONDS_PER_DAY: i64 = 86_400;
 /// The states of an endpoint.
 const ENDPOINT_STATES: [&str; 4] = ["healthy", "unhealthy", "ejected", "unreachable"];
 
+/// Show the state of the running gateway on one page
+///
+/// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams,
+/// certificates and the limits with the most denials. Tables are as wide as the terminal. The environment variable
+/// COLUMNS sets another width.
 #[derive(Debug, Args)]
-pub(super) struct Options {
+#[command(after_help = examples![
+    "sluicegate status",
+    "sluicegate status --admin http://127.0.0.1:9180",
+    "sluicegate status --json > status.json",
+])]
+pub(super) struct Arguments {
     /// Call the gateway at this admin socket (a path) or admin listener (a URL) [default: the admin socket, or the
     /// `[admin]` address if no gateway listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
@@ -45,16 +53,16 @@ pub(super) struct Options {
 ///
 /// # Errors
 /// No gateway is found, or the gateway returns an unexpected response.
-pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
-    let client = AdminClient::find(config_path, options.admin.as_deref())?;
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let client = AdminClient::find(config_path, arguments.admin.as_deref())?;
     let report = collect(&client)?;
-    if options.json {
+    if arguments.json {
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&report)?)?;
-        return Ok(());
+        return Ok(ExitCode::SUCCESS);
     }
     // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
     Page { report: &report, width: terminal_width(), out: anstream::stdout().lock() }.write()?;
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Request the data of the page from the gateway.
@@ -297,118 +305,4 @@ impl<W: Write> Page<'_, W> {
 /// Format milliseconds with one decimal place. The result is empty if the value is not a number.
 fn format_ms(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, |ms| format!("{ms:.1} ms"))
-}
-
-// === `sluicegate probe`: whether the running gateway is ready, for health checks in containers without a shell ===
-
-#[derive(Debug, Args)]
-pub(super) struct ProbeOptions {
-    /// Check whether the gateway is alive (`/healthz`), not whether it is ready (`/readyz`)
-    #[arg(long)]
-    live: bool,
-    /// Call the gateway at this admin listener (a URL) or admin socket (a path) [default: the admin socket, or the
-    /// `[admin]` address if no gateway listens on the socket]
-    #[arg(long, value_name = "SOCKET|URL")]
-    url: Option<String>,
-    /// Fail if the gateway does not respond within this time
-    #[arg(long, value_name = "DURATION", default_value = "3s", value_parser = parse_timeout)]
-    timeout: Duration,
-}
-
-/// Request the readiness or liveness of the gateway, and print the result.
-///
-/// # Errors
-/// The gateway is not ready, not alive, or unreachable.
-pub(super) fn probe(config_path: &Path, options: &ProbeOptions) -> anyhow::Result<()> {
-    let client = match &options.url {
-        Some(url) => AdminClient::from_option("--url", url)?,
-        None => {
-            let location = AdminLocation::read(config_path);
-            let advice = || format!("{}; name the gateway with --url", location.missing(config_path));
-            location.client()?.with_context(advice)?
-        }
-    };
-    let path = if options.live { "/healthz" } else { "/readyz" };
-    let (status, body) = client.get(options.timeout, path)?;
-    let word = match serde_json::from_slice::<Value>(&body) {
-        _ if options.live && &body[..] == b"ok\n" => Some("ok".to_owned()),
-        Ok(report) if !options.live => report["status"].as_str().map(str::to_owned),
-        Ok(_) | Err(_) => None,
-    };
-    match (status, word) {
-        (StatusCode::OK, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
-        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => bail!("the gateway at {client} is not ready: {word}"),
-        (status, _) => bail!("the server at {client} is not a Sluicegate admin listener ({status})"),
-    }
-}
-
-fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
-    let us = parse_duration_us(text).context("write a duration with ms, s, m, h or d, such as 500ms")?;
-    Ok(Duration::from_micros(us))
-}
-
-// === `sluicegate reload`: reloads the running gateway and waits for the result ===
-
-/// Reload the gateway, and print what changed.
-///
-/// # Errors
-/// No gateway is found, or the gateway rejects the new configuration.
-pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow::Result<()> {
-    let client = AdminClient::find(config_path, admin)?;
-    let response = client.reload()?;
-    if json {
-        writeln!(stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
-    }
-    if response["result"] != "ok" {
-        let error = response["error"].as_str().unwrap_or("the gateway gave no reason").trim_end();
-        bail!("the gateway rejected the new configuration, and the active configuration stays in force:\n{error}");
-    }
-    if !json {
-        stdout().write_all(describe(&response).as_bytes())?;
-    }
-    Ok(())
-}
-
-/// Return the changes of a reload as text.
-fn describe(response: &Value) -> String {
-    let file = response["file"].as_str().unwrap_or_default();
-    /// Maximum age in seconds of changes that are printed. Changes of an earlier reload are also printed, because the
-    /// file watcher may have reloaded the file a few seconds before this command.
-    const RECENT: f64 = 60.0;
-    /// Changes whose age in seconds is below this value are reported as changes of this reload, even if the file
-    /// watcher has applied them. The file watcher reads the file once per second.
-    const CURRENT: f64 = 5.0;
-    let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
-    let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let (Some(age), false) = (age, changes.is_empty()) else {
-        return format!(
-            "{file}: reloaded; no key has changed. Environment variables and other files may have changed\n"
-        );
-    };
-    let differences = pluralize(changes.len() as u64, "difference");
-    let mut text = if age < CURRENT {
-        format!("{file}: reloaded; {differences}\n")
-    } else {
-        format!("{file}: reloaded; no key has changed since the reload {age:.0} s ago, which had {differences}\n")
-    };
-    changes.iter().for_each(|change| text += &format!("  {change}\n"));
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn old_changes_are_not_reported_as_changes_of_this_reload() {
-        let text = |age: Value| {
-            describe(&json!({ "file": "g.toml", "changes": ["limit a: quota: 1 -> 2"], "changed_seconds_ago": age }))
-        };
-        assert_eq!(text(json!(0.2)), "g.toml: reloaded; 1 difference\n  limit a: quota: 1 -> 2\n");
-        let old = "g.toml: reloaded; no key has changed since the reload 31 s ago, which had 1 difference\n";
-        assert!(text(json!(31.2)).starts_with(old), "{}", text(json!(31.2)));
-        for none in [json!(61), Value::Null] {
-            assert!(text(none).starts_with("g.toml: reloaded; no key has changed. "));
-        }
-    }
 }

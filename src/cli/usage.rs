@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use tokio::runtime::Builder;
 use crate::admin::usage::{GroupBy, IdentityFilter, OTHER_MODELS, UsageFilter, UsageReport};
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{printable_text, request_target, unit_suffix, write_table};
+use crate::cli::shared::load;
 use crate::clock::unix_us;
 use crate::identity::display::IdentityInput;
 use crate::limiter::key::Identity;
@@ -28,8 +30,15 @@ use crate::snapshot::CompiledConfig;
 /// ms.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The arguments of `sluicegate usage`.
+/// Print usage totals: the cost that each limit charged to each identity per day
+///
+/// The command reads the totals from Redis. With a memory store, it reads them from the running gateway.
 #[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate usage --by month",
+    "sluicegate usage --limit rate --identity acme --from 2026-11-01 --to 2026-11-30",
+    "sluicegate usage --by month --from 2026-10-01 --to 2026-10-31 --csv > october.csv",
+])]
 pub(super) struct Arguments {
     /// Print only this limit [default: all limits with `usage`]
     #[arg(long, value_name = "NAME")]
@@ -65,7 +74,8 @@ pub(super) struct Arguments {
     admin: Option<String>,
 }
 
-pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<()> {
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let config = &load(config_path)?;
     let Some(by) = GroupBy::from_name(&arguments.by) else { bail!("unknown --by {}", arguments.by) };
     let report = match (&arguments.admin, &config.store.redis) {
         (None, Some(redis)) => {
@@ -90,7 +100,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
         // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
         write_text(&report, &mut anstream::stdout().lock())?;
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn read_redis(

@@ -1,58 +1,35 @@
-//! `sluicegate init`, `completions`, `man` and `schema`: files for administrators, packages and editors.
+//! `sluicegate man`: the manual pages, from the help of each command and sections that clap does not generate.
 
-use std::fs::File;
 use std::io;
-use std::io::{ErrorKind, Write, stderr, stdout};
-use std::path::Path;
+use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
-use anyhow::{Context, bail};
-use clap::{Command, ValueEnum};
-use clap_complete::Shell;
+use anyhow::Context;
+use clap::{Args, Command};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
-use crate::config::file::config_option;
-use crate::config::file_schema;
-
-/// Print the completions of a shell.
-pub(super) fn print_completions(program: &Command, shell: Shell) -> std::io::Result<()> {
-    // Generate the text in memory first, because clap_complete panics if it writes to a closed pipe.
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut program.clone(), "sluicegate", &mut script);
-    stdout().write_all(&script)
+/// Print the manual page of sluicegate, or write one page per command into a folder
+#[derive(Debug, Args)]
+#[command(after_help = examples![
+    "sluicegate man > sluicegate.1",
+    "mkdir -p man1 && sluicegate man man1",
+])]
+pub(super) struct Arguments {
+    /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
+    folder: Option<PathBuf>,
 }
 
 /// Print the manual page, or write one page per command into a folder.
-pub(super) fn write_man_pages(program: &Command, folder: Option<&Path>) -> anyhow::Result<()> {
-    match folder {
+pub(super) fn run(arguments: &Arguments, program: &Command) -> anyhow::Result<ExitCode> {
+    match &arguments.folder {
         None => stdout().write_all(&page(program)?)?,
         Some(folder) => write_pages(program, folder)
             .with_context(|| format!("cannot write the manual pages to {}", folder.display()))?,
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
-
-// === `sluicegate schema` ===
-
-/// The file that a schema describes.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum SchemaFile {
-    /// gateway.toml
-    Gateway,
-    /// consumers.toml
-    Consumers,
-}
-
-pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
-    let schema = match file {
-        SchemaFile::Gateway => file_schema::gateway(),
-        SchemaFile::Consumers => file_schema::consumers(),
-    };
-    writeln!(stdout(), "{}", serde_json::to_string_pretty(&schema)?)?;
-    Ok(())
-}
-
-// === `sluicegate man`: the help of each command, and sections that clap does not generate ===
 
 /// The entries of a section of a manual page: for example exit codes, each with its meaning.
 type Entries = &'static [(&'static str, &'static str)];
@@ -287,59 +264,4 @@ fn environment(command: &str) -> Entries {
         "key" | "replay" => &[IN_CONFIG, NO_COLOR],
         _ => &[],
     }
-}
-
-// === `sluicegate init`: a commented configuration from a template ===
-
-/// The template.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum Template {
-    /// One API, limited by client address
-    SingleApi,
-    /// An API for consumers with API keys, whose limits depend on the plan of the consumer
-    Plans,
-    /// A site behind a CDN
-    Cdn,
-    /// An LLM API with streaming, and with limits on LLM tokens and on requests in flight
-    Llm,
-}
-
-pub(super) fn write_config(config_path: &Path, template: Template, force: bool) -> anyhow::Result<()> {
-    let (text, has_keys) = match template {
-        Template::SingleApi => (include_str!("init/single-api.toml"), false),
-        Template::Plans => (include_str!("init/plans.toml"), true),
-        Template::Cdn => (include_str!("init/cdn.toml"), false),
-        Template::Llm => (include_str!("init/llm.toml"), true),
-    };
-    let mut files = vec![(config_path.to_owned(), text)];
-    if has_keys {
-        files.push((config_path.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
-    }
-    // Check all target files before the first one is written, so that no partial configuration remains.
-    let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
-    if let (Some(path), false) = (existing.first(), force) {
-        bail!(
-            "the file {} exists already: overwrite it with --force, or name another file with --config",
-            path.display()
-        );
-    }
-    for (path, text) in &files {
-        write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;
-    }
-    let names: Vec<_> = files.iter().map(|(path, _)| path.display().to_string()).collect();
-    let config_argument = config_option(config_path);
-    let mut next_commands = vec![format!("sluicegate check{config_argument}"), format!("sluicegate{config_argument}")];
-    if has_keys {
-        next_commands.insert(0, format!("sluicegate key new --consumer acme --create --tier free{config_argument}"));
-    }
-    writeln!(stderr(), "{} written. Next:\n  {}", names.join(" and "), next_commands.join("\n  "))?;
-    Ok(())
-}
-
-fn write_file(path: &Path, text: &str, force: bool) -> std::io::Result<()> {
-    let mut file = match File::create_new(path) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists && force => File::create(path)?,
-        file => file?,
-    };
-    file.write_all(text.as_bytes())
 }
