@@ -291,7 +291,8 @@ impl App {
         let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
         let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
         let (event_queue, queued_events) = EventQueue::new();
-        let (event_queue, delivery_stats) = (Arc::new(event_queue), Arc::default());
+        let event_queue = Arc::new(event_queue);
+        let delivery_stats = Arc::default();
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
@@ -437,7 +438,9 @@ impl App {
 
 /// Return the option of curl for the first method of a route. curl sends GET by default.
 fn curl_method(config: &CompiledConfig, route: &Route) -> String {
-    let (uri, headers, body) = (Uri::default(), HeaderMap::new(), RouteBody::Unknown);
+    let uri = Uri::default();
+    let headers = HeaderMap::new();
+    let body = RouteBody::Unknown;
     let request =
         RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0, body };
     let candidates = config.table.candidates(&request);
@@ -546,7 +549,8 @@ impl Worker {
         let prefetch_pool = self.prefetch_pool.clone();
         let wait_queues = self.wait_queues.clone();
         let shared = (prefetch_pool, wait_queues);
-        let (overrides, events) = (self.overrides.clone(), self.events.clone());
+        let overrides = self.overrides.clone();
+        let events = self.events.clone();
         Limiter::new(store, denial_cache, shared, overrides, events, random_permit_id())
     }
 }

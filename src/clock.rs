@@ -100,7 +100,8 @@ impl LogThrottle {
     /// Return whether the message may be logged, because it was not logged within the last `interval`. If the result is
     /// true, the message counts as logged.
     pub fn should_log(&self, interval: Duration) -> bool {
-        let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
+        let now = unix_us();
+        let logged_at = self.0.load(Ordering::Relaxed);
         u128::from(now.abs_diff(logged_at)) >= interval.as_micros()
             && self.0.compare_exchange(logged_at, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }

@@ -86,7 +86,8 @@ impl Limiter {
     /// an error: each limit then follows its [`OnStoreError`] until Redis is available. In this process, the limiter
     /// keeps at most about `max_states` cached denials, and at most about `max_states` states of local shares.
     pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
-        let (metrics, connect_timeout) = (Arc::<LimiterMetrics>::default(), settings.connect_timeout);
+        let metrics = Arc::<LimiterMetrics>::default();
+        let connect_timeout = settings.connect_timeout;
         let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), metrics.clone());
         store.connect_within(connect_timeout).await;
         let fallback = Arc::new(MemoryStore::new(max_states, Clock::Store));
@@ -555,7 +556,8 @@ mod tests {
         // the permits.
         sleep(ttl / 2).await;
         let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
-        let (check, larger) = (shadow_check(0), rule(10));
+        let check = shadow_check(0);
+        let larger = rule(10);
         let peek = Charge { rule: &larger, ..check.charge(DecidedBy::Store, 0) };
         assert_eq!(memory.decide(Operation::Peek, &[peek]).outcomes[0].remaining, 9, "one permit was granted");
     }
@@ -567,7 +569,8 @@ mod tests {
             prefetch: 5,
             ..LimitSpec::token_bucket(&hasher, name, "9/day".parse().unwrap()).unwrap()
         });
-        let (identity, other_identity) = (hasher.hash(b"client"), hasher.hash(b"another"));
+        let identity = hasher.hash(b"client");
+        let other_identity = hasher.hash(b"another");
         // This variant shares the state of the limit, as variants for tiers and overrides do.
         let other_quota = Arc::new(limit.override_variant(&hasher, "8/day".parse().unwrap(), None).unwrap());
         assert_eq!(other_quota.state_name, limit.default_variant.state_name);

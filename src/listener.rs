@@ -88,7 +88,8 @@ impl Server {
         metrics: Arc<ListenerMetrics>,
         drain: CancellationToken,
     ) -> Self {
-        let (force_close, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let force_close = CancellationToken::new();
+        let tasks = TaskTracker::new();
         Server { gateway, drain, force_close, tasks, connection_limits, metrics }
     }
 
@@ -168,9 +169,10 @@ impl Server {
         let server = self.clone();
         self.tasks.spawn(async move {
             let _permit = permit;
-            let (force_close, mut waker) = (server.force_close.clone(), SelectiveWaker::new());
-            let (mut force_closed, mut connection) =
-                (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
+            let force_close = server.force_close.clone();
+            let mut waker = SelectiveWaker::new();
+            let mut force_closed = pin!(force_close.cancelled());
+            let mut connection = pin!(server.serve_connection(stream, address, listener_index));
             // Do not use `CancellationToken::run_until_cancelled`, which would reserve space for the future twice, and
             // would poll the token at every wakeup of the task.
             let closed = poll_fn(|cx| {
@@ -194,7 +196,8 @@ impl Server {
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let config = gateway.config();
-        let (listener, settings) = (&config.listeners[listener_index], config.server.clone());
+        let listener = &config.listeners[listener_index];
+        let settings = config.server.clone();
         // The PROXY header, the TLS handshake and the first request headers share one timeout.
         let deadline = Instant::now() + settings.header_timeout;
         let activity = ConnectionActivity::new();
@@ -486,7 +489,8 @@ impl ConnectionLimits {
         self.max_per_ip.store(settings.max_connections_per_ip, Ordering::Relaxed);
         self.buffer_budget.resize(settings.max_buffered);
         let mut capacity = self.lock_capacity();
-        let (old_max, new_max) = (capacity.max, settings.max_connections);
+        let old_max = capacity.max;
+        let new_max = settings.max_connections;
         capacity.max = new_max;
         if new_max >= old_max {
             let added = new_max - old_max;

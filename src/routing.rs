@@ -422,7 +422,8 @@ impl<T> RouteEntry<T> {
             (false, false) => shares,
             (one, other) => one == other,
         };
-        let (listeners, others) = (self.listeners(), other.listeners());
+        let listeners = self.listeners();
+        let others = other.listeners();
         let share_a_listener = overlap(
             (listeners.is_empty(), others.is_empty()),
             listeners.iter().any(|listener| others.contains(listener)),
@@ -431,7 +432,8 @@ impl<T> RouteEntry<T> {
             (self.methods.is_empty(), other.methods.is_empty()),
             self.methods.iter().any(|method| other.methods.contains(method)),
         );
-        let (conditions, others) = (self.conditions(), other.conditions());
+        let conditions = self.conditions();
+        let others = other.conditions();
         let exclude = |condition: &Condition| others.iter().any(|other| condition.excludes(other));
         share_a_listener && share_a_method && conditions.len() == others.len() && !conditions.iter().any(exclude)
     }
@@ -508,14 +510,16 @@ mod tests {
         let body = |value: Option<JsonValue>| {
             JsonBody::from_values(value.into_iter().map(|value| (pointer.clone(), value)).collect())
         };
-        let (gpt, other, empty) =
-            (body(Some(JsonValue::Text("gpt-5".into()))), body(Some(JsonValue::Null)), body(None));
+        let gpt = body(Some(JsonValue::Text("gpt-5".into())));
+        let other = body(Some(JsonValue::Null));
+        let empty = body(None);
         let ambiguous = body(Some(JsonValue::Ambiguous("Model".into())));
         let headers = HeaderMap::new();
         let find = |path: &str, method: &Method, body: RouteBody<'_>| {
             table.find(&RouteRequest { body, ..request("h", path, method, &headers) }).copied()
         };
-        let (get, post) = (&Method::GET, &Method::POST);
+        let get = &Method::GET;
+        let post = &Method::POST;
         let undecided = || Err(NoMatch::Ambiguous(pointer.clone()));
         for (path, method, expected) in [
             ("/x", post, [Err(NoMatch::NeedsBody), Ok(1), Ok(0), Ok(0), undecided()]),

@@ -357,7 +357,8 @@ impl Certificate {
         let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
         let validity = parsed.validity().clone();
         if parsed.version() != X509Version::V3 {
-            let (subject, version) = (parsed.subject().to_string(), parsed.version().0 + 1);
+            let subject = parsed.subject().to_string();
+            let version = parsed.version().0 + 1;
             return Err(TlsError::OutdatedVersion { subject, version });
         }
         let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;

@@ -281,7 +281,8 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
     if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
         return Err(ApiError::bad_request(unknown_limit(context.config, name)));
     }
-    let (metrics, now) = (&context.state.request_metrics, monotonic());
+    let metrics = &context.state.request_metrics;
+    let now = monotonic();
     let selected = limits.iter().filter(|(name, _)| limit_name.as_ref().is_none_or(|name_filter| name_filter == *name));
     let top = |family: &MetricFamily<TopIdentities>, name: &str| {
         let workers = family.all().into_iter().find(|(limit, _)| **limit == *name).map(|(_, workers)| workers);

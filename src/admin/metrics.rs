@@ -509,7 +509,8 @@ impl ProcessUsage {
         let memory = fs::read_to_string("/proc/self/statm").ok()?;
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
-        let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
+        let virtual_pages = pages.next()?;
+        let resident_pages = pages.next()?;
         // Subtract one, because the process uses a file descriptor to read the directory `/proc/self/fd`.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {

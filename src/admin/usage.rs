@@ -168,7 +168,8 @@ impl UsageFilter {
         // Restrict the query to days whose totals may still exist. The query reads one key per month, so a range of
         // many years would be slow.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
-        let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
+        let from = from.max(oldest);
+        let to = to.min(today.saturating_add(1.day()));
         let (limits, identities) = match &self.identity {
             None => (limits, None),
             Some(identity) => {
@@ -203,7 +204,8 @@ fn resolve<'c>(
         return Err(FilterError::Identity(format!("no limit with `usage = true` has `{label}` in `by`")));
     }
     let consumers = config.auth.consumers();
-    let (mut selected, mut identities) = (Vec::new(), Vec::new());
+    let mut selected = Vec::new();
+    let mut identities = Vec::new();
     for compiled in limits {
         match compiled.identity_spec.resolve(parts, &config.client_ip, &consumers, &config.hasher) {
             Ok(resolved) => {
@@ -258,14 +260,17 @@ impl UsageReport {
             let (limit, _, consumer, identity, period) = group;
             let total = totals.entry(limit.clone()).or_default();
             *total = total.saturating_add(cost);
-            let (unit, identity, model) = (unit(&limit), Identity(identity).to_string(), model.map(String::from));
+            let unit = unit(&limit);
+            let identity = Identity(identity).to_string();
+            let model = model.map(String::from);
             let entry = UsageEntry { limit: limit.into(), unit, identity, consumer, period, model, cost };
             (by != GroupBy::Model || !is_rest || cost != 0).then_some(entry)
         });
         let usage = usage.collect();
         let totals =
             totals.into_iter().map(|(limit, cost)| UsageTotal { unit: unit(&limit), limit: limit.into(), cost });
-        let (from, to) = (query.from.to_string(), filter.to.map(|to| to.to_string()));
+        let from = query.from.to_string();
+        let to = filter.to.map(|to| to.to_string());
         UsageReport { from, to, by, usage, totals: totals.collect() }
     }
 }

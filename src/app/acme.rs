@@ -192,7 +192,8 @@ impl AcmeClient {
         };
         let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
         let key = format!("{}:acme:{}", redis.prefix, storage::directory_name(&acme.settings.directory));
-        let (breaker, topology) = (deps.circuit_breaker.clone(), deps.cluster_map.clone());
+        let breaker = deps.circuit_breaker.clone();
+        let topology = deps.cluster_map.clone();
         let store = RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default());
         self.storage.share(SharedRecords::new(store, key, acme.settings.secret.as_bytes())?);
         Ok(())
@@ -249,7 +250,8 @@ impl AcmeClient {
     /// time, because its random part is derived from the certificate.
     fn renewal_time_s(&self, name: &str, certificate: &Certificate) -> u64 {
         let (start, end) = certificate.validity_s();
-        let (start, end) = (start.max(0) as u64, end.max(0) as u64);
+        let start = start.max(0) as u64;
+        let end = end.max(0) as u64;
         let lifetime = end.saturating_sub(start);
         let (from, width) = match self.renewal_info(name, certificate).and_then(|info| info.window) {
             Some((from, to)) => (from, to.saturating_sub(from)),
@@ -273,7 +275,8 @@ impl AcmeClient {
             Ok(account) => order::suggested_renewal(&account, &certificate).await,
             Err(error) => Err(error),
         };
-        let (fingerprint, known_window) = (fingerprint(&certificate), known.as_ref().and_then(|known| known.window));
+        let fingerprint = fingerprint(&certificate);
+        let known_window = known.as_ref().and_then(|known| known.window);
         let mut record = RenewalRecord { fingerprint, window: known_window, next_read_s: 0, failures: 0 };
         let wait = match read {
             Ok(SuggestedRenewal { window, explanation_url, retry_after }) => {

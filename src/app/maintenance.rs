@@ -232,7 +232,8 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
 /// attempt ends, or immediately if keys are already known.
 pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];
-    let (remote, provider) = (&source.keys, &*source.name);
+    let remote = &source.keys;
+    let provider = &*source.name;
     // When this task is aborted, the guard is dropped, so that requests stop waiting for a refresh of the keys.
     let _task = remote.guard();
     let mut first = Some(first);

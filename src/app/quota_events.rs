@@ -164,7 +164,8 @@ impl EventDeps {
         let active = self.config_handle.active();
         let (deployment, redis) = active.config.store.redis.as_ref()?;
         let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
-        let (breaker, topology) = (self.circuit_breaker.clone(), self.cluster_map.clone());
+        let breaker = self.circuit_breaker.clone();
+        let topology = self.cluster_map.clone();
         Some(RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default()))
     }
 }
@@ -277,7 +278,8 @@ impl Courier {
 
     /// Try to deliver an event, until it is delivered, claimed by another gateway, or too old.
     async fn deliver(&self, event: QuotaEvent, lane: &Lane, stats: &DeliveryStats) -> DeliveryResult {
-        let (id, destination) = (format!("evt_{}", Uuid::new_v4().simple()), event.usage.notify.to.clone());
+        let id = format!("evt_{}", Uuid::new_v4().simple());
+        let destination = event.usage.notify.to.clone();
         let body = body(&event, &self.deps.config_handle.active().config);
         let mut delivery = Delivery { event, id, body, is_claimed: false };
         let mut failures = 0;
@@ -350,7 +352,8 @@ impl Delivery {
     /// Return the Redis key of the claim. `tag` is the hash tag of the key, which selects the slot in a Redis Cluster.
     fn claim_key(&self, tag: &str) -> String {
         let QuotaEvent { usage, threshold, .. } = &self.event;
-        let (limit, identity) = (&usage.notify.limit, usage.identity);
+        let limit = &usage.notify.limit;
+        let identity = usage.identity;
         match usage.period {
             EventPeriod::Window(end_us) => format!("event:{{{tag}}}:{limit}:{identity}:{threshold}:{end_us}"),
             EventPeriod::Rolling(_) => format!("event:{{{tag}}}:{limit}:{identity}:{threshold}"),

@@ -123,7 +123,8 @@ impl Quotas<'_> {
         let mut found = Vec::new();
         for compiled in self.config.limits.values() {
             let name = &*compiled.limit.name;
-            let (old, new) = (&old["limit"][name], &new["limit"][name]);
+            let old = &old["limit"][name];
+            let new = &new["limit"][name];
             // Skip a new limit and a limit whose `by` has changed, because their counters start at zero.
             if old.is_null() || parts(&old["by"]) != parts(&new["by"]) || self.has_unknown_tiers(compiled) {
                 continue;
@@ -184,7 +185,8 @@ impl Quotas<'_> {
         let top = self.client.request(Method::GET, &target, None).unwrap_or_default();
         let entries = top["limits"].as_array().into_iter().flatten().flat_map(|limit| limit["identities"].as_array());
         let identity = |entry: &Value| {
-            let (hash, named) = (entry["identity"].as_str().unwrap_or_default(), &entry["parts"]);
+            let hash = entry["identity"].as_str().unwrap_or_default();
+            let named = &entry["parts"];
             let pair = |(label, value): (&String, &Value)| Some((label.clone(), value.as_str()?.to_owned()));
             let parts: Option<Vec<_>> = named.as_object().and_then(|named| named.iter().map(pair).collect());
             let is_consumer = matches!(parts.as_deref(), Some([(label, _)]) if label == "api-key");
@@ -241,8 +243,10 @@ impl Quotas<'_> {
             return None;
         }
         let variant = caller.variant(&compiled.limit);
-        let (quota, capacity) = (variant.quota.to_string(), variant.rule.capacity());
-        let (old_quota, old_capacity) = (status["quota"].as_str()?, status["capacity"].as_u64()?);
+        let quota = variant.quota.to_string();
+        let capacity = variant.rule.capacity();
+        let old_quota = status["quota"].as_str()?;
+        let old_capacity = status["capacity"].as_u64()?;
         let window = |quota: &str| quota.split_once('/').map(|(_, window)| window.to_owned());
         let is_same_state =
             window(old_quota) == window(&quota) && status["algorithm"].as_str()? == variant.rule.algorithm_name();

@@ -151,7 +151,8 @@ fn check_loaded(
         warnings.extend(check::servers::unreachable_servers(&parsed, config, &DnsResolver::System)?);
     }
     if let (Some((servers, redis)), false) = (&config.store.redis, options.offline) {
-        let (url, timeout) = (parsed.store.url.as_ref(), parsed.store.timeout.as_ref());
+        let url = parsed.store.url.as_ref();
+        let timeout = parsed.store.timeout.as_ref();
         let url = url.map(|url| url.span());
         match check_store(servers, redis, &doctor::requirements(config, redis))? {
             Err(error) => warnings.push(Issue { span: url, message: format!("store: {error}"), hint: None }),
@@ -219,7 +220,8 @@ fn check_loaded(
             }
         }
     }
-    let (warnings, notes) = (sources.by_file(warnings), sources.by_file(notes));
+    let warnings = sources.by_file(warnings);
+    let notes = sources.by_file(notes);
     let is_strict_failure = options.strict && !warnings.is_empty();
     let cannot_start = comparison.as_ref().is_some_and(|comparison| !comparison.unavailable.is_empty());
     if options.json {

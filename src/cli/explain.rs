@@ -349,7 +349,8 @@ impl Counters for AdminCounters {
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
         let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
-        let (mut outcomes, mut granted) = (Vec::new(), 1);
+        let mut outcomes = Vec::new();
+        let mut granted = 1;
         for check in checks {
             // Limit names and identity hashes need no percent-encoding, because all their characters are valid in
             // queries.

@@ -140,7 +140,8 @@ pub(super) enum Action {
 /// Run `sluicegate key ACTION`. `provider` is the NAME of the table `[auth.NAME]` whose consumers file is used.
 /// `provider` may be `None` if the configuration names only one consumers file.
 pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
-    let (provider, action) = (arguments.auth.as_deref(), &arguments.action);
+    let provider = arguments.auth.as_deref();
+    let action = &arguments.action;
     let open = || ConsumersFile::open(config_path, provider);
     match action {
         Action::New { consumer: None, prefix, .. } => {
@@ -159,7 +160,8 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
             if *create {
                 document.add_consumer(consumer, tier.as_deref())?;
             }
-            let (name, created) = (name.clone(), seconds_from_now(0));
+            let name = name.clone();
+            let created = seconds_from_now(0);
             let details = KeyDetails { name, created, expires: *expires, routes: route.clone() };
             document.add_key(consumer, &format_hash(&secret.hash()), details)?;
             file.replace(&document)?;

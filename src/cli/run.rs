@@ -40,7 +40,8 @@ pub(super) fn run(config_path: &Path) -> anyhow::Result<ExitCode> {
     log::init(config.log.format, config.log.level).context("cannot start the log")?;
     let files = config.files.clone();
     let app = App::open(config, &file, check::warnings_by_file).map_err(|error| with_config_line(error, &files))?;
-    let (config_handle, hot_restart) = (app.config_handle(), app.hot_restart()?);
+    let config_handle = app.config_handle();
+    let hot_restart = app.hot_restart()?;
     let stop = CancellationToken::new();
     let signal_runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
@@ -48,7 +49,8 @@ pub(super) fn run(config_path: &Path) -> anyhow::Result<ExitCode> {
         let _context = signal_runtime.enter();
         Signals::register()?
     };
-    let (stop_token, stopping) = (stop.clone(), app.stopping());
+    let stop_token = stop.clone();
+    let stopping = app.stopping();
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         signal_runtime.block_on(async {
             if signals.handle(&config_handle, hot_restart).await == StopCause::Signal {
@@ -129,8 +131,10 @@ impl StopSignal {
 
 impl Signals {
     fn register() -> std::io::Result<Self> {
-        let (term, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let (hangup, user2) = (signal(SignalKind::hangup())?, signal(SignalKind::user_defined2())?);
+        let term = signal(SignalKind::terminate())?;
+        let interrupt = signal(SignalKind::interrupt())?;
+        let hangup = signal(SignalKind::hangup())?;
+        let user2 = signal(SignalKind::user_defined2())?;
         Ok(Signals { stop: StopSignal { term, interrupt }, hangup, user2 })
     }
 

@@ -144,13 +144,15 @@ impl<W: Write> Page<'_, W> {
         for file in as_list(&config["included"]) {
             writeln!(self.out, "  includes {}", printable(file))?;
         }
-        let (revision, loaded) = (printable(&config["revision"]), self.age(&config["loaded_at"]));
+        let revision = printable(&config["revision"]);
+        let loaded = self.age(&config["loaded_at"]);
         let [reloads, rejected] = ["ok", "error"].map(|result| config["reloads"][result].as_u64().unwrap_or_default());
         let reloads = pluralize(reloads, "reload");
         writeln!(self.out, "  revision {revision}, loaded {loaded}; {reloads}, {rejected} rejected")?;
         let last_error = &config["last_error"];
         if last_error.is_object() {
-            let (failed, style) = (self.age(&last_error["time"]), AnsiColor::Red.on_default());
+            let failed = self.age(&last_error["time"]);
+            let style = AnsiColor::Red.on_default();
             writeln!(
                 self.out,
                 "  {style}the last reload was rejected {failed}; the previous configuration is active:{style:#}"
@@ -257,7 +259,8 @@ impl<W: Write> Page<'_, W> {
         let rows = limits.iter().map(|limit| {
             let shadow = if limit["shadow"] == true { " (shadow)" } else { "" };
             let top = &limit["identities"][0];
-            let (count, client) = (printable(&top["denied_at_least"]), format_parts(&top["parts"]));
+            let count = printable(&top["denied_at_least"]);
+            let client = format_parts(&top["parts"]);
             [
                 printable(&limit["limit"]) + shadow,
                 limit["denied"].to_string(),

@@ -43,7 +43,8 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
 /// Write a response of `/api/top`.
 fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let minutes = as_number(&response["window_seconds"]) / 60.0;
-    let (mut without_denials, mut has_denials) = (Vec::new(), false);
+    let mut without_denials = Vec::new();
+    let mut has_denials = false;
     for limit in as_list(&response["limits"]) {
         if as_list(&limit["identities"]).is_empty() {
             without_denials.push(printable(&limit["limit"]));
@@ -53,7 +54,8 @@ fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
         let verb = if limit["shadow"] == true { "would have denied" } else { "denied" };
         writeln!(out, "{}: {verb} {} in the last {minutes} minutes", printable(&limit["limit"]), limit["denied"])?;
         let rows = as_list(&limit["identities"]).iter().map(|entry| {
-            let (lower_bound, upper_bound) = (&entry["denied_at_least"], &entry["denied_at_most"]);
+            let lower_bound = &entry["denied_at_least"];
+            let upper_bound = &entry["denied_at_most"];
             let count = if lower_bound == upper_bound {
                 lower_bound.to_string()
             } else {

@@ -54,7 +54,8 @@ pub fn summary(differences: &[Difference]) -> String {
 
 /// Return the differences between two redacted configurations, sorted by table and name.
 pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
-    let (old_entries, new_entries) = (entries(old), entries(new));
+    let old_entries = entries(old);
+    let new_entries = entries(new);
     let keys: BTreeSet<_> = old_entries.keys().chain(new_entries.keys()).collect();
     let mut found = Vec::new();
     for key in keys {
@@ -116,7 +117,8 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
 
 /// Return a sorted list of the keys that differ, each with a description in the form `key old → new`.
 fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<(String, String)> {
-    let (mut old_leaves, mut new_leaves) = (BTreeMap::new(), BTreeMap::new());
+    let mut old_leaves = BTreeMap::new();
+    let mut new_leaves = BTreeMap::new();
     old.into_iter().for_each(|value| collect_leaves(prefix, value, &mut old_leaves));
     new.into_iter().for_each(|value| collect_leaves(prefix, value, &mut new_leaves));
     let keys: BTreeSet<_> = old_leaves.keys().chain(new_leaves.keys()).collect();

@@ -241,7 +241,8 @@ impl<'s> Document<'s> {
         let mut unknown_keys = UnknownKeys::default();
         let Deserialized { mut value, mut ignored } = self.deserialize_table(&mut all, issues, &mut unknown_keys)?;
         // The paths of all reported keys, and the paths of misspelled keys after renaming.
-        let (mut reported, mut corrected_paths) = (Vec::<Vec<String>>::new(), Vec::<Vec<String>>::new());
+        let mut reported = Vec::<Vec<String>>::new();
+        let mut corrected_paths = Vec::<Vec<String>>::new();
         let is_new = |path: &&Vec<String>, reported: &[Vec<String>], corrected: &[Vec<String>]| {
             !reported.contains(path) && !corrected.iter().any(|parent| path.starts_with(parent))
         };

@@ -550,7 +550,8 @@ mod redacted_config_tests {
         let hasher = RandomState::new();
         let hashed = |secret: &str| hashed_config([text(secret).into()], &hasher).unwrap();
         assert_eq!(hashed("planted"), hashed("planted"));
-        let (one, other) = (hashed("planted"), hashed("other"));
+        let one = hashed("planted");
+        let other = hashed("other");
         for pointer in ["/admin/token", "/store/url"] {
             assert_ne!(one.pointer(pointer), other.pointer(pointer), "{pointer}");
         }

@@ -62,7 +62,8 @@ impl LimiterAdmin {
     /// See [`StoreError`].
     pub async fn peek(&self, variant: &LimitVariant, identity: Identity, cost: u64) -> Result<Verdict, StoreError> {
         let key = Key { identity, state_name: &variant.state_name };
-        let (mode, usage) = (ChargeMode::Enforced, None);
+        let mode = ChargeMode::Enforced;
+        let usage = None;
         let charge = [Charge { key, rule: &variant.rule, cost, mode, permit_id: 0, debt_before_us: 0, usage }];
         match &self.redis {
             None => Ok(self.memory.decide(Operation::Peek, &charge)),
@@ -104,7 +105,8 @@ impl LimiterAdmin {
             // Also delete the state of the local share, which decides in outages.
             self.memory.remove(key.local_hash());
         }
-        let (hash, field) = (overrides::hash_key(prefix), reset_field(limit, identity));
+        let hash = overrides::hash_key(prefix);
+        let field = reset_field(limit, identity);
         let record = Some(("", RESET_BROADCAST_TTL));
         let broadcast = OverrideWrite { field: &field, known: KnownRevision::default(), record };
         let written = store.write_override(&hash, &broadcast, MAX_OVERRIDES).await;

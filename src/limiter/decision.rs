@@ -75,7 +75,8 @@ impl<'a> LimitCheck<'a, 'a> {
     /// its own `limit_index`, in ascending order from 0:
     /// `LimitCheck { limit_index: 1, ..LimitCheck::new(limit, identity) }`.
     pub fn new(limit: &'a LimitSpec, identity: Identity) -> Self {
-        let (variant, deferred) = (&limit.default_variant, Deferred::Nothing);
+        let variant = &limit.default_variant;
+        let deferred = Deferred::Nothing;
         LimitCheck { limit_index: 0, limit, variant, identity, cost: 1, deferred }
     }
 }

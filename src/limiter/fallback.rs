@@ -113,7 +113,8 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     decided_by: DecidedBy,
     first_permit_id: u64,
 ) -> Result<(Verdict, Vec<&'c LimitCheck<'a, 'p>>), StoreUnavailable> {
-    let (mut checks_with_room, mut uncharged) = (Vec::new(), Vec::new());
+    let mut checks_with_room = Vec::new();
+    let mut uncharged = Vec::new();
     for (index, check) in checks.enumerate() {
         if full_limits >> index.min(63) & 1 == 0 {
             checks_with_room.push(check);

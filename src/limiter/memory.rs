@@ -42,7 +42,8 @@ impl MemoryStore {
     pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let capacity = max_states.div_ceil(SHARDS).max(1);
-        let (evicted, rejected) = (AtomicU64::new(0), AtomicU64::new(0));
+        let evicted = AtomicU64::new(0);
+        let rejected = AtomicU64::new(0);
         MemoryStore { shards, capacity, clock, evicted, rejected, usage: UsageTable::new(max_states) }
     }
 
@@ -91,7 +92,8 @@ impl MemoryStore {
 
     /// Add the cost of an admitted request to the usage total of a limit whose state was not charged.
     pub fn add_uncharged_usage(&self, charge: &Charge<'_>) {
-        let (granted, status) = (1, Status::Ok);
+        let granted = 1;
+        let status = Status::Ok;
         let amount = charge.usage_amount(Operation::Check, granted, status);
         self.add_usage(self.clock.now_us(), Operation::Check, charge, amount);
     }
@@ -603,7 +605,8 @@ mod tests {
     #[test]
     fn expired_states_of_an_unused_limit_are_removed() {
         let (store, clock) = store(1000);
-        let (unused, used) = (limit("unused", "10/s"), limit("used", "10/day"));
+        let unused = limit("unused", "10/s");
+        let used = limit("used", "10/day");
         (0..5).for_each(|number| assert!(check(&store, charge(&unused, number, 10))));
         clock.set(START_US + 2_000_000);
         (0..20).for_each(|number| assert!(check(&store, charge(&used, number, 1))));
@@ -613,7 +616,8 @@ mod tests {
     #[test]
     fn limit_gets_its_share_from_the_largest_limit() {
         let (store, clock) = store(8);
-        let (large, small) = (limit("large", "10/day"), limit("small", "10/day"));
+        let large = limit("large", "10/day");
+        let small = limit("small", "10/day");
         let expired = limit("expired", "10/s");
         (0..2).for_each(|number| assert!(check(&store, charge(&expired, number, 10))));
         clock.set(START_US + 2_000_000);
@@ -627,7 +631,8 @@ mod tests {
     #[test]
     fn limit_without_room_leaves_the_other_limits_of_the_request_uncharged() {
         let (store, _) = store(4);
-        let (full, other) = (limit("full", "10/day"), limit("other", "10/day"));
+        let full = limit("full", "10/day");
+        let other = limit("other", "10/day");
         assert!(check(&store, charge(&other, 0, 1)));
         (0..3).for_each(|number| assert!(check(&store, charge(&full, number, 10))));
         let new = charge(&full, 3, 1);

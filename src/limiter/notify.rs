@@ -346,7 +346,8 @@ mod tests {
 
     #[test]
     fn thresholds_are_percentages_of_the_capacity() {
-        let (notify, rule) = (notify(&[80, 100]), window("10/min".parse().unwrap()));
+        let notify = notify(&[80, 100]);
+        let rule = window("10/min".parse().unwrap());
         for (remaining, status, reserved, expected) in [
             (10, Status::Ok, 0, &[][..]),
             (3, Status::Ok, 0, &[]),
@@ -402,7 +403,8 @@ mod tests {
     #[test]
     fn full_queue_drops_events_and_counts_them() {
         let (queue, _events) = EventQueue::new();
-        let (notify, rule) = (notify(&[80]), window("10/min".parse().unwrap()));
+        let notify = notify(&[80]);
+        let rule = window("10/min".parse().unwrap());
         for number in 0..QUEUE_LENGTH as u128 + 10 {
             let found = usage(&notify, &rule, outcome(2, Status::Ok), 1, 0).unwrap();
             queue.offer(&LimitUsage { identity: Identity(number), ..found });

@@ -419,7 +419,8 @@ impl OwnedCharge {
         let rule = self.rule(decided_by);
         let (cost, permit_id) =
             if rule.is_concurrency() { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
-        let (debt_before_us, usage) = (self.debt_before_us, self.usage.as_ref());
+        let debt_before_us = self.debt_before_us;
+        let usage = self.usage.as_ref();
         Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us, usage }
     }
 }
@@ -645,7 +646,8 @@ impl DeferredCharges {
         let (Store::Memory(memory) | Store::Redis { fallback: memory, .. }) = &store_handle.store;
         for DeferredCharge { charged_at, charge, .. } in &self.charges {
             if let (Some(days), Some(cost)) = (&charge.usage, cost_of(charge.limit_index).filter(|cost| *cost > 0)) {
-                let (limit, date) = (charge.variant.state_name.limit_name(), days.day_at(*charged_at).date);
+                let limit = charge.variant.state_name.limit_name();
+                let date = days.day_at(*charged_at).date;
                 memory.usage.add_model(limit, charge.identity, date, model, cost as i64);
             }
         }
@@ -726,7 +728,8 @@ impl Drop for DeferredCharges {
         // The value is dropped without a response if the client disconnects early, or if a later step rejects the
         // request. Deferred costs are charged nevertheless: the upstream may have done the work, and aborted requests
         // must not be free. Reservations stay charged for the same reason.
-        let (mut by_store, mut locally) = (Vec::new(), Vec::new());
+        let mut by_store = Vec::new();
+        let mut locally = Vec::new();
         for owed in mem::take(&mut self.charges).into_iter().filter(|owed| owed.deferred == Deferred::Charge) {
             match owed.decided_by {
                 DecidedBy::Store => by_store.push(owed.charge),
@@ -917,7 +920,8 @@ mod tests {
             let started_at = 1_000_000_000;
             let first = rule.step(None, started_at, StepKind::Charge, earlier);
             let state = next_state(first.change, None);
-            let (charged_at, settled_at) = (started_at + 1_000_000, started_at + 1_000_000 + wait_us);
+            let charged_at = started_at + 1_000_000;
+            let settled_at = started_at + 1_000_000 + wait_us;
             let check = rule.step(state.as_ref(), charged_at, StepKind::Check, reserved);
             let debt_before_us = rule.debt_before_us(&check.outcome, 0, reserved);
             let refund = OwnedCharge { debt_before_us, ..charge_of(&rule, quota, reserved) };

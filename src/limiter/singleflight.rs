@@ -446,7 +446,8 @@ mod tests {
                 let remaining = async |cancelled: usize| {
                     let clock = Clock::manual(1_000_000);
                     let store = Store::Memory(Arc::new(MemoryStore::new(100, clock.clone())));
-                    let (events, tasks) = (Arc::default(), TaskTracker::new());
+                    let events = Arc::default();
+                    let tasks = TaskTracker::new();
                     let store_handle = Arc::new(StoreHandle { store, denials: None, events, tasks });
                     let charges = vec![charge.clone()];
                     let call = async |operation, cost| {

@@ -199,7 +199,8 @@ impl LimitSpec {
     /// # Errors
     /// The capacity is smaller than `prefetch`.
     pub fn validate_prefetch(&self, variant: &LimitVariant) -> Result<(), QuotaError> {
-        let (prefetch, capacity) = (self.prefetch, variant.rule.capacity());
+        let prefetch = self.prefetch;
+        let capacity = variant.rule.capacity();
         if prefetch > capacity { Err(QuotaError::Prefetch { prefetch, capacity }) } else { Ok(()) }
     }
 

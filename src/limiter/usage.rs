@@ -528,7 +528,8 @@ impl UsageTable {
                         Some(post) => post.amounts.push(amount),
                         None => {
                             posts.last_sequence += 1;
-                            let (poster, sequence) = (self.poster, posts.last_sequence);
+                            let poster = self.poster;
+                            let sequence = posts.last_sequence;
                             taken.push(UsagePost { key, amounts: vec![amount], poster, sequence });
                         }
                     }

@@ -72,7 +72,8 @@ mod tests {
     #[test]
     fn queue_is_removed_with_its_last_waiter() {
         let queues = WaitQueues::default();
-        let (one, other) = (queues.enqueue(1, 2).unwrap(), queues.enqueue(1, 2).unwrap());
+        let one = queues.enqueue(1, 2).unwrap();
+        let other = queues.enqueue(1, 2).unwrap();
         assert!(queues.enqueue(1, 2).is_none() && queues.enqueue(2, 2).is_some(), "each queue has its own bound");
         assert!(queues.has_waiters(1) && !queues.has_waiters(2));
         drop(one);

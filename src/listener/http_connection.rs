@@ -221,11 +221,14 @@ impl HttpConnection {
 
     /// Serve the request of an HTTP/2 stream.
     fn serve_stream(&self, executor: &StreamExecutor, request: Request<Incoming>) -> ServedRequest<StreamKeeper> {
-        let (flow, activity, started_at) = (executor.start_stream(), self.activity.clone(), monotonic());
+        let flow = executor.start_stream();
+        let activity = self.activity.clone();
+        let started_at = monotonic();
         activity.count_request();
         let in_flight = activity.start_request(flow.clone());
         // h2 enforces `http2_max_streams`, but does not count streams that the client has reset.
-        let (streams, max) = (executor.0.clone(), self.settings.http2_max_streams as usize);
+        let streams = executor.0.clone();
+        let max = self.settings.http2_max_streams as usize;
         let is_refused = move || streams.abandoned.load(Ordering::Relaxed) >= max;
         let request = serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused);
         // The connection of a trusted proxy carries the requests of many clients.
@@ -252,7 +255,8 @@ impl HttpConnection {
         let mut connection = pin!(connection);
         let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
         let mut drain_started = pin!(self.drain.cancelled());
-        let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
+        let mut graceful_shutdown = Some(graceful_shutdown);
+        let mut is_draining = false;
         // Each connection has one timer. The timer is not reset for each request. Instead, the gateway computes the
         // remaining time when the timer fires.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);

@@ -239,7 +239,8 @@ impl<S> MonitoredStream<S> {
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
         let Some(frames) = &mut self.frames else { return };
-        let (mut rest, mut responses) = (count, 0);
+        let mut rest = count;
+        let mut responses = 0;
         for slice in slices {
             let part = &slice[..rest.min(slice.len())];
             frames.output.feed(part, |kind, _| responses += u32::from(kind == HEADERS));
@@ -253,7 +254,9 @@ impl<S> MonitoredStream<S> {
 impl FrameMonitor {
     /// Count received frames. Return whether the control frames and short DATA frames exceed the limit.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
-        let (mut control, mut in_header_block, mut received) = (0, self.in_header_block, self.received);
+        let mut control = 0;
+        let mut in_header_block = self.in_header_block;
+        let mut received = self.received;
         self.input.feed(bytes, |kind, [length, flags]| match kind {
             HEADERS | CONTINUATION => in_header_block = flags & u32::from(END_HEADERS) == 0,
             // DATA frames of at least `SHORT` bytes earn credit for shorter ones, because a client that splits an

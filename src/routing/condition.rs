@@ -391,7 +391,8 @@ mod tests {
         let values = ["gold", "free", "go", "golden", "x", ""];
         for one in tests() {
             for other in tests() {
-                let (one, other) = (header(one.clone()), header(other));
+                let one = header(one.clone());
+                let other = header(other);
                 let accepts = |condition: &Condition, value: Option<&&str>| {
                     let headers =
                         value.map(|value| (HeaderName::from_static("x-plan"), value.parse().unwrap())).into_iter();

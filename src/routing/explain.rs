@@ -231,7 +231,8 @@ impl<T> RouteEntry<T> {
     /// Return whether this route precedes `late` for all requests with one of this route's methods. `late` is a route
     /// without methods.
     fn precedes(&self, late: &RouteEntry<T>) -> bool {
-        let (listeners, late_listeners) = (self.listeners(), late.listeners());
+        let listeners = self.listeners();
+        let late_listeners = late.listeners();
         let is_implied = |condition: &Condition| late.conditions().iter().any(|late| condition.is_implied_by(late));
         !self.methods.is_empty()
             && listeners.is_empty() == late_listeners.is_empty()
@@ -277,8 +278,11 @@ mod tests {
         }
         let elsewhere = RouteMatch { listeners: vec![1], ..RouteMatch::new("/v1/users/{id}".parse().unwrap()) };
         table.insert(&elsewhere, &9).unwrap();
-        let (uri, headers) = (Uri::from_static("/v1/users/7"), HeaderMap::new());
-        let (host, path, method) = ("a.test", "/v1/users/7", &Method::GET);
+        let uri = Uri::from_static("/v1/users/7");
+        let headers = HeaderMap::new();
+        let host = "a.test";
+        let path = "/v1/users/7";
+        let method = &Method::GET;
         let request =
             RouteRequest { host, path, uri: &uri, method, headers: &headers, listener: 0, body: RouteBody::Unread };
         let mut found = table.candidates(&request);

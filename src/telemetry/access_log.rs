@@ -927,7 +927,8 @@ mod tests {
             record.write(format, &mut out);
             String::from_utf8(out).unwrap()
         };
-        let (json, text) = (written(LogFormat::Json), written(LogFormat::Text));
+        let json = written(LogFormat::Json);
+        let text = written(LogFormat::Text);
         let value: serde_json::Value = serde_json::from_str(json.strip_prefix('\u{202e}').unwrap()).unwrap();
         for (key, expected) in [("path", record.path), ("model", "m\u{9b}"), ("request_id", record.request_id)] {
             assert_eq!(value[key], expected);
@@ -971,7 +972,8 @@ mod tests {
             limits: Vec::new(),
             start_offset: Duration::ZERO,
         };
-        let (allowed, shadow_denied) = (decision(&[]), decision(&["trial"]));
+        let allowed = decision(&[]);
+        let shadow_denied = decision(&["trial"]);
         for (record, expected) in [
             (ok, true),
             (AccessRecord { status: 399, decision: Some(&allowed), ..ok }, true),

@@ -76,7 +76,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
         let [earlier_address, later_address] = [earlier, later].map(|index| config.listeners[index].address);
-        let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
+        let earlier = address(earlier)?.span();
+        let later = address(later)?.span();
         let line = file.sources.line_name(&earlier);
         let message = format!("{later_address} is already used by the [[listener]] on {earlier_address} in {line}");
         Some(Issue::new(later, message).with_hint(
@@ -161,7 +162,8 @@ pub fn resolve_names(
     config: &CompiledConfig,
     resolver: &DnsResolver,
 ) -> io::Result<(Vec<Issue>, Vec<Issue>)> {
-    let (mut warnings, mut notes) = (Vec::new(), Vec::new());
+    let mut warnings = Vec::new();
+    let mut notes = Vec::new();
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return Ok((warnings, notes)) };
     let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, &[])).await {
         Ok(Ok(resolved)) => Ok(resolved.addresses),
@@ -378,7 +380,8 @@ fn unchosen_hosts<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> +
             let is_name = server.needs_dns() && server.host.rsplit('.').next() != Some("localhost");
             is_name && server.tls.is_some() && sends_another_host(input, index, &server.host)
         })?;
-        let (host, span) = (&settings.servers[server].host, parsed.servers.get(server)?.span());
+        let host = &settings.servers[server].host;
+        let span = parsed.servers.get(server)?.span();
         let message = format!(
             "`{host}` gets the `Host` of the client, which a server with `https://` may reject with 421 or 404"
         );
@@ -407,7 +410,8 @@ fn have_no_body(methods: &[Method]) -> bool {
 
 /// Warn of a condition on a JSON body in a route for methods without a body.
 fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
-    let (uri, headers) = (Uri::default(), HeaderMap::new());
+    let uri = Uri::default();
+    let headers = HeaderMap::new();
     let body = RouteBody::Unknown;
     let request =
         RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0, body };
@@ -654,7 +658,8 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
         let items = items.unwrap_or_default().iter();
         items.filter_map(|text| Some((text.clone(), parse_network(text.get_ref())?))).collect::<Vec<_>>()
     };
-    let (allowed, denied) = (networks(allow), networks(deny));
+    let allowed = networks(allow);
+    let denied = networks(deny);
     let mut issues = Vec::new();
     for (text, network) in allowed.iter().chain(&denied).filter(|(_, network)| *network != network.trunc()) {
         let message = format!("`{}` has address bits after its prefix length; these bits are ignored", text.get_ref());

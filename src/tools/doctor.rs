@@ -348,7 +348,9 @@ pub(crate) async fn check_keys(
     // permission. The error of the pipeline below would not.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
-    let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
+    let mut cursor = 0;
+    let mut steps = 0;
+    let mut statistics = KeyStatistics::default();
     let is_complete = loop {
         let mut scan = redis::cmd("SCAN");
         let (next, keys): (u64, Vec<Vec<u8>>) =

@@ -120,7 +120,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             Admission::Answered(answer) => Ok(routing::answer_response(answer, cors)),
             Admission::Rejected(rejection) => Err(rejection),
             Admission::Undecided(ServerDecides) => {
-                let (source, outcome) = ("authentication-server", "undecided");
+                let source = "authentication-server";
+                let outcome = "undecided";
                 Ok(ResponseReport { source, outcome, ..ResponseReport::default() })
             }
         };
@@ -148,7 +149,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         peeked: &mut PeekedLimits,
         explanation: &mut Explanation,
     ) {
-        let (config, headers) = (self.config, request.head.headers);
+        let config = self.config;
+        let headers = request.head.headers;
         let reads_tokens = config.body_inspection.reads_tokens;
         let content = self.content(headers, config.server.inspect_body, reads_tokens);
         let is_preflight = request.find_preflight_route(config).is_some();

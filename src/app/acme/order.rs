@@ -245,7 +245,8 @@ impl OrderContext<'_> {
         };
         let deadline = monotonic() + ORDER_TIMEOUT;
         let mut interval = POLL_INTERVALS.0;
-        let (mut is_authorizing, mut is_finalized) = (false, false);
+        let mut is_authorizing = false;
+        let mut is_finalized = false;
         let chain = loop {
             match order.state().status {
                 OrderStatus::Pending if !is_authorizing => {

@@ -464,7 +464,8 @@ fn open_lock(path: &Path) -> io::Result<File> {
 /// Convert the CA's URL to a directory name that contains its host, port and path, such as
 /// `acme-v02.api.letsencrypt.org-directory`.
 pub(super) fn directory_name(ca: &HttpUrl) -> String {
-    let (authority, target) = (ca.authority(), ca.target());
+    let authority = ca.authority();
+    let target = ca.target();
     let path = target.path().trim_matches('/');
     let is_kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-');
     format!("{authority}-{path}").chars().map(|c| if is_kept(c) { c.to_ascii_lowercase() } else { '-' }).collect()

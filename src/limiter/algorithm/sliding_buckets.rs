@@ -48,7 +48,8 @@ impl SlidingBuckets {
         // Time in µs until the bucket of this age has left the window. The newest bucket has age 0.
         let dropped_after_us = |age: usize| (index + self.buckets + 1 - age as u64) * width - now;
         let until_empty = |counts: &[u64]| counts.iter().position(|count| *count > 0).map_or(0, dropped_after_us);
-        let (free, free_reset_us) = (self.limit.saturating_sub(total), until_empty(&counts));
+        let free = self.limit.saturating_sub(total);
+        let free_reset_us = until_empty(&counts);
         let step = |outcome, change| Step { outcome, free, free_reset_us, change };
 
         if kind == StepKind::Check && total.saturating_add(cost) > self.limit {

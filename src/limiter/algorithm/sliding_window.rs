@@ -34,7 +34,9 @@ impl SlidingWindow {
 
     pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         let start = now - now % self.window;
-        let (mut current, mut previous, mut clock_went_back) = (0, 0, false);
+        let mut current = 0;
+        let mut previous = 0;
+        let mut clock_went_back = false;
         if let Some(&State::Sliding { start: stored_start, current: stored_current, previous: stored_previous }) = state
         {
             (current, previous) = match stored_start {
@@ -44,7 +46,8 @@ impl SlidingWindow {
             };
             clock_went_back = stored_start > start;
         }
-        let (elapsed, units) = ((now - start) / self.unit, self.window / self.unit);
+        let elapsed = (now - start) / self.unit;
+        let units = self.window / self.unit;
         // The weighted number of tokens of the previous window, rounded up.
         let weighted = |previous: u64| (previous * (units - elapsed)).div_ceil(units);
         let remaining =
@@ -54,7 +57,8 @@ impl SlidingWindow {
             (0, _) => start + self.window - now,
             _ => start + 2 * self.window - now,
         };
-        let (free, free_reset_us) = (remaining(current, previous), reset(current, previous));
+        let free = remaining(current, previous);
+        let free_reset_us = reset(current, previous);
         let step = |outcome, change| Step { outcome, free, free_reset_us, change };
         let put =
             |current, previous| Change::Put(State::Sliding { start, current, previous }, reset(current, previous));

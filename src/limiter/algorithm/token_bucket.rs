@@ -66,16 +66,17 @@ impl TokenBucket {
     }
 
     pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
-        let (mut debt, mut clock_went_back, mut rate_lowered, mut key_expires_at) = (0, false, false, 0);
+        let mut debt = 0;
+        let mut clock_went_back = false;
+        let mut rate_lowered = false;
+        let mut key_expires_at = 0;
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
             // `repay_time` is an upper bound of the time in µs, from the last write, in which the bucket repays the
             // stored debt at the rate that it had at the last write.
-            let (elapsed, repay_time) = (
-                now.saturating_sub(updated_at),
-                stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
-            );
+            let elapsed = now.saturating_sub(updated_at);
+            let repay_time = stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at);
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {

@@ -84,7 +84,8 @@ impl ProbeCall {
     /// Return `None` if there are no charges.
     pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
         let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
-        let (identity, rule) = (charge.key.identity, charge.rule.clone());
+        let identity = charge.key.identity;
+        let rule = charge.rule.clone();
         Some(ProbeCall { identity, rule, usage: charge.usage.cloned() })
     }
 }
@@ -249,7 +250,8 @@ impl Batch {
         for (index, charge) in charges.iter().enumerate() {
             written += group.keys.push_with(|bytes| charge.key.write(prefix, bytes));
             if let Some(day) = day(index) {
-                let (limit, identity) = (charge.key.state_name.limit_name(), charge.key.identity);
+                let limit = charge.key.state_name.limit_name();
+                let identity = charge.key.identity;
                 let write = |bytes: &mut Vec<u8>| usage::write_key(prefix, limit, identity, day.month(), bytes);
                 written += group.usage_keys.push_with(write);
             }
@@ -462,7 +464,8 @@ impl BatchGroup {
     }
 
     fn drop_cancelled(&mut self) {
-        let (limits, usages) = (self.limits.len(), self.usages_per_request());
+        let limits = self.limits.len();
+        let usages = self.usages_per_request();
         let keys = std::mem::take(&mut self.keys);
         let usage_keys = std::mem::take(&mut self.usage_keys);
         let waiting = std::mem::take(&mut self.waiters);

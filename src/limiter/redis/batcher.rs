@@ -600,7 +600,8 @@ impl BatchQueue {
     /// not expired.
     fn take_expired(&mut self, now: Instant, horizon: Instant) -> Vec<PendingBatch> {
         let searched = self.checks.iter().take_while(|pending| pending.is_expired(horizon)).count();
-        let (mut expired, mut index) = (Vec::new(), 0);
+        let mut expired = Vec::new();
+        let mut index = 0;
         for _ in 0..searched {
             match self.checks.get(index) {
                 Some(pending) if pending.is_expired(now) => expired.extend(self.checks.remove(index)),

@@ -556,7 +556,8 @@ impl ClusterStore {
         let amount = charge.usage_amount(operation, verdict.granted, outcome.status);
         let Some(day) = charge.usage_day(operation, verdict.now_us).filter(|_| amount != 0) else { return };
         let Key { identity, state_name } = charge.key;
-        let (limit, fields) = (state_name.limit_name().into(), UsageFields::Days);
+        let limit = state_name.limit_name().into();
+        let fields = UsageFields::Days;
         let key = UsageKey { limit, identity: identity.0, month: day.month(), fields };
         let amounts = vec![UsageAmount { day: day.date.day(), model: None, cost: amount }];
         let post = UsagePost { key, amounts, poster: 0, sequence: 0 };

@@ -174,7 +174,8 @@ impl Batcher {
         };
         let state_name = StateName::new(&IdentityHasher::new(""), PROBE_LIMIT, &rule.shape());
         let key = Key { identity: *identity, state_name: &state_name };
-        let (mode, usage) = (ChargeMode::Enforced, usage.as_ref());
+        let mode = ChargeMode::Enforced;
+        let usage = usage.as_ref();
         let charge = Charge { key, rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage };
         let deadline = monotonic() + self.timeout;
         self.enqueue(deadline, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)

@@ -447,8 +447,9 @@ impl ScriptReply {
             _ => return None,
         };
         // A `retry_us` of -1 means that the charge can never fit.
-        let (remaining, reset_us, retry_us) =
-            (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
+        let remaining = decode_integer(field(2))?;
+        let reset_us = decode_integer(field(3))?;
+        let retry_us = decode_integer(field(4).max(0.0))?;
         Some(Outcome { status, remaining, reset_us, retry_us })
     }
 

@@ -223,7 +223,8 @@ struct Connector<'a> {
 
 impl Connector<'_> {
     fn client(&self, server: &HostPort, default_port: u16, settings: &RedisConnectionInfo) -> Result<Client, UrlError> {
-        let (host, port) = (server.host.to_string(), server.port.unwrap_or(default_port));
+        let host = server.host.to_string();
+        let port = server.port.unwrap_or(default_port);
         self.client_at(
             match self.security {
                 Security::Plaintext => ConnectionAddr::Tcp(host, port),
@@ -266,7 +267,8 @@ impl Connector<'_> {
             return Err(UrlError::new("the URL contains no path of a socket", UNIX_FORM));
         }
         let path = percent_decode_str(path).decode_utf8_lossy().into_owned();
-        let (mut database, mut credentials) = (0, Credentials::default());
+        let mut database = 0;
+        let mut credentials = Credentials::default();
         for (name, value) in parameters(query) {
             match name {
                 "db" => database = parse_database(&value, UNIX_FORM)?,
@@ -287,7 +289,8 @@ impl Connector<'_> {
         if path.is_empty() || path.contains('/') {
             return Err(UrlError::new("the name of the master is missing", SENTINEL_FORM));
         }
-        let (mut database, mut written) = (0, Credentials::default());
+        let mut database = 0;
+        let mut written = Credentials::default();
         for (name, value) in parameters(query) {
             match name {
                 "db" => database = parse_database(&value, SENTINEL_FORM)?,

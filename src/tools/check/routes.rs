@@ -299,7 +299,8 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 /// Return the candidates of each route, indexed by route. A candidate is an entry of the route table. A route has one
 /// candidate for each combination of host and trailing slash.
 fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
-    let (uri, headers) = (Uri::default(), HeaderMap::new());
+    let uri = Uri::default();
+    let headers = HeaderMap::new();
     let request = RouteRequest {
         host: "",
         path: "/",

@@ -130,7 +130,8 @@ pub(super) async fn check_round_trip(
         times.push(sent_at.elapsed());
     }
     times.sort_unstable();
-    let (median, max) = (times[times.len() / 2], times[times.len() - 1]);
+    let median = times[times.len() / 2];
+    let max = times[times.len() - 1];
     let found = format!(
         "median {}, worst {} of {} calls; store.timeout is {}",
         format_elapsed(median),
@@ -175,7 +176,8 @@ fn config_duration(duration: Duration) -> String {
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
-        let (sent_at, before_us) = (monotonic(), unix_us());
+        let sent_at = monotonic();
+        let before_us = unix_us();
         let (seconds, micros): (u64, u64) = connection.call(&redis::cmd("TIME")).await?;
         let round_trip = sent_at.elapsed();
         let middle_us = before_us + round_trip.as_micros() as u64 / 2;
@@ -593,7 +595,8 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;
-    let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);
+    let mut kinds = Vec::new();
+    let mut slowest = tokio::time::Duration::ZERO;
     for rule in &requirements.rules {
         if kinds.contains(&rule.kind()) {
             continue;
@@ -602,7 +605,8 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         let rule = with_short_window(rule);
         let state_name = StateName::new(&hasher, "doctor", &rule.shape());
         let key = Key { identity, state_name: &state_name };
-        let (mode, usage) = (ChargeMode::Enforced, None);
+        let mode = ChargeMode::Enforced;
+        let usage = None;
         let charge = Charge { key, rule: &rule, cost: 1, mode, permit_id: 1, debt_before_us: 0, usage };
         let sent_at = monotonic();
         let verdict =

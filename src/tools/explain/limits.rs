@@ -107,7 +107,9 @@ impl PeekedLimits {
                 }),
                 ..limit_report(config, route, check.limit_index, attributes)
             };
-            let (variant, cost, deferred) = (check.variant.clone(), check.cost, check.deferred);
+            let variant = check.variant.clone();
+            let cost = check.cost;
+            let deferred = check.deferred;
             PeekedLimit { limit_index: check.limit_index, variant, cost, deferred, report: Some(report) }
         });
         self.limits = peeked.collect();
@@ -124,7 +126,8 @@ impl PeekedLimits {
         route: &Route,
         response: Option<&Result<Response<Body>, UpstreamError>>,
     ) {
-        let (is_admitted, now_us) = (decision.admitted, decision.now_us);
+        let is_admitted = decision.admitted;
+        let now_us = decision.now_us;
         for result in decision.results.iter_mut().filter(|result| is_admitted && !result.denies()) {
             let Some(limit) = self.limits.iter().find(|limit| limit.limit_index == result.limit_index) else {
                 continue;
@@ -301,7 +304,8 @@ fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_
         (_, Some((tier, _))) => format!("tier {tier}"),
         (_, None) => "override".to_owned(),
     };
-    let (quota, unit) = (variant.quota.to_string(), limit.unit.to_string());
+    let quota = variant.quota.to_string();
+    let unit = limit.unit.to_string();
     EffectiveQuota { source, quota, unit, capacity: variant.rule.capacity() }
 }
 

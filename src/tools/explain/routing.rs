@@ -132,7 +132,8 @@ fn noun(one: &str, count: usize) -> String {
 /// methods or conditions.
 fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
     let better = &winner.target.name;
-    let (path, better_path) = (&other.target.path_pattern, &winner.target.path_pattern);
+    let path = &other.target.path_pattern;
+    let better_path = &winner.target.path_pattern;
     if other.host != winner.host {
         return format!("the route matches, but the host of {better} is more specific");
     }

@@ -161,7 +161,8 @@ impl Format {
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
-            let (mut read_count, mut total) = (0, 0);
+            let mut read_count = 0;
+            let mut total = 0;
             for line in lines {
                 match format.parse(line) {
                     Ok(Some(_)) => (read_count, total) = (read_count + 1, total + 1),
@@ -377,14 +378,12 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     };
     let month = MONTHS.iter().position(|name| *name == month)? + 1;
     let rest = &text[text.len() - 19..];
-    let (year, hour, minute, second) = (
-        parse_digits(&rest[..4])?,
-        parse_digits(&rest[5..7])?,
-        parse_digits(&rest[8..10])?,
-        parse_digits(&rest[11..13])?,
-    );
-    let (zone_hours, zone_minutes) =
-        (parse_digits(&text[text.len() - 4..][..2])?, parse_digits(&text[text.len() - 2..])?);
+    let year = parse_digits(&rest[..4])?;
+    let hour = parse_digits(&rest[5..7])?;
+    let minute = parse_digits(&rest[8..10])?;
+    let second = parse_digits(&rest[11..13])?;
+    let zone_hours = parse_digits(&text[text.len() - 4..][..2])?;
+    let zone_minutes = parse_digits(&text[text.len() - 2..])?;
     let day = parse_digits(&[*d0, *d1])?;
     // Replace second 60 with 59, because jiff rejects leap seconds.
     let second = second.min(59);

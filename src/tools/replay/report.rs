@@ -192,7 +192,8 @@ impl ReplayReport {
 
 impl LimitSummary {
     fn new(replay: &Replay, result: &ReplayResult, index: usize) -> LimitSummary {
-        let (limit, stats) = (&replay.config.limits[index], &result.limit_stats[index]);
+        let limit = &replay.config.limits[index];
+        let stats = &result.limit_stats[index];
         let burst = limit.variant.rule.burst().filter(|burst| *burst != limit.variant.quota.count);
         let top_denied = result.top_denied[index].iter().map(|(identity, requests, denied)| TopIdentity {
             identity: identity.clone(),
@@ -347,7 +348,8 @@ const COARSE_WINDOW_US: u64 = 60_000_000;
 
 /// Return the notes about a replay.
 pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String> {
-    let (statistics, config) = (&result.statistics, &replay.config);
+    let statistics = &result.statistics;
+    let config = &replay.config;
     let mut notes = Vec::new();
     if let Some((log, line, error)) = &statistics.first_error {
         let lines = format_count(statistics.unreadable, "line", "lines");
@@ -377,8 +379,8 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         notes.push("this log has no hosts: routes with `hosts` match no request".to_owned());
     }
     if result.missing_client_count > 0 {
-        let (requests, header) =
-            (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
+        let requests = format_count(result.missing_client_count, "request", "requests");
+        let header = &config.compiled.client_ip.header;
         notes.push(format!(
             "{requests} from trusted proxies have no `{header}` header: the address of the proxy is used instead"
         ));
@@ -511,7 +513,8 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
         writeln!(out, "  {identities} denied{order_note}:")?;
         for identity in limit.top_denied.iter().take(MAX_NAMED_IDENTITIES) {
             let share = format_percent(100.0 * f64::from(identity.denied) / f64::from(identity.requests.max(1)));
-            let (denied, requests) = (group_digits(identity.denied.into()), group_digits(identity.requests.into()));
+            let denied = group_digits(identity.denied.into());
+            let requests = group_digits(identity.requests.into());
             writeln!(out, "    {:<38} {denied:>10} of {requests:>11} {share:>8}", shorten(&identity.identity, 38))?;
         }
     }

@@ -437,7 +437,8 @@ impl ReplayConfig {
         if let Some(skip_reason) = proposals.iter().find(|proposal| !compiled.limits.contains_key(&proposal.limit)) {
             return Err(unknown_limit(&compiled, &skip_reason.limit));
         }
-        let (mut limits, mut identity_specs) = (Vec::new(), Vec::new());
+        let mut limits = Vec::new();
+        let mut identity_specs = Vec::new();
         for (index, (name, compiled_limit)) in compiled.limits.iter().enumerate() {
             let proposal = proposals.iter().rfind(|proposal| proposal.limit == *name);
             let variant = proposal.map_or(Ok(compiled_limit.limit.default_variant.clone()), |proposal| {
@@ -466,7 +467,8 @@ impl ReplayConfig {
             let is_secret = is_mapped
                 && !capabilities.identity_hashes
                 && compiled_limit.identity_spec.descriptors.iter().any(has_secret);
-            let (limit, refund_on) = (compiled_limit.limit.clone(), compiled_limit.refund_on.clone());
+            let limit = compiled_limit.limit.clone();
+            let refund_on = compiled_limit.refund_on.clone();
             let deferred = deferred_action(compiled_limit.cost.as_ref().is_some_and(Cost::is_deferred), &refund_on);
             let consumer_variants =
                 if is_mapped { consumer_variants(&compiled, compiled_limit) } else { HashMap::new() };

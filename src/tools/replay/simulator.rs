@@ -398,7 +398,8 @@ fn count_at(number: u64) -> u64 {
 
 /// Return the index of the smallest count that is at least `min_count`. `count_at` defines the order of counts.
 fn index_of_count(min_count: u64) -> u64 {
-    let (mut below, mut above) = (0, MAX_COUNT_INDEX);
+    let mut below = 0;
+    let mut above = MAX_COUNT_INDEX;
     while above - below > 1 {
         let middle = (below + above) / 2;
         if count_at(middle) >= min_count { above = middle } else { below = middle }
@@ -425,7 +426,8 @@ impl Recording {
             Some((variant, denied))
         };
         let configured_index = index_of_count(config.limits[limit_index].variant.quota.count);
-        let (mut below, mut above) = (0, configured_index);
+        let mut below = 0;
+        let mut above = configured_index;
         let mut best = if stats.denied <= max_denied { try_index(configured_index) } else { None };
         let mut step = 1;
         while best.is_none() {
@@ -473,7 +475,8 @@ impl Recording {
         let mut simulation = Simulation::new(config);
         simulation.add_variants(&resolver.variants);
         simulation.set_default_variant(limit_index, variant);
-        let (mut denied, mut start) = (0, 0);
+        let mut denied = 0;
+        let mut start = 0;
         for (meta, end) in &self.requests {
             let checks = &self.checks[start..*end];
             start = *end;

@@ -144,7 +144,9 @@ impl NginxFormat {
     pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
         let mut rest = line.strip_prefix(&*self.prefix).ok_or(LineError::Malformed)?;
         let mut entry = LogEntry::default();
-        let (mut line_time_us, mut start_time_us, mut query) = (None, None, None);
+        let mut line_time_us = None;
+        let mut start_time_us = None;
+        let mut query = None;
         let mut is_quoted = self.prefix.last() == Some(&b'"');
         for variable in &self.variables {
             let (value, tail) = variable.split_value(rest, is_quoted).ok_or(LineError::Malformed)?;
@@ -326,7 +328,9 @@ impl CloudFrontFormat {
             return Err(LineError::MissingFieldsLine);
         }
         let mut entry = LogEntry::default();
-        let (mut query, mut date, mut cells) = (None, None, 0);
+        let mut query = None;
+        let mut date = None;
+        let mut cells = 0;
         let mut second = None;
         for (column, cell) in self.columns.iter().zip(line.split(|byte| *byte == b'\t')) {
             cells += 1;

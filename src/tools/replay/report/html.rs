@@ -167,9 +167,11 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
             continue;
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
-        let (all, denied) = (height(point.requests), height(point.denied));
+        let all = height(point.requests);
+        let denied = height(point.denied);
         // Omit the gap between bars that are too narrow for it.
-        let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
+        let left = index as f64 * width;
+        let bar_width = if width > 4.0 { width - 1.0 } else { width };
         writeln!(
             out,
             "<g><title>{}: {} requests, {} denied</title>\
