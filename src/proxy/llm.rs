@@ -258,7 +258,7 @@ impl LlmRequest {
             path: self.path.clone(),
             choices: self.choices(),
             event: Vec::new(),
-            line_feed: LineFeed::NextEvent,
+            line_feed: LineFeed::Next,
         });
         Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
     }
@@ -302,15 +302,15 @@ struct StreamRewriter {
     line_feed: LineFeed,
 }
 
-/// What an LF after the end of an event belongs to.
+/// The event that an LF after the end of an event belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LineFeed {
     /// The event did not end with CR, so the LF belongs to the next event.
-    NextEvent,
+    Next,
     /// The LF completes the line end of an event that was sent.
-    SentEvent,
+    Sent,
     /// The LF completes the line end of an event that was removed.
-    RemovedEvent,
+    Removed,
 }
 
 /// Maximum length in bytes of an event that the gateway buffers until it is complete. Usage events are smaller than 1
@@ -363,11 +363,11 @@ impl LlmSettlement {
             let (part, following) = rest.split_at(meter.feed_event(rest));
             rest = following;
             others.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(part));
-            let line_feed = mem::replace(&mut rewriter.line_feed, LineFeed::NextEvent);
+            let line_feed = mem::replace(&mut rewriter.line_feed, LineFeed::Next);
             let part = match (line_feed, part.strip_prefix(b"\n")) {
-                (LineFeed::NextEvent, _) | (_, None) => part,
-                (LineFeed::RemovedEvent, Some(following)) => following,
-                (LineFeed::SentEvent, Some(following)) => {
+                (LineFeed::Next, _) | (_, None) => part,
+                (LineFeed::Removed, Some(following)) => following,
+                (LineFeed::Sent, Some(following)) => {
                     output.push(b'\n');
                     following
                 }
@@ -381,7 +381,7 @@ impl LlmSettlement {
             }
             let is_removed = rewriter.hides_usage && is_usage_event(&rewriter.event);
             if rewriter.event.ends_with(b"\r") {
-                rewriter.line_feed = if is_removed { LineFeed::RemovedEvent } else { LineFeed::SentEvent };
+                rewriter.line_feed = if is_removed { LineFeed::Removed } else { LineFeed::Sent };
             }
             if is_removed {
                 rewriter.event.clear();
