@@ -443,7 +443,7 @@ either!(
     "a URL or a table with `url`",
     |short| Some(UpstreamServer { url: short.text()?, weight: None }),
     Table,
-    |ServerTable { url, weight }| UpstreamServer { url, weight }
+    |ServerTable { url, weight }| UpstreamServer { url: url.unwrap_or_default(), weight }
 );
 either!(
     LimitCost,
@@ -488,7 +488,7 @@ pub struct LimitNotifyTable {
 #[schemars(extend("required" = ["url"]))]
 pub(super) struct ServerTable {
     /// Scheme, host and port of the server.
-    url: String,
+    url: Option<String>,
     /// Weight relative to the upstream's other servers. 0 = drained: the server gets no new requests.
     #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
     weight: Option<Spanned<i64>>,
