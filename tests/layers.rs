@@ -67,7 +67,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "config",
         &[
             &["file"],
-            &["include"],
+            &["include", "route_defaults"],
             &["unknown_keys"],
             &["environment", "foreign"],
             &["syntax"],

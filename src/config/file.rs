@@ -16,6 +16,7 @@ use crate::config::file_schema::FileKind;
 use crate::config::foreign;
 use crate::config::gateway::{Config, Consumers};
 use crate::config::include;
+use crate::config::route_defaults;
 use crate::config::sources::{Sources, read_main, utf8_text};
 use crate::config::syntax;
 use crate::config::unknown_keys::{
@@ -205,6 +206,9 @@ fn parse<T: DeserializeOwned>(
     }
     if !faulty.is_empty() {
         return Err(faulty);
+    }
+    if kind == FileKind::Gateway {
+        route_defaults::apply(&mut all, &mut issues);
     }
     let Environment { unresolved, warnings, expanded, .. } = environment;
     let document = Document { sources: &sources, expanded: &expanded, kind };

@@ -51,6 +51,12 @@ pub struct Config {
     pub limit: BTreeMap<String, Spanned<Limit>>,
     /// Upstreams by name: servers, protocol, load balancing and timeouts.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
+    /// Keys of `[[route]]` that apply to all routes, except where a route or its group has the key.
+    #[schemars(schema_with = "schema::route_keys")]
+    pub route_defaults: toml::Table,
+    /// Groups of routes by name: keys of `[[route]]` that apply to all routes with this `group`.
+    #[schemars(schema_with = "schema::route_groups")]
+    pub route_group: toml::Table,
     /// Routes: the requests that the route matches, their upstream, and their limits. If several routes match, the most
     /// specific route wins. The order in the file does not matter.
     pub route: Vec<Spanned<Route>>,

@@ -121,6 +121,14 @@ pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 
+pub(super) fn route_keys(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "object", "additionalProperties": true })
+}
+
+pub(super) fn route_groups(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "object", "additionalProperties": route_keys(generator) })
+}
+
 pub(super) fn tier_source(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^(api-key|(jwt|auth):.+)$")
 }

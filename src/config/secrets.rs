@@ -79,6 +79,12 @@ struct Secrecy {
 
 impl Secrecy {
     fn of(path: &[&str]) -> Self {
+        // The defaults of routes have the keys of a route.
+        let path = match path {
+            ["route_defaults", keys @ ..] | ["route_group", _, keys @ ..] => [&["route"], keys].concat(),
+            path => path.to_vec(),
+        };
+        let path = &*path;
         let mut schema = Some(FileKind::of(path).schema());
         let mut secrecy = Secrecy { mark: None, is_suspicious: false, is_known: true };
         for (depth, key) in path.iter().enumerate() {
@@ -420,6 +426,9 @@ mod tests {
             (&["route", "request_headers", "set", "x-a"], "x", true),
             (&["route", "response_headers", "x-a"], "x", true),
             (&["route", "response_headers", "remove"], "server", false),
+            (&["route_defaults", "response_headers", "set", "x-a"], "x", true),
+            (&["route_group", "g", "request_headers", "set", "x-a"], "x", true),
+            (&["route_group", "g", "timeout"], "10s", false),
             (&["route", "headers", "Authorization"], "x", true),
             (&["route", "headers", "x-api-key"], "x", true),
             (&["route", "headers", "x-version"], "x", false),

@@ -23,6 +23,8 @@ pub struct Route {
     pub hosts: Option<Vec<Text>>,
     /// Names of listeners. The route matches only requests on connections to these listeners. Default: all listeners.
     pub listeners: Option<Vec<Text>>,
+    /// Name of a `[route_group.NAME]`, whose keys apply to the route ([defaults](#defaults-of-routes)).
+    pub group: Option<Text>,
     /// Path pattern. `"/v1/search"` matches only this path. In `"/v1/users/{id}"`, `{id}` matches one segment.
     /// `"/v1/{*rest}"` matches `/v1/` and all paths below it. `"/{*rest}"` matches every path. A route has either
     /// `path` or `path_regex`.

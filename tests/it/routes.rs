@@ -565,3 +565,44 @@ fn own_responses_without_content_have_no_content_type() {
         assert_eq!((reply.status, reply.header("content-type").is_some()), (status, kind));
     }
 }
+
+#[test]
+fn route_has_the_keys_of_its_group_and_the_defaults() {
+    let upstream = Upstream::start();
+    let limit = |name: &str, quota: u32| format!("[limit.{name}]\nby = \"ip\"\nquota = \"{quota}/hour\"\n");
+    let config = |default: &str| {
+        format!(
+            "{}{}{}[upstream.u]\nservers = [\"{}\"]\n\
+             [route_defaults]\nlimits = [\"all\"]\nresponse_headers.set = {{ x-from = \"{default}\" }}\ntimeout = \"10s\"\n\
+             [route_group.v1]\nprefix = \"/v1\"\nhosts = [\"api.test\"]\nupstream = \"u\"\nlimits = [\"group\", \"all\"]\n\
+             [[route]]\nname = \"search\"\ngroup = \"v1\"\npath = \"/search\"\nlimits = [\"own\"]\n\
+             [[route]]\nname = \"other\"\ngroup = \"v1\"\npath = \"/other\"\nhosts = [\"other.test\"]\n\
+             response_headers.set = {{ x-from = \"route\" }}\n\
+             [[route]]\nname = \"fixed\"\npath = \"/fixed\"\nrespond = {{ status = 204 }}\n",
+            limit("all", 30),
+            limit("group", 20),
+            limit("own", 10),
+            upstream.url()
+        )
+    };
+    let gateway = Gateway::start(&config("defaults"));
+    let get = |path: &str, host: &str| gateway.client().get_with(path, &[("host", host)]);
+    for (path, host, status, from, limits) in [
+        ("/v1/search", "api.test", 200, "defaults", &["all", "group", "own"][..]),
+        ("/search", "api.test", 404, "", &[]),
+        ("/v1/search", "other.test", 404, "", &[]),
+        ("/v1/other", "other.test", 200, "route", &["all", "group"]),
+        ("/fixed", "any.test", 204, "defaults", &["all"]),
+    ] {
+        let reply = get(path, host);
+        let policy = reply.header("ratelimit-policy").unwrap_or_default();
+        let names: Vec<_> = policy.split('"').skip(1).step_by(2).collect();
+        assert_eq!(
+            (reply.status, reply.header("x-from").unwrap_or_default(), &names[..]),
+            (status, from, limits),
+            "{path} of {host}"
+        );
+    }
+    gateway.put(&config("changed"));
+    crate::support::eventually("the new default", || get("/fixed", "any.test").header("x-from") == Some("changed"));
+}
