@@ -307,33 +307,6 @@ fn shutdown_delivers_events_that_are_on_their_way() {
 }
 
 #[test]
-fn denied_request_causes_no_event_of_another_limit_that_has_room() {
-    let (redis, hook) = (Redis::start(), Hook::start());
-    let limit = |quota: u64, rest: &str| {
-        format!("by = \"ip\"\nalgorithm = \"fixed-window\"\nquota = \"{quota}/day\"\n{rest}\n")
-    };
-    let config = with_admin(&format!(
-        "{}[limit.events]\n{}[limit.tight]\n{}{}\
-         [[route]]\nname = \"both\"\npath = \"/both\"\nlimits = [\"events\", \"tight\"]\nrespond = {{ status = 200 }}\n\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"events\"]\nrespond = {{ status = 200 }}\n",
-        redis.store(),
-        limit(10, "notify = { to = \"hook\", at = [80] }"),
-        limit(7, ""),
-        hook.config()
-    ));
-    let gateway = Gateway::start(&config);
-    let both: Vec<_> = (0..12).map(|_| gateway.get("/both").status).collect();
-    assert_eq!(both, [vec![200; 7], vec![429; 5]].concat());
-    let caused = || {
-        pending(&gateway) + ["delivered", "claimed", "failed"].map(|each| results(&gateway, each)).iter().sum::<f64>()
-    };
-    assert_eq!(caused(), 0.0, "7 of 10 are used, and denied requests are not charged");
-    assert_eq!(statuses(&gateway, 1), [200]);
-    eventually("the event arrives", || hook.events().len() == 1);
-    assert_eq!((&hook.events()[0]["data"]["used"], &hook.events()[0]["data"]["denied"]), (&8.into(), &false.into()));
-}
-
-#[test]
 fn consumers_are_named_and_tiers_have_their_own_percentages() {
     let (redis, hook) = (Redis::start(), Hook::start());
     let hash = |name: &str| {
