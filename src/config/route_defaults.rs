@@ -75,7 +75,8 @@ fn add<'d>(route: &mut DeTable<'d>, defaults: &DeTable<'d>, issues: &mut Vec<Iss
     for (key, value) in defaults {
         let name = &**key.get_ref();
         match (name, value.get_ref(), route.get_mut(name)) {
-            ("prefix", DeValue::String(prefix), _) => add_prefix(route, prefix, issues),
+            ("prefix", DeValue::String(prefix), _) if prefix.starts_with('/') => add_prefix(route, prefix, issues),
+            ("prefix", ..) => {}
             ("limits", DeValue::Array(limits), Some(own)) => {
                 if let DeValue::Array(own) = own.get_mut() {
                     let names: Vec<_> = own.iter().map(|limit| limit.get_ref().as_str()).collect();

@@ -574,7 +574,7 @@ fn route_has_the_keys_of_its_group_and_the_defaults() {
         format!(
             "{}{}{}[upstream.u]\nservers = [\"{}\"]\n\
              [route_defaults]\nlimits = [\"all\"]\nresponse_headers.set = {{ x-from = \"{default}\" }}\ntimeout = \"10s\"\n\
-             [route_group.v1]\nprefix = \"/v1\"\nhosts = [\"api.test\"]\nupstream = \"u\"\nlimits = [\"group\", \"all\"]\n\
+             [route_group.v1]\nprefix = \"/v1\"\nhosts = [\"api.test\"]\nupstream = \"u\"\nlimits = [\"group\"]\n\
              [[route]]\nname = \"search\"\ngroup = \"v1\"\npath = \"/search\"\nlimits = [\"own\"]\n\
              [[route]]\nname = \"other\"\ngroup = \"v1\"\npath = \"/other\"\nhosts = [\"other.test\"]\n\
              response_headers.set = {{ x-from = \"route\" }}\n\
