@@ -20,6 +20,7 @@ mod inspect;
 mod key;
 mod man;
 mod overrides;
+mod prices;
 mod probe;
 mod reload;
 mod renew;
@@ -97,6 +98,7 @@ enum Command {
     Completions(completions::Arguments),
     Man(man::Arguments),
     Usage(usage::Arguments),
+    Prices(prices::Arguments),
     Replay(replay::Arguments),
 }
 
@@ -219,6 +221,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Completions(arguments)) => completions::run(arguments, &Arguments::command()),
         Some(Command::Man(arguments)) => man::run(arguments, &Arguments::command()),
         Some(Command::Usage(arguments)) => usage::run(arguments, config),
+        Some(Command::Prices(arguments)) => prices::run(arguments),
         Some(Command::Replay(arguments)) => replay::run(arguments, config),
     }
 }

@@ -31,6 +31,7 @@ use crate::limiter::redis::connection::try_connect;
 use crate::limiter::redis::server::ConnectError;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
+use crate::payload::llm::usage::{PARTS, Weights};
 use crate::snapshot::cost::{Cost, LlmCost};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::telemetry::pluralize;
@@ -393,11 +394,11 @@ fn consumer_guarantees(config: &CompiledConfig) -> Vec<Guarantee<'_>> {
 fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
-    let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
+    let input_weight = models.chain([&weights.default]).map(Weights::max_input).max();
     // Maximum number of input tokens by which a request can exceed the estimate. An LLM token has at least one byte, so
     // a body has at most as many LLM tokens as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
-    let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
+    let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / u128::from(PARTS);
     let unread = unread_cost
         .map_or(String::new(), |cost| format!(", a cost above {cost} of a request whose body cannot be read"));
     let cut = if *cuts { " (the gateway cuts event streams at this maximum)" } else { "" };

@@ -22,7 +22,7 @@ pub(super) enum FileKind {
 impl FileKind {
     /// Return the kind of the file that contains a value at this path.
     pub(super) fn of(path: &[&str]) -> Self {
-        if path.first() == Some(&"consumer") { FileKind::Consumers } else { FileKind::Gateway }
+        if matches!(path.first(), Some(&("consumer" | "group"))) { FileKind::Consumers } else { FileKind::Gateway }
     }
 
     /// Return the schema of the file, with the attributes `secret`.

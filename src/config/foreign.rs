@@ -275,7 +275,7 @@ const FOREIGN_KEYS: &[ForeignKeys] = &[
     keys("notify", &["maxlen", "streammaxlen"], "write max_length = {value}"),
     keys("consumer", &["username", "id", "customid", "user"], "write name = {value}"),
     keys("consumer", &["key", "apikey", "keyauthcredentials", "hash", "keyhash", "token"], "write keys = [\"sha256:…\"]; `sluicegate key new` creates a key"),
-    keys("consumer", &["plan", "group", "level"], "write tier = {value}"),
+    keys("consumer", &["plan", "level"], "write tier = {value}"),
     keys("consumer", &["limits", "quota", "quotas"], "write limit.NAME = { quota = \"900/min\" }"),
     keys("consumer.keys", &["key", "sha256", "value", "keyhash"], "write hash = \"sha256:…\""),
     keys("consumer.keys", &["expiry", "expiresat", "validuntil", "ttl"], "write expires = 2027-01-01T00:00:00Z"),

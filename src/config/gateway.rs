@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::schema;
-use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames};
+use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames, TokenWeights};
 use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::{ErrorPages, Limit, LimitVariant, Notify, Route, Upstream};
 
@@ -20,7 +20,7 @@ use crate::config::tables::{ErrorPages, Limit, LimitVariant, Notify, Route, Upst
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
     /// Files to include: paths or patterns relative to the directory of this file, such as `["routes/*.toml"]`. The
-    /// `[[route]]`, `[limit.NAME]`, `[upstream.NAME]` and `[auth.NAME]` tables of these files are added to this
+    /// `[[route]]`, `[limit.NAME]`, `[upstream.NAME]`, `[auth.NAME]` and `[prices.NAME]` tables of these files are added to this
     /// configuration.
     pub include: Vec<Text>,
     /// Worker threads, limits on client connections and requests, and shutdown.
@@ -46,6 +46,10 @@ pub struct Config {
     /// Destinations of quota events by name: webhooks and Redis streams. Limits refer to a destination by name in
     /// `notify`.
     pub notify: BTreeMap<String, Spanned<Notify>>,
+    /// Prices of LLM models by name of the price list: `"gpt-5*" = { input = 1.25, cached_input = 0.125, output = 10 }`.
+    /// A limit with `cost.llm` refers to a list by name in `cost.prices`. `*` in the name of a model matches any number
+    /// of characters. `sluicegate prices update` writes such a list.
+    pub prices: BTreeMap<String, Spanned<BTreeMap<String, Spanned<TokenWeights>>>>,
     /// Limits by name: identity, quota and algorithm. A limit has a separate state (such as a token bucket) for each
     /// identity. All routes that use the limit share these states.
     pub limit: BTreeMap<String, Spanned<Limit>>,
@@ -533,6 +537,23 @@ impl Auth {
 pub struct Consumers {
     /// Consumers and the hashes of their API keys. Keys that are not in the file are unknown.
     pub consumer: Vec<Spanned<Consumer>>,
+    /// Groups of consumers, such as teams, and groups of groups, such as organisations. Limits count by them with `by =
+    /// "group:LEVEL"`.
+    pub group: Vec<Spanned<ConsumerGroup>>,
+}
+
+/// `[[group]]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["name", "level"]))]
+pub struct ConsumerGroup {
+    /// Name of the group, which is its identity in limits. Unique in the file.
+    pub name: Option<Text>,
+    /// Level of the group in the hierarchy, such as `"team"` or `"organisation"`. A limit with `by = "group:team"` counts
+    /// by the groups of this level.
+    pub level: Option<Text>,
+    /// Name of the group to which this group belongs. Its level must be another one. Default: no parent.
+    pub parent: Option<Text>,
 }
 
 /// `[[consumer]]`
@@ -543,6 +564,9 @@ pub struct Consumer {
     /// Unique name of the consumer. All keys of the consumer have this name as their identity, so they share the
     /// consumer's quotas.
     pub name: Option<Text>,
+    /// Name of the `[[group]]` to which the consumer belongs. It also belongs to the parents of this group. Default: no
+    /// group.
+    pub group: Option<Text>,
     /// Tier of the consumer. It selects the quota of each limit that has this tier in `tiers`. Default: no tier.
     pub tier: Option<Text>,
     /// API keys of the consumer. Each entry is a hash, or a table with the hash: `["sha256:…", { hash = "sha256:…",

@@ -88,8 +88,9 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
 
 /// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if
 /// it is in upper case.
-pub const IDENTITY_SOURCES: [&str; 21] = [
+pub const IDENTITY_SOURCES: [&str; 22] = [
     "api-key",
+    "group:LEVEL",
     "ip",
     "user:HEADER",
     "header:NAME",

@@ -72,6 +72,10 @@ pub struct CostTable {
     /// characters. If several patterns match, the pattern with the most characters other than `*` wins. For a weight
     /// that a pattern does not set, the value in `weights` applies.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
+    /// With `llm`: name of a `[prices.NAME]` list, which sets the weights of each model. Models that match no name in the
+    /// list have the costs in `weights`, by default the highest cost of each kind in the list. Requires
+    /// `unit = "usd-micros"`. Cannot be combined with `models`.
+    pub prices: Option<Text>,
     /// With `llm`: maximum size of the request body that the gateway reads before the rate limit check. A larger body
     /// gets 413, unless `reserve` is set. Must not exceed `server.max_buffered`. Default: `server.inspect_body` if it is set,
     /// otherwise 16MiB, but at most `server.max_buffered`.
@@ -117,18 +121,69 @@ pub struct CostTable {
     pub usage: Option<Spanned<UsagePointers>>,
 }
 
-/// `weights = { … }` of `cost`
+/// `weights = { … }` of `cost`, and the prices of a model
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct TokenWeights {
-    /// Cost of one input token, with up to three decimal places.
+    /// Cost of one input token, with up to six decimal places. In `[prices.NAME]`, the cost is in dollars per million
+    /// tokens.
     #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
     pub input: Option<Spanned<f64>>,
     /// Cost of one input token that the provider read from its cache. Default: the value of `input`.
     #[schemars(range(min = 0, max = 1_000_000))]
     pub cached_input: Option<Spanned<f64>>,
+    /// Cost of one input token that the provider wrote to its cache for 5 minutes. Default: the value of `input`, in
+    /// `[prices.NAME]` 1.25 times this value.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub cache_write_5m: Option<Spanned<f64>>,
+    /// Cost of one input token that the provider wrote to its cache for 1 hour. Default: the value of `input`, in
+    /// `[prices.NAME]` twice this value.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub cache_write_1h: Option<Spanned<f64>>,
+    /// Cost of one input token of audio. Default: the value of `input`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub audio_input: Option<Spanned<f64>>,
+    /// Cost of one input token of an image. Default: the value of `input`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub image_input: Option<Spanned<f64>>,
     /// Cost of one output token.
     #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
+    pub output: Option<Spanned<f64>>,
+    /// Cost of one output token of the reasoning. Default: the value of `output`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub reasoning: Option<Spanned<f64>>,
+    /// Cost of one output token of audio. Default: the value of `output`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub audio_output: Option<Spanned<f64>>,
+    /// Cost of one output token of an image. Default: the value of `output`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub image_output: Option<Spanned<f64>>,
+    /// Cost of each request in addition to its tokens, in millions of the unit of the limit: dollars with
+    /// `unit = "usd-micros"`.
+    #[schemars(range(min = 0, max = 1_000_000), extend("default" = 0))]
+    pub request: Option<Spanned<f64>>,
+    /// Share of the cost of the tokens if the provider reports that the request is part of a batch
+    /// (`"service_tier": "batch"`), such as 0.5.
+    #[schemars(range(min = 0, max = 1), extend("default" = 1))]
+    pub batch: Option<Spanned<f64>>,
+    /// Other costs of requests with a long input: `{ above = 200000, input = 2.5, output = 15 }`. The other kinds of
+    /// input and output cost proportionally more. Default: the costs do not depend on the length of the input.
+    pub long_context: Option<Spanned<LongContext>>,
+}
+
+/// `long_context = { … }` of a model
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["above"]))]
+pub struct LongContext {
+    /// Number of input tokens above which the costs apply.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub above: Option<Spanned<i64>>,
+    /// Cost of one input token. Default: the value of `input` of the model.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub input: Option<Spanned<f64>>,
+    /// Cost of one output token. Default: the value of `output` of the model.
+    #[schemars(range(min = 0, max = 1_000_000))]
     pub output: Option<Spanned<f64>>,
 }
 

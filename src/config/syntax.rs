@@ -153,7 +153,7 @@ impl<'t> Line<'t> {
         let name = line.trim_matches(['[', ']']).trim();
         let is_header = line.starts_with('[') && is_key(name) && !name.is_empty();
         let own = line.split(name).map(str::len).collect::<Vec<_>>();
-        let is_list = matches!(name, "route" | "listener" | "consumer");
+        let is_list = matches!(name, "route" | "listener" | "consumer" | "group");
         let right = if is_list { format!("[[{name}]]") } else { format!("[{name}]") };
         (is_header && own != [1, 1] && own != [2, 2]).then(|| format!("write {right}"))
     }

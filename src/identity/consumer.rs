@@ -50,6 +50,8 @@ pub struct Consumer {
     pub name: Box<str>,
     /// Tier of the consumer, which selects the variant of each limit.
     pub tier: Option<Box<str>>,
+    /// Names of the groups to which the consumer belongs, by their level.
+    pub groups: BTreeMap<Box<str>, Box<str>>,
     /// Variants that apply only to this consumer, by limit name. They take precedence over the tier.
     pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }

@@ -70,6 +70,7 @@ impl Descriptor {
     pub fn label(&self) -> Cow<'static, str> {
         match self {
             Descriptor::ApiKey => "api-key".into(),
+            Descriptor::Group(level) => format!("group:{level}").into(),
             Descriptor::Ip => IP_LABEL.into(),
             Descriptor::User(name) => format!("user:{name}").into(),
             Descriptor::Header(name) => format!("header:{name}").into(),
@@ -109,7 +110,7 @@ impl Descriptor {
 /// upstream's API.
 fn is_public(tag: u8) -> bool {
     match tag {
-        b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
+        b'c' | b'x' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
         // All other tags are for values that may be secret: accepted API keys, headers, cookies, query parameters and
         // body values.
         _ => false,

@@ -273,6 +273,8 @@ pub(super) fn octets(address: IpAddr) -> Vec<u8> {
 pub enum Descriptor {
     /// `api-key`: consumer of the API key.
     ApiKey,
+    /// Group of the consumer of the API key at this level.
+    Group(Box<str>),
     /// `ip`: the client network.
     Ip,
     /// Value of a header that trusted proxies set.
@@ -342,6 +344,7 @@ impl fmt::Display for Descriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Descriptor::ApiKey => f.write_str("API key"),
+            Descriptor::Group(level) => write!(f, "{level} of the consumer"),
             Descriptor::Ip => f.write_str("address"),
             Descriptor::User(name) | Descriptor::Header(name) => write!(f, "header `{name}`"),
             Descriptor::Cookie(name) => write!(f, "cookie `{name}`"),
@@ -408,6 +411,7 @@ impl Descriptor {
             Descriptor::Header(name) => Some(name.clone()),
             Descriptor::Cookie(_) => Some(COOKIE),
             Descriptor::ApiKey
+            | Descriptor::Group(_)
             | Descriptor::Jwt(_)
             | Descriptor::User(_)
             | Descriptor::Ip
@@ -427,6 +431,7 @@ impl Descriptor {
     pub(super) fn is_credential(&self) -> bool {
         match self {
             Descriptor::ApiKey
+            | Descriptor::Group(_)
             | Descriptor::Jwt(_)
             | Descriptor::ClientCert
             | Descriptor::Basic
@@ -453,6 +458,7 @@ impl Descriptor {
     pub(super) fn tag(&self) -> u8 {
         match self {
             Descriptor::ApiKey => b'c',
+            Descriptor::Group(_) => b'x',
             Descriptor::Ip => IP_TAG,
             Descriptor::User(_) => b'u',
             Descriptor::Header(_) => b'h',
@@ -498,6 +504,14 @@ impl Descriptor {
                 }
                 Caller::Accepted(key) => IdentityPart::Value(b'k', Cow::Borrowed(key)),
                 Caller::Anonymous => IdentityPart::Address(ANONYMOUS_TAG),
+                Caller::Missing => IdentityPart::Missing(missing_api_key(request.credentials)),
+            }),
+            Descriptor::Group(level) => Ok(match request.credentials.caller() {
+                Caller::Consumer(consumer) => consumer
+                    .groups
+                    .get(level)
+                    .map_or_else(missing, |group| IdentityPart::Value(self.tag(), Cow::Borrowed(group.as_bytes()))),
+                Caller::Accepted(_) | Caller::Anonymous => missing(),
                 Caller::Missing => IdentityPart::Missing(missing_api_key(request.credentials)),
             }),
             Descriptor::Ip => Ok(IdentityPart::Address(IP_TAG)),

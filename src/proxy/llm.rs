@@ -2,7 +2,7 @@
 //! response.
 
 use std::mem;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
@@ -313,6 +313,78 @@ enum LineFeed {
     Removed,
 }
 
+/// The part of a chunk that is sent to the client. Usually, this is the whole chunk, which is then not copied.
+struct Passage<'d> {
+    whole: &'d Bytes,
+    /// Number of bytes at the start of the chunk that are sent unchanged.
+    passed: usize,
+    /// All bytes to send, if they are not a prefix of the chunk.
+    changed: Option<Vec<u8>>,
+}
+
+impl Passage<'_> {
+    /// Send a part of the chunk.
+    fn pass(&mut self, part: Range<usize>) {
+        if self.changed.is_none() && part.start == self.passed {
+            self.passed = part.end;
+        } else {
+            self.push(&self.whole[part]);
+        }
+    }
+
+    /// Send other bytes.
+    fn push(&mut self, bytes: &[u8]) {
+        let sent = || self.whole[..self.passed].to_vec();
+        self.changed.get_or_insert_with(sent).extend_from_slice(bytes);
+    }
+
+    fn finish(self) -> Bytes {
+        self.changed.map_or_else(|| self.whole.slice(..self.passed), Bytes::from)
+    }
+}
+
+impl StreamRewriter {
+    /// Send or remove an LF that completes the line end of the previous event.
+    fn complete_line_end(&mut self, part: &mut Range<usize>, passage: &mut Passage<'_>) {
+        let line_feed = mem::replace(&mut self.line_feed, LineFeed::Next);
+        if line_feed == LineFeed::Next || passage.whole[part.start] != b'\n' {
+            return;
+        }
+        if line_feed == LineFeed::Sent {
+            passage.pass(part.start..part.start + 1);
+        }
+        part.start += 1;
+    }
+
+    /// Send a part of an event, hold it back until the event is complete, or remove the event.
+    fn rewrite(&mut self, part: Range<usize>, is_complete: bool, passage: &mut Passage<'_>) {
+        if !self.hides_usage {
+            return passage.pass(part);
+        }
+        let is_held = !self.event.is_empty();
+        if is_held || !is_complete {
+            self.event.extend_from_slice(&passage.whole[part.clone()]);
+        }
+        if !is_complete {
+            if self.event.len() > MAX_HELD_EVENT {
+                passage.push(&mem::take(&mut self.event));
+            }
+            return;
+        }
+        let event = if is_held { &self.event[..] } else { &passage.whole[part.clone()] };
+        let is_removed = is_usage_event(event);
+        if event.ends_with(b"\r") {
+            self.line_feed = if is_removed { LineFeed::Removed } else { LineFeed::Sent };
+        }
+        match is_held {
+            true if is_removed => self.event.clear(),
+            true => passage.push(&mem::take(&mut self.event)),
+            false if is_removed => {}
+            false => passage.pass(part),
+        }
+    }
+}
+
 /// Maximum length in bytes of an event that the gateway buffers until it is complete. Usage events are smaller than 1
 /// KiB.
 const MAX_HELD_EVENT: usize = 64 << 10;
@@ -355,53 +427,31 @@ impl LlmSettlement {
             meters.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(data));
             return ControlFlow::Continue(());
         };
-        let mut output = Vec::with_capacity(data.len());
-        let mut rest = &data[..];
-        while !rest.is_empty() {
+        let whole = data.clone();
+        let mut passage = Passage { whole: &whole, passed: 0, changed: None };
+        let mut start = 0;
+        while start < whole.len() {
             let Some((first, others)) = meters.split_first_mut() else { break };
             let Some(meter) = &mut first.meter else { break };
-            let (part, following) = rest.split_at(meter.feed_event(rest));
-            rest = following;
-            others.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(part));
-            let line_feed = mem::replace(&mut rewriter.line_feed, LineFeed::Next);
-            let part = match (line_feed, part.strip_prefix(b"\n")) {
-                (LineFeed::Next, _) | (_, None) => part,
-                (LineFeed::Removed, Some(following)) => following,
-                (LineFeed::Sent, Some(following)) => {
-                    output.push(b'\n');
-                    following
-                }
-            };
-            rewriter.event.extend_from_slice(part);
-            if !meter.is_between_events() {
-                if rewriter.event.len() > MAX_HELD_EVENT {
-                    output.append(&mut rewriter.event);
-                }
-                continue;
-            }
-            let is_removed = rewriter.hides_usage && is_usage_event(&rewriter.event);
-            if rewriter.event.ends_with(b"\r") {
-                rewriter.line_feed = if is_removed { LineFeed::Removed } else { LineFeed::Sent };
-            }
-            if is_removed {
-                rewriter.event.clear();
-            } else {
-                output.append(&mut rewriter.event);
-            }
-            if limits.iter().any(|limit| limit.is_exhausted(meters)) {
+            let mut part = start..start + meter.feed_event(&whole[start..]);
+            others
+                .iter_mut()
+                .filter_map(|meter| meter.meter.as_mut())
+                .for_each(|meter| meter.feed(&whole[part.clone()]));
+            start = part.end;
+            let is_complete = meter.is_between_events();
+            rewriter.complete_line_end(&mut part, &mut passage);
+            rewriter.rewrite(part, is_complete, &mut passage);
+            if is_complete && limits.iter().any(|limit| limit.is_exhausted(meters)) {
                 let tokens =
                     meters.iter().filter_map(|meter| meter.meter.as_ref()).map(ResponseMeter::min_output).max();
                 let StreamRewriter { provider, path, choices, .. } = rewriter;
-                let events = provider.final_events(path, *choices, tokens.unwrap_or(0));
-                output.extend_from_slice(events.as_bytes());
-                *data = output.into();
+                passage.push(provider.final_events(path, *choices, tokens.unwrap_or(0)).as_bytes());
+                *data = passage.finish();
                 return ControlFlow::Break(());
             }
         }
-        if !rewriter.hides_usage {
-            output.append(&mut rewriter.event);
-        }
-        *data = output.into();
+        *data = passage.finish();
         ControlFlow::Continue(())
     }
 

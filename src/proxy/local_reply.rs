@@ -344,9 +344,9 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
     };
     let status = match error {
         _ if challenge.is_some() => StatusCode::UNAUTHORIZED,
-        // Respond with 403 instead of 400, because the header is missing in the response of the authentication server,
-        // where the client cannot add it.
-        IdentityError::Missing(Descriptor::Forward(_)) => StatusCode::FORBIDDEN,
+        // Respond with 403 instead of 400, because the header is missing in the response of the authentication server, or
+        // the group in the consumers file, where the client cannot add it.
+        IdentityError::Missing(Descriptor::Forward(_) | Descriptor::Group(_)) => StatusCode::FORBIDDEN,
         _ => StatusCode::BAD_REQUEST,
     };
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());

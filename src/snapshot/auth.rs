@@ -586,7 +586,7 @@ pub(super) fn check_limit(
 ) {
     for descriptor in &compiled.identity_spec.descriptors {
         let kind = match descriptor {
-            Descriptor::ApiKey => Kind::ApiKey,
+            Descriptor::ApiKey | Descriptor::Group(_) => Kind::ApiKey,
             Descriptor::Jwt(_) => Kind::Jwt,
             Descriptor::Basic => Kind::Basic,
             Descriptor::Forward(_) => Kind::Forward,

@@ -1,6 +1,7 @@
 //! Cost of a request for a limit. It is a constant, the value of a request header from a trusted proxy, the value of a
 //! response header, the number of LLM tokens, or the sum of the costs of the called MCP tools.
 
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,8 @@ use std::time::Duration;
 use http::{HeaderMap, HeaderName, StatusCode};
 
 use crate::config::error::Issue;
+use crate::config::gateway::Config;
+use crate::config::shorthand;
 use crate::config::shorthand::{CostTable, TokenWeights, UsagePointers};
 use crate::config::spanned::{Spanned, Text};
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
@@ -17,7 +20,10 @@ use crate::payload::llm::json_scanner::{JsonPath, MAX_SEGMENTS};
 use crate::payload::llm::provider::Billing;
 use crate::payload::llm::request::InputEstimate;
 use crate::payload::llm::response::{CountKind, UsageFormat};
-use crate::payload::llm::usage::{MAX_TOKENS, MAX_WEIGHT, ModelWeights, NamePattern, Weights};
+use crate::payload::llm::usage::{
+    INPUT_KINDS, KINDS, KindWeights, LongContext, MAX_TOKENS, MAX_WEIGHT, ModelWeights, NamePattern, PARTS, TokenKind,
+    Weights,
+};
 use crate::snapshot::validator::Validator;
 
 /// Cost of a request for one limit.
@@ -280,8 +286,17 @@ impl InspectBounds {
     }
 }
 
+/// What the costs of all limits have in common.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CostContext<'a> {
+    /// The default and the maximum of `inspect_body`.
+    pub inspect: InspectBounds,
+    /// The compiled price lists.
+    pub prices: &'a PriceLists,
+}
+
 /// Compile an LLM cost.
-pub(super) fn llm_cost(table: &CostTable, inspect: InspectBounds, reader: &mut Validator<'_>) -> LlmCost {
+pub(super) fn llm_cost(table: &CostTable, context: CostContext<'_>, reader: &mut Validator<'_>) -> LlmCost {
     reader.one_of(table.llm.as_ref(), (), &[("auto", ())]);
     let tokens = |reader: &mut Validator<'_>, value: &Option<Spanned<i64>>, default| {
         reader.number(value.as_ref(), 0..MAX_TOKENS as i64 + 1, default) as u64
@@ -293,16 +308,9 @@ pub(super) fn llm_cost(table: &CostTable, inspect: InspectBounds, reader: &mut V
         document: tokens(reader, &table.document_tokens, DOCUMENT_TOKENS),
         default_output: tokens(reader, &table.default_output, DEFAULT_OUTPUT),
     };
-    let default = table
-        .weights
-        .as_ref()
-        .map_or_else(Weights::default, |written| weights(written.get_ref(), Weights::default(), reader));
-    let models = table.models.iter().map(|(model, written)| {
-        (NamePattern::new(&model.to_ascii_lowercase()), weights(written.get_ref(), default, reader))
-    });
-    let weights = ModelWeights { default, models: models.collect() };
-    let max_body = reader.size(table.inspect_body.as_ref(), inspect.default);
-    inspect.check(table.inspect_body.as_ref(), max_body, reader);
+    let weights = model_weights(table, context.prices, reader);
+    let max_body = reader.size(table.inspect_body.as_ref(), context.inspect.default);
+    context.inspect.check(table.inspect_body.as_ref(), max_body, reader);
     LlmCost {
         weights,
         estimate,
@@ -342,6 +350,7 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
         ("document_tokens", table.document_tokens.as_ref().map(|key| key.span())),
         ("audio_tokens", table.audio_tokens.as_ref().map(|key| key.span())),
         ("weights", table.weights.as_ref().map(|key| key.span())),
+        ("prices", table.prices.as_ref().map(|key| key.span())),
         ("models", table.models.values().next().map(|key| key.span())),
         ("inspect_body", table.inspect_body.as_ref().map(|key| key.span())),
         ("reserve", table.reserve.as_ref().map(|key| key.span())),
@@ -361,29 +370,150 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     }
 }
 
-/// Compile weights. Missing weights have the values in `standard`. If `input` is set, it is also the default of
-/// `cached_input`.
-fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>) -> Weights {
-    let input = weight(written.input.as_ref(), standard.input, reader);
-    let cached_default = if written.input.is_some() { input } else { standard.cached_input };
+/// What the cost of a cache write is by default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CacheWrites {
+    /// The cost of an input token.
+    AsInput,
+    /// The prices of Anthropic, which are the same multiples of the input price for all models.
+    AsPriced,
+}
+
+/// Compile weights. Missing weights have the values in `standard`. If `input` or `output` is set, it is also the default
+/// of the other kinds of input or output.
+fn weights(written: &TokenWeights, standard: &Weights, writes: CacheWrites, reader: &mut Validator<'_>) -> Weights {
+    use TokenKind::{
+        AudioInput, AudioOutput, CacheWrite1h, CacheWrite5m, CachedInput, ImageInput, ImageOutput, Input, Output,
+        Reasoning,
+    };
+    let mut tokens = standard.tokens;
+    tokens[Input as usize] = weight(written.input.as_ref(), tokens[Input as usize], reader);
+    tokens[Output as usize] = weight(written.output.as_ref(), tokens[Output as usize], reader);
+    let hundredths = |five_minutes, one_hour| match writes {
+        CacheWrites::AsInput => (100, 100),
+        CacheWrites::AsPriced => (five_minutes, one_hour),
+    };
+    let (five_minutes, one_hour) = hundredths(125, 200);
+    for (kind, key, base, percent) in [
+        (CachedInput, &written.cached_input, Input, 100),
+        (CacheWrite5m, &written.cache_write_5m, Input, five_minutes),
+        (CacheWrite1h, &written.cache_write_1h, Input, one_hour),
+        (AudioInput, &written.audio_input, Input, 100),
+        (ImageInput, &written.image_input, Input, 100),
+        (Reasoning, &written.reasoning, Output, 100),
+        (AudioOutput, &written.audio_output, Output, 100),
+        (ImageOutput, &written.image_output, Output, 100),
+    ] {
+        let is_base_set = if base == Input { written.input.is_some() } else { written.output.is_some() };
+        let default = if is_base_set { tokens[base as usize] * percent / 100 } else { tokens[kind as usize] };
+        tokens[kind as usize] = weight(key.as_ref(), default, reader);
+    }
+    let request = written.request.as_ref().map(|request| weight(Some(request), 0, reader).saturating_mul(PARTS));
+    let batch = written.batch.as_ref().map(|batch| (reader.fraction(Some(batch), 0..=1, 1.0) * PARTS as f64) as u64);
     Weights {
-        input,
-        cached_input: weight(written.cached_input.as_ref(), cached_default, reader),
-        output: weight(written.output.as_ref(), standard.output, reader),
+        tokens,
+        request: request.unwrap_or(standard.request),
+        batch: batch.unwrap_or(standard.batch),
+        long_context: written
+            .long_context
+            .as_ref()
+            .map_or(standard.long_context, |long| long_context(long, &tokens, reader)),
     }
 }
 
-/// Return a weight as an integer, in thousandths.
+/// Compile the weights of requests with a long input. Kinds of tokens without an own weight cost proportionally more.
+fn long_context(
+    written: &Spanned<shorthand::LongContext>,
+    tokens: &KindWeights,
+    reader: &mut Validator<'_>,
+) -> Option<LongContext> {
+    let (span, long) = (written.span(), written.get_ref());
+    reader.required(long.above.as_ref(), &span, "above", "200000")?;
+    let above = reader.number(long.above.as_ref(), 1..MAX_TOKENS as i64 + 1, 1) as u64;
+    let input = (tokens[TokenKind::Input as usize], long.input.as_ref());
+    let output = (tokens[TokenKind::Output as usize], long.output.as_ref());
+    let [input, output] = [input, output].map(|(base, written)| (base, weight(written, base, reader)));
+    let scaled = |kind: usize| {
+        let (base, long) = if kind < INPUT_KINDS { input } else { output };
+        // Weights have at most 40 bits, so the product does not overflow.
+        let scaled = u128::from(tokens[kind]) * u128::from(long) / u128::from(base.max(1));
+        u64::try_from(scaled).unwrap_or(u64::MAX)
+    };
+    Some(LongContext { above, tokens: std::array::from_fn(scaled) })
+}
+
+/// Return a weight as an integer, in [`PARTS`].
 fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'_>) -> u64 {
     let Some(written) = written else { return default };
-    let thousandths = reader.fraction(Some(written), 0..=MAX_WEIGHT, 0.0) * 1000.0;
+    let parts = reader.fraction(Some(written), 0..=MAX_WEIGHT, 0.0) * PARTS as f64;
     // The product may differ slightly from an integer, because binary floating point cannot represent all decimal
     // fractions.
-    if (thousandths - thousandths.round()).abs() > 1e-6 {
-        let issue = Issue::new(written.span(), format!("{} has more than three decimal places", written.get_ref()));
-        reader.push_issue(issue.with_hint("choose a larger unit, because weights have a resolution of 0.001"));
+    if (parts - parts.round()).abs() > 1e-3 {
+        let issue = Issue::new(written.span(), format!("{} has more than six decimal places", written.get_ref()));
+        reader.push_issue(issue.with_hint("choose a larger unit, because weights have a resolution of 0.000001"));
     }
-    thousandths.round() as u64
+    parts.round() as u64
+}
+
+// === `[prices.NAME]` ===
+
+/// The compiled price lists, by name.
+pub(super) type PriceLists = BTreeMap<String, Vec<(NamePattern, Weights)>>;
+
+/// Compile the price lists.
+pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceLists {
+    let mut lists = PriceLists::new();
+    for (name, list) in &config.prices {
+        reader.check_name(list.span(), name);
+        let mut models = Vec::new();
+        for (model, written) in list.get_ref() {
+            let (span, prices) = (written.span(), written.get_ref());
+            reader.required(prices.input.as_ref(), &span, "input", "1.25");
+            let free = Weights { tokens: [0; KINDS], ..Weights::default() };
+            let compiled = weights(prices, &free, CacheWrites::AsPriced, reader);
+            models.push((NamePattern::new(&model.to_ascii_lowercase()), compiled));
+        }
+        lists.insert(name.clone(), models);
+    }
+    lists
+}
+
+/// Return the largest weight of each kind of token among all models of a list.
+fn dearest(models: &[(NamePattern, Weights)]) -> Weights {
+    let mut dearest = Weights { tokens: [0; KINDS], ..Weights::default() };
+    for (_, weights) in models {
+        let long = weights.long_context.map_or([0; KINDS], |long| long.tokens);
+        dearest.tokens = std::array::from_fn(|kind| dearest.tokens[kind].max(weights.tokens[kind]).max(long[kind]));
+        dearest.request = dearest.request.max(weights.request);
+    }
+    dearest
+}
+
+/// Compile the weights of a limit: those of its price list, or `weights` and `models`.
+fn model_weights(table: &CostTable, lists: &PriceLists, reader: &mut Validator<'_>) -> ModelWeights {
+    let listed = table.prices.as_ref().and_then(|name| {
+        let found = lists.get(name.get_ref());
+        if found.is_none() {
+            let issue = Issue::new(name.span(), format!("there is no price list `{}`", name.get_ref()));
+            reader.push_issue(issue.with_hint(format!("add [prices.{}], or correct the name", name.get_ref())));
+        }
+        if let Some(model) = table.models.values().next() {
+            let issue = Issue::new(model.span(), "`models` cannot be combined with `prices`");
+            reader.push_issue(issue.with_hint("add the model to the price list"));
+        }
+        found
+    });
+    let standard = listed.map_or_else(Weights::default, |models| dearest(models));
+    let default = table
+        .weights
+        .as_ref()
+        .map_or(standard, |written| weights(written.get_ref(), &standard, CacheWrites::AsInput, reader));
+    let models = table.models.iter().map(|(model, written)| {
+        let weights = weights(written.get_ref(), &default, CacheWrites::AsInput, reader);
+        (NamePattern::new(&model.to_ascii_lowercase()), weights)
+    });
+    let models: Vec<_> = models.collect();
+    ModelWeights { default, models: listed.cloned().unwrap_or(models) }
 }
 
 fn usage_format(written: &Spanned<UsagePointers>, reader: &mut Validator<'_>) -> UsageFormat {

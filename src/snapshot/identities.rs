@@ -1,5 +1,6 @@
 //! Compiles client addresses, the identities of limits, consumers, and the networks of `allow` and `deny`.
 
+use std::collections::btree_map;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -162,6 +163,7 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
             "route" => return Some(Descriptor::Route),
             _ => reader.unknown_name(span, "identity", text, IDENTITY_SOURCES.into_iter()),
         },
+        Some(("group", level)) if !level.is_empty() => return Some(Descriptor::Group(level.into())),
         Some(("user", name)) => return reader.header_name(span, name).map(Descriptor::User),
         Some(("auth", name)) => return reader.header_name(span, name).map(Descriptor::Forward),
         Some(("header", name)) => {
@@ -350,6 +352,7 @@ fn compile_consumers(
     issues: &mut Vec<Issue>,
 ) -> Consumers {
     let mut consumers = Consumers::default();
+    let groups = Groups::compile(&file.value.group, issues);
     let mut names: HashMap<&String, Range<usize>> = HashMap::new();
     let ParsedFile { value, sources, unknown_keys, .. } = file;
     for written in &value.consumer {
@@ -383,6 +386,7 @@ fn compile_consumers(
         let consumer = Arc::new(Consumer {
             name: name.as_str().into(),
             tier: tier(written.tier.as_ref(), limits, issues),
+            groups: written.group.as_ref().map_or_else(BTreeMap::new, |group| groups.levels_of(group, issues)),
             variants: limit_variants(&written.limit, limits, hasher, issues),
         });
         for key in written.keys.iter().flatten() {
@@ -410,6 +414,67 @@ fn compile_consumers(
         }
     }
     consumers
+}
+
+/// The groups of a consumers file by name.
+struct Groups<'f>(BTreeMap<&'f str, WrittenGroup<'f>>);
+
+struct WrittenGroup<'f> {
+    level: &'f str,
+    parent: Option<&'f Text>,
+}
+
+impl<'f> Groups<'f> {
+    /// Read the groups. Report groups without a name or level, duplicate groups, and parents that do not exist or that
+    /// lead to a level twice.
+    fn compile(written: &'f [Spanned<gateway::ConsumerGroup>], issues: &mut Vec<Issue>) -> Self {
+        let mut groups = Groups(BTreeMap::new());
+        for group in written {
+            let (span, group) = (group.span(), group.get_ref());
+            let (Some(name), Some(level)) = (&group.name, &group.level) else {
+                let issue = Issue::new(span, "a group needs a `name` and a `level`");
+                issues.push(issue.with_hint("[[group]] name = \"search\", level = \"team\", parent = \"acme\""));
+                continue;
+            };
+            let entry = WrittenGroup { level: level.get_ref(), parent: group.parent.as_ref() };
+            if groups.0.insert(name.get_ref(), entry).is_some() {
+                issues.push(Issue::new(name.span(), format!("duplicate group `{}`", name.get_ref())));
+            }
+        }
+        for group in groups.0.values() {
+            if let Some(parent) = group.parent {
+                let levels = groups.levels_of(parent, issues);
+                if levels.contains_key(group.level) {
+                    let message = format!("the parents of this group have the level `{}` of the group", group.level);
+                    issues.push(Issue::new(parent.span(), message).with_hint("each level must have its own name"));
+                }
+            }
+        }
+        groups
+    }
+
+    /// Return the names of a group and of its parents, by level. Stop at a level that has occurred, so that a cycle
+    /// ends.
+    fn levels_of(&self, name: &Text, issues: &mut Vec<Issue>) -> BTreeMap<Box<str>, Box<str>> {
+        let mut levels = BTreeMap::new();
+        let mut next = Some(name);
+        while let Some(name) = next {
+            let Some(group) = self.0.get(name.get_ref().as_str()) else {
+                let issue = Issue::new(name.span(), format!("unknown group `{}`", name.get_ref()));
+                issues.push(match closest_name(name.get_ref(), self.0.keys().copied()) {
+                    Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
+                    None => issue.with_hint("add a [[group]] with this name"),
+                });
+                break;
+            };
+            match levels.entry(group.level.into()) {
+                btree_map::Entry::Vacant(entry) => entry.insert(name.get_ref().as_str().into()),
+                btree_map::Entry::Occupied(_) => break,
+            };
+            next = group.parent;
+        }
+        levels
+    }
 }
 
 const KEY_HASH_HINT: &str = "write \"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";

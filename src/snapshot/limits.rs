@@ -29,7 +29,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalSh
 use crate::limiter::usage::UsageDays;
 use crate::payload::json::rpc::CountedMessages;
 use crate::payload::llm::usage::NamePattern;
-use crate::snapshot::cost::{Cost, InspectBounds, RefundOn, ToolCosts};
+use crate::snapshot::cost::{Cost, CostContext, RefundOn, ToolCosts};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
@@ -50,7 +50,7 @@ const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "t
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
-    (instances, inspect): (u64, InspectBounds),
+    (instances, costs): (u64, CostContext<'_>),
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
     tier_source: &TierSource,
@@ -83,7 +83,7 @@ pub(super) fn limits(
                         may choose the value";
             reader.push_missing_elsewhere(Issue::new(span.clone(), message).with_hint(hint));
         }
-        let cost = cost(limit, trusted_proxies, inspect, reader);
+        let cost = cost(limit, trusted_proxies, costs, reader);
         let refund_on = refund_on(limit, cost.as_ref(), reader);
         let status = reader.number(limit.status.as_ref(), 400..600, 429) as u16;
         // The conversion cannot fail, because the range of the number is checked.
@@ -177,7 +177,7 @@ pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<H
 fn cost(
     limit: &config::tables::Limit,
     trusted_proxies: usize,
-    inspect: InspectBounds,
+    costs: CostContext<'_>,
     reader: &mut Validator<'_>,
 ) -> Option<Cost> {
     let written = limit.cost.as_ref()?;
@@ -194,7 +194,7 @@ fn cost(
         LimitCost::Table(table) => table,
     };
     if table.llm.is_some() {
-        let cost = cost::llm_cost(table, inspect, reader);
+        let cost = cost::llm_cost(table, costs, reader);
         let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
         let others = others.chain(table.max.as_ref().map(|key| key.span()));
         if let Some(span) = others.chain(table.tools.values().next().map(|tool| tool.span())).next() {
@@ -205,6 +205,12 @@ fn cost(
             reader.push_missing(
                 issue.with_hint("set unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"),
             );
+        }
+        if let Some(prices) = &table.prices
+            && limit.unit.as_ref().is_some_and(|unit| unit.get_ref() != "usd-micros")
+        {
+            let issue = Issue::new(prices.span(), "`prices` requires unit = \"usd-micros\"");
+            reader.push_issue(issue.with_hint("the prices of a list are in dollars per million tokens"));
         }
         return Some(Cost::Llm(Arc::new(cost)));
     }

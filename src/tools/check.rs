@@ -840,7 +840,7 @@ fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
             let has_kind = |index: &usize| {
                 let kind = &input.config.auth.providers[*index].kind;
                 match descriptor {
-                    Descriptor::ApiKey => matches!(kind, ProviderKind::ApiKey(_)),
+                    Descriptor::ApiKey | Descriptor::Group(_) => matches!(kind, ProviderKind::ApiKey(_)),
                     Descriptor::Jwt(_) => matches!(kind, ProviderKind::Jwt(_)),
                     Descriptor::ClientCert => matches!(kind, ProviderKind::ClientCert),
                     _ => true,

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 
@@ -818,6 +818,152 @@ fn weights_of_the_model_apply_to_the_reservation_and_the_settlement() {
     let raw = r#"{"usage":{"prompt_tokens":15,"completion_tokens":0,"prompt_tokens_details":{"cached_tokens":14}}}"#;
     assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 1, "mock": {"raw": raw}})).status, 200);
     assert_remaining(&gateway, expected - 3, "1 + 1.4, rounded up once");
+}
+
+/// Each level of a hierarchy has its own budget, and all budgets are checked and charged in one step.
+#[test]
+fn budgets_of_organisation_team_and_user_hold_together() {
+    let provider = Provider::start();
+    let limit = |name: &str, by: &str, quota: u64| {
+        format!(
+            "[limit.{name}]\nby = \"{by}\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
+             quota = \"{quota}/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\" }}\n"
+        )
+    };
+    let config = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"c.toml\"\n".to_owned()
+        + &limit("organisation", "group:organisation", 2000)
+        + &limit("team", "group:team", 1500)
+        + &limit("user", "api-key", 1000)
+        + &format!(
+            "[upstream.u]\nservers = [\"http://{}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n\
+             require = [\"keys\"]\nlimits = [\"organisation\", \"team\", \"user\"]\n",
+            provider.address
+        );
+    let consumer = |name: &str, group: &str| {
+        let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, name.as_bytes());
+        let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[consumer]]\nname = \"{name}\"\n{group}\nkeys = [\"sha256:{hash}\"]\n")
+    };
+    let groups = "[[group]]\nname = \"search\"\nlevel = \"team\"\nparent = \"acme\"\n\
+         [[group]]\nname = \"ads\"\nlevel = \"team\"\nparent = \"acme\"\n\
+         [[group]]\nname = \"acme\"\nlevel = \"organisation\"\n";
+    let consumers = groups.to_owned()
+        + &consumer("ann", "group = \"search\"")
+        + &consumer("ben", "group = \"search\"")
+        + &consumer("cho", "group = \"ads\"")
+        + &consumer("dan", "");
+    let gateway = Gateway::start_with(&config, &[("c.toml", &consumers)]);
+    let ask = |name: &str, output: u64| {
+        let body = json!({"max_tokens": output, "mock": {"input": 1, "output": output - 1}}).to_string();
+        gateway.client().request("POST", CHAT, &[("x-api-key", name)], body.as_bytes())
+    };
+    let left = |name: &str| {
+        let reply = gateway.client().get_with("/v1/models", &[("x-api-key", name)]);
+        ["organisation", "team", "user"].map(|limit| reply.remaining(limit))
+    };
+    for (name, output, status, expected) in [
+        ("ann", 900, 200, [1100, 600, 100]),
+        ("ann", 200, 429, [1100, 600, 100]),
+        // The budget of the team is shared by its users.
+        ("ben", 700, 429, [1100, 600, 1000]),
+        ("ben", 500, 200, [600, 100, 500]),
+        // The budget of the organisation is shared by its teams.
+        ("cho", 700, 429, [600, 1500, 1000]),
+        ("cho", 400, 200, [200, 1100, 600]),
+    ] {
+        let reply = ask(name, output);
+        assert_eq!(reply.status, status, "{name} {output}: {}", reply.text());
+        eventually(&format!("{name}: {expected:?} remain"), || left(name) == expected);
+    }
+    let without = ask("dan", 5);
+    assert_eq!(without.status, 403, "a consumer without a group: {}", without.text());
+    assert_eq!(ask("unknown", 5).status, 401);
+}
+
+/// The costs are the prices of the provider to the micro-dollar.
+#[test]
+fn price_list_charges_each_kind_of_token() {
+    let provider = Provider::start();
+    let list = "[prices.public]\n\
+         \"claude-*\" = { input = 5, cached_input = 0.5, output = 25, batch = 0.5 }\n\
+         nano = { input = 0.0375, cached_input = 0.00375, output = 0.3, request = 0.01 }\n\
+         long = { input = 1.25, output = 10, long_context = { above = 1000, input = 2.5, output = 15 } }\n\
+         voice = { input = 1, audio_input = 40, output = 2, audio_output = 80, reasoning = 3 }\n";
+    let quota = 100_000_000;
+    let config = config("", provider.address, quota, "prices = \"public\"", "")
+        .replace("unit = \"tokens\"", "unit = \"usd-micros\"");
+    let gateway = Gateway::start(&(config + list));
+    let mut expected = quota;
+    for (model, usage, cost) in [
+        (
+            "claude-opus",
+            json!({"input_tokens": 21, "cache_creation_input_tokens": 188_086, "cache_read_input_tokens": 1000, "output_tokens": 393,
+                "cache_creation": {"ephemeral_5m_input_tokens": 188_086, "ephemeral_1h_input_tokens": 0}}),
+            1_185_968,
+        ),
+        (
+            "claude-opus",
+            json!({"input_tokens": 0, "cache_creation_input_tokens": 100, "output_tokens": 1, "cache_creation": {"ephemeral_1h_input_tokens": 100}}),
+            1025,
+        ),
+        ("claude-opus", json!({"input_tokens": 100, "output_tokens": 100, "service_tier": "batch"}), 1500),
+        (
+            "nano",
+            json!({"prompt_tokens": 1000, "completion_tokens": 100, "prompt_tokens_details": {"cached_tokens": 200}}),
+            10_061,
+        ),
+        ("long", json!({"prompt_tokens": 1000, "completion_tokens": 100}), 2250),
+        ("long", json!({"prompt_tokens": 1001, "completion_tokens": 100}), 4003),
+        (
+            "voice",
+            json!({"prompt_tokens": 100, "completion_tokens": 100, "prompt_tokens_details": {"audio_tokens": 10},
+                "completion_tokens_details": {"audio_tokens": 20, "reasoning_tokens": 30}}),
+            90 + 400 + 100 + 1600 + 90,
+        ),
+        // An unknown model has the highest price of each kind, and the highest fee.
+        ("other", json!({"prompt_tokens": 100, "completion_tokens": 100}), 500 + 2500 + 10_000),
+    ] {
+        let raw = json!({"usage": usage}).to_string();
+        assert_eq!(post(&gateway, CHAT, &json!({"model": model, "max_tokens": 500, "mock": {"raw": raw}})).status, 200);
+        expected -= cost;
+        assert_remaining(&gateway, expected, &format!("{model} {usage}"));
+    }
+}
+
+/// The command converts the example into a list that `check` accepts.
+#[test]
+fn price_list_of_litellm_is_converted() {
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model_prices.json");
+    let run = |arguments: &[&str]| {
+        let output = binary().args(["prices", "update", "--from", example]).args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, text, _) = run(&[]);
+    assert_eq!(code, Some(0));
+    for line in [
+        "[prices.public]",
+        "claude-opus-4-5 = { cache_write_1h = 10.0, cache_write_5m = 6.25, cached_input = 0.5, input = 5.0, output = 25.0 }",
+        "gpt-5-nano = { batch = 0.5, cached_input = 0.005, input = 0.055, output = 0.44 }",
+        "\"gemini-2.5-pro\" = { cached_input = 0.125, input = 1.25, long_context.above = 200000, long_context.input = 2.5, long_context.output = 15.0, output = 10.0 }",
+        "text-embedding-3-small = { input = 0.02, output = 0.0 }",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line}\n{text}");
+    }
+    assert!(!text.contains("dall-e"), "{text}");
+    let (_, only, _) = run(&["--provider", "anthropic", "--name", "mine"]);
+    assert_eq!(only.lines().count(), 4, "{only}");
+    let (code, _, error) = run(&["--provider", "nowhere"]);
+    assert_eq!((code, error.contains("no prices per token of the selected providers")), (Some(1), true), "{error}");
+    let provider = Provider::start();
+    let config = config("", provider.address, 100_000_000, "prices = \"public\"", "")
+        .replace("unit = \"tokens\"", "unit = \"usd-micros\"");
+    let gateway = Gateway::start_with(&format!("include = [\"prices.toml\"]\n{config}"), &[("prices.toml", &text)]);
+    assert_eq!(
+        post(&gateway, CHAT, &json!({"model": "gpt-5-nano", "max_tokens": 5, "mock": {"input": 1000, "output": 0}}))
+            .status,
+        200
+    );
+    assert_remaining(&gateway, 100_000_000 - 55, "1000 tokens at 0.055 dollars per million");
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn documents_match_the_code() {
     let known = file_schema::gateway().to_value();
     let tables = known["properties"].as_object().unwrap().keys().filter(|key| *key != "include");
     let mut known: BTreeSet<_> = tables.cloned().collect();
-    known.insert("consumer".to_owned());
+    known.extend(["consumer".to_owned(), "group".to_owned()]);
     let shown: BTreeSet<_> = reference::sections(&page).into_iter().map(str::to_owned).collect();
     assert_eq!(shown, known, "docs/reference/configuration.md must describe each table of the file");
 }
@@ -163,6 +163,7 @@ fn every_key() -> Value {
             },
         },
         "admin": { "address": "127.0.0.1:1" },
+        "prices": { "p": { "m": { "input": 1, "long_context": { "above": 1 } } } },
         "limit": {
             "l": { "by": "ip", "quota": "1/s" },
         },
@@ -294,7 +295,8 @@ fn file_with(path: &str) -> Value {
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "limit.*.cost.default" | "limit.*.cost.tools.*" => set("limit.l.cost", json!({ "tools": { "m": 1 } })),
         path if path.starts_with("limit.*.cost.") && path != "limit.*.cost.max" => {
-            let cost = json!({ "llm": "auto", "weights": {}, "models": { "m": {} } });
+            let weights = json!({ "long_context": { "above": 1 } });
+            let cost = json!({ "llm": "auto", "weights": weights, "models": { "m": weights } });
             set("limit.l", json!({ "by": "ip", "quota": "1/s", "unit": "tokens", "cost": cost }));
         }
         "limit.*.notify.at.*" => set("limit.l.notify", json!({ "to": "n", "at": [null] })),

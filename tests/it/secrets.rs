@@ -369,6 +369,9 @@ fn secret_at_any_key_of_consumers_is_not_reported() {
             let mut written = nested(key, value);
             // A consumer is validated completely only if it has a name. The unknown key `foo` makes sure that there is
             // always an error.
+            if written["consumer"].is_null() {
+                written["consumer"] = json!([{}]);
+            }
             let consumer = &mut written["consumer"][0];
             if consumer["name"].is_null() {
                 consumer["name"] = json!("acme");

@@ -26,7 +26,7 @@ pub fn filled(page: &str) -> String {
     for piece in pieces {
         let (path, rest) = piece.split_once(" -->").expect("a path");
         let (_, after) = rest.split_once(END).unwrap_or_else(|| panic!("`{BEGIN}{path}` has no `{END}`"));
-        let root = if path == "consumer" { &consumers } else { &gateway };
+        let root = if matches!(path, "consumer" | "group") { &consumers } else { &gateway };
         let table = table(inner(&root["properties"][path]).1);
         out.push_str(&format!("{BEGIN}{path} -->\n{table}{END}{after}"));
     }

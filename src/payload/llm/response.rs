@@ -481,11 +481,12 @@ pub(super) mod tests {
     fn measure<'d>(media_type: &str, parts: impl IntoIterator<Item = &'d [u8]>) -> Option<MeasuredUsage> {
         let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4).unwrap();
         parts.into_iter().for_each(|part| meter.feed(part));
-        meter.usage(100)
+        let MeasuredUsage { usage, is_estimated } = meter.usage(100)?;
+        measured((usage.input, usage.cached_input, usage.output), is_estimated)
     }
 
     fn measured((input, cached_input, output): (u64, u64, u64), is_estimated: bool) -> Option<MeasuredUsage> {
-        Some(MeasuredUsage { usage: TokenUsage { input, cached_input, output }, is_estimated })
+        Some(MeasuredUsage { usage: TokenUsage { input, cached_input, output, ..TokenUsage::default() }, is_estimated })
     }
 
     #[test]

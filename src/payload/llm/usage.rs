@@ -10,6 +10,7 @@
 //! | Ollama | `prompt_eval_count`, `eval_count` | not reported |
 //! | Cohere | `usage`, `meta` or `delta.usage` with `billed_units` | not reported |
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::Deserialize;
@@ -19,15 +20,31 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 /// up a quota for years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
 
-/// The numbers of tokens that a request used.
+/// The numbers of tokens that a request used. Some counts are parts of others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenUsage {
-    /// Number of input tokens, including tokens that the provider read from its cache.
+    /// Number of input tokens, including all parts below.
     pub input: u64,
     /// Number of input tokens that the provider read from its cache.
     pub cached_input: u64,
-    /// Number of output tokens, including reasoning tokens.
+    /// Number of input tokens that the provider wrote to its cache for 5 minutes.
+    pub cache_write_5m: u64,
+    /// Number of input tokens that the provider wrote to its cache for 1 hour.
+    pub cache_write_1h: u64,
+    /// Number of input tokens of audio.
+    pub audio_input: u64,
+    /// Number of input tokens of images.
+    pub image_input: u64,
+    /// Number of output tokens, including all parts below.
     pub output: u64,
+    /// Number of output tokens of the reasoning.
+    pub reasoning: u64,
+    /// Number of output tokens of audio.
+    pub audio_output: u64,
+    /// Number of output tokens of images.
+    pub image_output: u64,
+    /// Whether the provider processed the request as part of a batch.
+    pub is_batch: bool,
 }
 
 impl TokenUsage {
@@ -37,7 +54,15 @@ impl TokenUsage {
         TokenUsage {
             input: self.input.max(other.input),
             cached_input: self.cached_input.max(other.cached_input),
+            cache_write_5m: self.cache_write_5m.max(other.cache_write_5m),
+            cache_write_1h: self.cache_write_1h.max(other.cache_write_1h),
+            audio_input: self.audio_input.max(other.audio_input),
+            image_input: self.image_input.max(other.image_input),
             output: self.output.max(other.output),
+            reasoning: self.reasoning.max(other.reasoning),
+            audio_output: self.audio_output.max(other.audio_output),
+            image_output: self.image_output.max(other.image_output),
+            is_batch: self.is_batch || other.is_batch,
         }
     }
 }
@@ -45,7 +70,7 @@ impl TokenUsage {
 /// Parse a usage object of any provider. Return `None` if the object has no count, or if a count is invalid: negative,
 /// with a fraction, larger than [`MAX_TOKENS`], or of another type.
 pub fn parse_usage(json: &[u8]) -> Option<TokenUsage> {
-    serde_json::from_slice::<UsageObject>(json).ok()?.tokens()
+    serde_json::from_slice::<UsageObject<'_>>(json).ok()?.tokens()
 }
 
 /// Parse a single count. Return `None` if the count is absent or invalid.
@@ -59,21 +84,26 @@ pub fn parse_count(json: &[u8]) -> Option<u64> {
 /// The fields of the usage objects of all providers. A missing field and `null` have the same meaning.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct UsageObject {
+struct UsageObject<'a> {
     // Fields of OpenAI Chat Completions.
     prompt_tokens: Count,
     completion_tokens: Count,
     total_tokens: Count,
     prompt_tokens_details: Option<Details>,
+    completion_tokens_details: Option<Details>,
     // Field of DeepSeek.
     prompt_cache_hit_tokens: Count,
     // Fields of OpenAI Responses and Anthropic.
     input_tokens: Count,
     output_tokens: Count,
     input_tokens_details: Option<Details>,
+    output_tokens_details: Option<Details>,
     // Anthropic reports these tokens in addition to `input_tokens`.
     cache_creation_input_tokens: Count,
     cache_read_input_tokens: Count,
+    cache_creation: Option<CacheCreation>,
+    #[serde(borrow)]
+    service_tier: Option<Cow<'a, str>>,
     // Fields of Gemini.
     #[serde(rename = "promptTokenCount")]
     prompt_token_count: Count,
@@ -87,6 +117,10 @@ struct UsageObject {
     thoughts_token_count: Count,
     #[serde(rename = "totalTokenCount")]
     total_token_count: Count,
+    #[serde(rename = "promptTokensDetails", borrow)]
+    prompt_modalities: Option<Vec<Modality<'a>>>,
+    #[serde(rename = "candidatesTokensDetails", borrow)]
+    candidates_modalities: Option<Vec<Modality<'a>>>,
     // Fields of Bedrock Converse, which reports cached tokens in addition to `inputTokens`.
     #[serde(rename = "inputTokens")]
     bedrock_input: Count,
@@ -103,10 +137,31 @@ struct UsageObject {
     tokens: Option<Units>,
 }
 
-#[derive(Debug, Default, Deserialize)]
+/// The details of the input or the output in the format of OpenAI.
+#[derive(Debug, Default, Clone, Copy, Deserialize)]
 #[serde(default)]
 struct Details {
     cached_tokens: Count,
+    // Field of OpenRouter.
+    cache_write_tokens: Count,
+    audio_tokens: Count,
+    image_tokens: Count,
+    reasoning_tokens: Count,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct CacheCreation {
+    ephemeral_1h_input_tokens: Count,
+}
+
+/// The tokens of one kind of content in the format of Gemini.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Modality<'a> {
+    #[serde(borrow)]
+    modality: Option<Cow<'a, str>>,
+    token_count: Count,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -116,45 +171,86 @@ struct Units {
     output_tokens: Count,
 }
 
-impl UsageObject {
+impl TokenUsage {
+    /// Set the parts of the input and the output that OpenAI reports as details.
+    fn with_details(self, input: Option<Details>, output: Option<Details>) -> Option<Self> {
+        let (input, output) = (input.unwrap_or_default(), output.unwrap_or_default());
+        Some(TokenUsage {
+            cached_input: self.cached_input.max(input.cached_tokens.get()?),
+            cache_write_5m: self.cache_write_5m.max(input.cache_write_tokens.get()?),
+            audio_input: input.audio_tokens.get()?,
+            image_input: input.image_tokens.get()?,
+            reasoning: output.reasoning_tokens.get()?,
+            audio_output: output.audio_tokens.get()?,
+            image_output: output.image_tokens.get()?,
+            ..self
+        })
+    }
+}
+
+/// Return the number of tokens of one kind of content.
+fn modality_tokens(modalities: Option<&Vec<Modality<'_>>>, name: &str) -> Option<u64> {
+    let of_kind = modalities.into_iter().flatten().filter(|one| one.modality.as_deref() == Some(name));
+    of_kind.map(|one| one.token_count.get()).sum()
+}
+
+impl UsageObject<'_> {
     fn tokens(self) -> Option<TokenUsage> {
-        let cached_tokens = |details: Option<Details>| details.unwrap_or_default().cached_tokens;
         let mut total = self.total_tokens;
         let mut usage = if self.prompt_token_count.is_present() || self.candidates_token_count.is_present() {
             total = self.total_token_count;
+            let reasoning = self.thoughts_token_count.get()?;
             TokenUsage {
                 input: self.prompt_token_count.get()? + self.tool_use_prompt_token_count.get()?,
                 cached_input: self.cached_content_token_count.get()?,
-                output: self.candidates_token_count.get()? + self.thoughts_token_count.get()?,
+                audio_input: modality_tokens(self.prompt_modalities.as_ref(), "AUDIO")?,
+                image_input: modality_tokens(self.prompt_modalities.as_ref(), "IMAGE")?,
+                output: self.candidates_token_count.get()? + reasoning,
+                reasoning,
+                audio_output: modality_tokens(self.candidates_modalities.as_ref(), "AUDIO")?,
+                image_output: modality_tokens(self.candidates_modalities.as_ref(), "IMAGE")?,
+                ..TokenUsage::default()
             }
         } else if self.prompt_tokens.is_present() || self.completion_tokens.is_present() {
-            let cached = cached_tokens(self.prompt_tokens_details).get()?.max(self.prompt_cache_hit_tokens.get()?);
-            TokenUsage { input: self.prompt_tokens.get()?, cached_input: cached, output: self.completion_tokens.get()? }
+            let (input, output) = (self.prompt_tokens.get()?, self.completion_tokens.get()?);
+            let cached_input = self.prompt_cache_hit_tokens.get()?;
+            TokenUsage { input, cached_input, output, ..TokenUsage::default() }
+                .with_details(self.prompt_tokens_details, self.completion_tokens_details)?
         } else if self.input_tokens.is_present() || self.output_tokens.is_present() {
             let cache_read = self.cache_read_input_tokens.get()?;
+            let cache_write = self.cache_creation_input_tokens.get()?;
+            let one_hour = self.cache_creation.unwrap_or_default().ephemeral_1h_input_tokens.get()?;
             TokenUsage {
-                input: self.input_tokens.get()? + self.cache_creation_input_tokens.get()? + cache_read,
-                cached_input: cache_read + cached_tokens(self.input_tokens_details).get()?,
+                input: self.input_tokens.get()? + cache_write + cache_read,
+                cached_input: cache_read,
+                cache_write_5m: cache_write.saturating_sub(one_hour),
+                cache_write_1h: one_hour.min(cache_write),
                 output: self.output_tokens.get()?,
+                ..TokenUsage::default()
             }
+            .with_details(self.input_tokens_details, self.output_tokens_details)?
         } else if self.bedrock_input.is_present() || self.bedrock_output.is_present() {
             total = self.bedrock_total;
-            let cache_read = self.bedrock_cache_read.get()?;
+            let (cache_read, cache_write) = (self.bedrock_cache_read.get()?, self.bedrock_cache_write.get()?);
             TokenUsage {
-                input: self.bedrock_input.get()? + self.bedrock_cache_write.get()? + cache_read,
+                input: self.bedrock_input.get()? + cache_write + cache_read,
                 cached_input: cache_read,
+                cache_write_5m: cache_write,
                 output: self.bedrock_output.get()?,
+                ..TokenUsage::default()
             }
         } else if let Some(units) = self.billed_units.or(self.tokens) {
             if !units.input_tokens.is_present() && !units.output_tokens.is_present() {
                 return None;
             }
-            TokenUsage { input: units.input_tokens.get()?, cached_input: 0, output: units.output_tokens.get()? }
+            let (input, output) = (units.input_tokens.get()?, units.output_tokens.get()?);
+            TokenUsage { input, output, ..TokenUsage::default() }
         } else if self.total_tokens.is_present() {
-            TokenUsage { input: self.total_tokens.get()?, cached_input: 0, output: 0 }
+            TokenUsage { input: self.total_tokens.get()?, ..TokenUsage::default() }
         } else {
             return None;
         };
+        usage.is_batch = self.service_tier.as_deref() == Some("batch");
         // Some servers count reasoning tokens only in the total: xAI, and Gemini behind OpenAI-compatible servers.
         usage.output += total.get()?.saturating_sub(usage.input + usage.output);
         Some(usage)
@@ -232,43 +328,135 @@ impl<'de> Deserialize<'de> for Count {
 /// Maximum weight of a token, in the unit of the limit.
 pub const MAX_WEIGHT: i32 = 1_000_000;
 
+/// Number of the parts of a unit in which weights are counted. Providers print prices such as 0.0375 dollars per
+/// million tokens, which is 0.0375 micro-dollars per token.
+pub const PARTS: u64 = 1_000_000;
+
 /// Maximum cost. Lua 5.1, which runs the scripts in Redis, represents integers exactly only up to this value.
 const MAX_COST: u64 = (1 << 53) - 1;
 
-/// Cost of one token of each kind, in thousandths of the limit's unit.
+/// A kind of token, each with its own weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenKind {
+    /// Input tokens of no other kind.
+    Input,
+    /// Input tokens that were read from the provider's cache.
+    CachedInput,
+    /// Input tokens that were written to the provider's cache for 5 minutes.
+    CacheWrite5m,
+    /// Input tokens that were written to the provider's cache for 1 hour.
+    CacheWrite1h,
+    /// Input tokens of audio.
+    AudioInput,
+    /// Input tokens of images.
+    ImageInput,
+    /// Output tokens of no other kind.
+    Output,
+    /// Output tokens of the reasoning.
+    Reasoning,
+    /// Output tokens of audio.
+    AudioOutput,
+    /// Output tokens of images.
+    ImageOutput,
+}
+
+/// Number of kinds of tokens.
+pub const KINDS: usize = 10;
+
+/// Number of kinds of input tokens, which are the first kinds.
+pub const INPUT_KINDS: usize = 6;
+
+/// Cost of one token of each [`TokenKind`], in millionths of the limit's unit.
+pub type KindWeights = [u64; KINDS];
+
+/// The weights of a model, in [`PARTS`] of the limit's unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weights {
-    /// An input token that was not read from the provider's cache.
-    pub input: u64,
-    /// An input token that was read from the provider's cache.
-    pub cached_input: u64,
-    /// An output token.
-    pub output: u64,
+    /// Cost of one token of each kind.
+    pub tokens: KindWeights,
+    /// Cost of each request, in addition to its tokens.
+    pub request: u64,
+    /// Share of the cost of the tokens in a batch, in [`PARTS`].
+    pub batch: u64,
+    /// Weights of requests with a long input.
+    pub long_context: Option<LongContext>,
+}
+
+/// The weights of requests with a long input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LongContext {
+    /// The weights apply to requests with more input tokens than this number.
+    pub above: u64,
+    /// Cost of one token of each kind.
+    pub tokens: KindWeights,
 }
 
 /// By default, each token costs 1.
 impl Default for Weights {
     fn default() -> Self {
-        Weights { input: 1000, cached_input: 1000, output: 1000 }
+        Weights { tokens: [PARTS; KINDS], request: 0, batch: PARTS, long_context: None }
     }
 }
 
 impl Weights {
     /// Return the cost of the used tokens: the weighted sum, rounded up.
     pub fn cost(&self, usage: TokenUsage) -> u64 {
-        let cached = usage.cached_input.min(usage.input);
-        let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
-        // The sum cannot overflow. Each product is less than 2^94, because a count has 64 bits and a weight has 30
+        let long = self.long_context.filter(|long| usage.input > long.above);
+        let weights = long.map_or(self.tokens, |long| long.tokens);
+        // A count that exceeds the rest of its total is reduced to this rest.
+        let (mut input, mut output) = (usage.input, usage.output);
+        let take = |rest: &mut u64, count: u64| {
+            let taken = count.min(*rest);
+            *rest -= taken;
+            taken
+        };
+        let parts = [
+            (TokenKind::CachedInput, take(&mut input, usage.cached_input)),
+            (TokenKind::CacheWrite1h, take(&mut input, usage.cache_write_1h)),
+            (TokenKind::CacheWrite5m, take(&mut input, usage.cache_write_5m)),
+            (TokenKind::AudioInput, take(&mut input, usage.audio_input)),
+            (TokenKind::ImageInput, take(&mut input, usage.image_input)),
+            (TokenKind::Reasoning, take(&mut output, usage.reasoning)),
+            (TokenKind::AudioOutput, take(&mut output, usage.audio_output)),
+            (TokenKind::ImageOutput, take(&mut output, usage.image_output)),
+            (TokenKind::Input, input),
+            (TokenKind::Output, output),
+        ];
+        // The sum cannot overflow. Each product is less than 2^104, because a count has 64 bits and a weight has 40
         // bits.
-        let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
-        u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
+        let tokens = parts.into_iter().map(|(kind, count)| u128::from(count) * u128::from(weights[kind as usize]));
+        let mut sum: u128 = tokens.sum();
+        if usage.is_batch {
+            sum = sum.saturating_mul(self.batch.into()).div_ceil(PARTS.into());
+        }
+        let cost = (sum + u128::from(self.request)).div_ceil(PARTS.into());
+        u64::try_from(cost).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
-    /// Return the cost to reserve before the response, for these numbers of input and output tokens. Every input token
-    /// is assumed to have the more expensive of the two input weights.
+    /// Return the cost to reserve before the response, for these numbers of input and output tokens. Every token is
+    /// assumed to be of the most expensive kind.
     pub fn reservation(&self, input: u64, output: u64) -> u64 {
-        let input_weight = self.input.max(self.cached_input);
-        Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
+        let tokens = self.dearest(&self.tokens);
+        let long = self.long_context.map(|long| LongContext {
+            tokens: std::array::from_fn(|kind| self.dearest(&long.tokens)[kind].max(tokens[kind])),
+            ..long
+        });
+        let usage = TokenUsage { input, output, ..TokenUsage::default() };
+        Weights { tokens, long_context: long, ..*self }.cost(usage)
+    }
+
+    /// Return weights in which all kinds of input, and all kinds of output, have the largest weight among them.
+    fn dearest(&self, weights: &KindWeights) -> KindWeights {
+        let (input, output) = weights.split_at(INPUT_KINDS);
+        let largest = |weights: &[u64]| weights.iter().copied().max().unwrap_or(0);
+        let (input, output) = (largest(input), largest(output));
+        std::array::from_fn(|kind| if kind < INPUT_KINDS { input } else { output })
+    }
+
+    /// Return the largest weight of an input token.
+    pub fn max_input(&self) -> u64 {
+        let long = self.long_context.map_or(0, |long| self.dearest(&long.tokens)[0]);
+        self.dearest(&self.tokens)[0].max(long)
     }
 }
 
@@ -334,7 +522,17 @@ mod tests {
     use super::*;
 
     fn usage(input: u64, cached_input: u64, output: u64) -> Option<TokenUsage> {
-        Some(TokenUsage { input, cached_input, output })
+        Some(TokenUsage { input, cached_input, output, ..TokenUsage::default() })
+    }
+
+    /// Return weights in thousandths of the unit.
+    fn weights(input: u64, cached_input: u64, output: u64) -> Weights {
+        let of = |kind: usize| match kind {
+            1 => cached_input,
+            _ if kind < INPUT_KINDS => input,
+            _ => output,
+        };
+        Weights { tokens: std::array::from_fn(|kind| of(kind) * 1000), ..Weights::default() }
     }
 
     #[test]
@@ -410,7 +608,9 @@ mod tests {
             ("cohere, tokens only", r#"{"tokens":{"input_tokens":71,"output_tokens":4}}"#, usage(71, 0, 4)),
             ("total only", r#"{"total_tokens":7}"#, usage(7, 0, 0)),
         ] {
-            assert_eq!(parse_usage(json.as_bytes()), expected, "{name}");
+            let found =
+                parse_usage(json.as_bytes()).and_then(|found| usage(found.input, found.cached_input, found.output));
+            assert_eq!(found, expected, "{name}");
         }
     }
 
@@ -444,7 +644,7 @@ mod tests {
 
     #[test]
     fn weighted_sum_is_rounded_up_once() {
-        let weights = Weights { input: 1000, cached_input: 100, output: 4000 };
+        let weighted = weights(1000, 100, 4000);
         for ((input, cached_input, output), expected) in [
             ((0, 0, 0), 0),
             ((10, 0, 5), 30),
@@ -454,16 +654,101 @@ mod tests {
             ((5, 9, 0), 1),
             ((u64::MAX, 0, u64::MAX), MAX_COST),
         ] {
-            assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
+            assert_eq!(weighted.cost(usage(input, cached_input, output).unwrap()), expected, "{input} {cached_input}");
         }
         // The sum is rounded up once, not each summand: three tokens that cost about one third each cost 1, not 3.
-        let thirds = Weights { input: 333, cached_input: 333, output: 334 };
-        assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
+        assert_eq!(weights(333, 333, 334).cost(usage(2, 1, 1).unwrap()), 1);
+    }
+
+    #[test]
+    fn parts_of_input_and_output_are_parsed() {
+        let part = |json: &str| parse_usage(json.as_bytes()).unwrap();
+        let zero = TokenUsage::default();
+        for (json, expected) in [
+            (
+                r#"{"input_tokens":21,"cache_creation_input_tokens":188086,"cache_read_input_tokens":1000,"output_tokens":393,
+                    "cache_creation":{"ephemeral_5m_input_tokens":188000,"ephemeral_1h_input_tokens":86},"service_tier":"batch"}"#,
+                TokenUsage {
+                    input: 189_107,
+                    cached_input: 1000,
+                    cache_write_5m: 188_000,
+                    cache_write_1h: 86,
+                    output: 393,
+                    is_batch: true,
+                    ..zero
+                },
+            ),
+            (
+                r#"{"prompt_tokens":50,"completion_tokens":40,"prompt_tokens_details":{"cached_tokens":4,"audio_tokens":30,"image_tokens":5},
+                    "completion_tokens_details":{"reasoning_tokens":9,"audio_tokens":20}}"#,
+                TokenUsage {
+                    input: 50,
+                    cached_input: 4,
+                    audio_input: 30,
+                    image_input: 5,
+                    output: 40,
+                    reasoning: 9,
+                    audio_output: 20,
+                    ..zero
+                },
+            ),
+            (
+                r#"{"promptTokenCount":300,"candidatesTokenCount":1290,"thoughtsTokenCount":7,
+                    "promptTokensDetails":[{"modality":"TEXT","tokenCount":10},{"modality":"IMAGE","tokenCount":258},{"modality":"AUDIO","tokenCount":32}],
+                    "candidatesTokensDetails":[{"modality":"IMAGE","tokenCount":1290}]}"#,
+                TokenUsage {
+                    input: 300,
+                    audio_input: 32,
+                    image_input: 258,
+                    output: 1297,
+                    reasoning: 7,
+                    image_output: 1290,
+                    ..zero
+                },
+            ),
+            (
+                r#"{"inputTokens":5,"outputTokens":7,"totalTokens":42,"cacheReadInputTokens":10,"cacheWriteInputTokens":20}"#,
+                TokenUsage { input: 35, cached_input: 10, cache_write_5m: 20, output: 7, ..zero },
+            ),
+        ] {
+            assert_eq!(part(json), expected, "{json}");
+        }
+    }
+
+    #[test]
+    fn each_kind_of_token_has_its_price() {
+        let mut prices =
+            Weights { tokens: std::array::from_fn(|kind| (kind as u64 + 1) * PARTS), ..Weights::default() };
+        let usage = TokenUsage {
+            input: 1000,
+            cached_input: 100,
+            cache_write_5m: 50,
+            cache_write_1h: 20,
+            audio_input: 10,
+            image_input: 5,
+            output: 400,
+            reasoning: 40,
+            audio_output: 30,
+            image_output: 20,
+            is_batch: false,
+        };
+        let input = 815 + 2 * 100 + 3 * 50 + 4 * 20 + 5 * 10 + 6 * 5;
+        let output = 7 * 310 + 8 * 40 + 9 * 30 + 10 * 20;
+        assert_eq!(prices.cost(usage), input + output);
+        prices.request = 3 * PARTS;
+        prices.batch = PARTS / 2;
+        assert_eq!(prices.cost(usage), input + output + 3);
+        let batch = TokenUsage { is_batch: true, ..usage };
+        assert_eq!(prices.cost(batch), (input + output).div_ceil(2) + 3);
+        prices.long_context = Some(LongContext { above: 999, tokens: [2 * PARTS; KINDS] });
+        assert_eq!(prices.cost(usage), 2 * 1400 + 3);
+        prices.long_context = Some(LongContext { above: 1000, tokens: [2 * PARTS; KINDS] });
+        assert_eq!(prices.cost(usage), input + output + 3);
     }
 
     #[test]
     fn pattern_with_most_literal_characters_wins() {
-        let weights = |input| Weights { input, ..Weights::default() };
+        let weights = |request| Weights { request, ..Weights::default() };
         let patterns = [("gpt-5*", 1), ("gpt-5-mini*", 2), ("*", 3), ("*-haiku-*", 4), ("gpt-5-mini", 5)];
         let models = patterns.map(|(pattern, input)| (NamePattern::new(pattern), weights(input))).to_vec();
         let all = ModelWeights { default: weights(9), models };
@@ -475,7 +760,7 @@ mod tests {
             (Some("other"), 3),
             (None, 9),
         ] {
-            assert_eq!(all.for_model(model).input, expected, "{model:?}");
+            assert_eq!(all.for_model(model).request, expected, "{model:?}");
         }
     }
 
@@ -501,15 +786,20 @@ mod tests {
         /// The reserved cost is at least the cost of any response that stays within the bounds of the reservation.
         #[test]
         fn reservation_covers_every_response_within_its_bounds(
-            weights in (0..5000u64, 0..5000u64, 0..5000u64),
+            kinds in proptest::array::uniform10(0..5000u64),
+            long in proptest::option::of((0..1u64 << 40, proptest::array::uniform10(0..5000u64))),
             (input, cached, output) in (0..1u64 << 40, 0..1u64 << 40, 0..1u64 << 40),
             (less_input, less_output) in (0..1u64 << 40, 0..1u64 << 40),
         ) {
-            let weights = Weights { input: weights.0, cached_input: weights.1, output: weights.2 };
+            let long_context = long.map(|(above, tokens)| LongContext { above, tokens });
+            let weights = Weights { tokens: kinds, long_context, ..Weights::default() };
             let used = TokenUsage {
                 input: input.saturating_sub(less_input),
                 cached_input: cached,
+                cache_write_1h: cached / 2,
                 output: output.saturating_sub(less_output),
+                reasoning: cached / 3,
+                ..TokenUsage::default()
             };
             prop_assert!(weights.cost(used) <= weights.reservation(input, output));
         }

@@ -120,6 +120,7 @@ fn is_bound_to_client(descriptor: &Descriptor) -> bool {
         descriptor,
         Descriptor::Ip
             | Descriptor::ApiKey
+            | Descriptor::Group(_)
             | Descriptor::Jwt(_)
             | Descriptor::ClientCert
             | Descriptor::Basic

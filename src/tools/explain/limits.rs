@@ -251,6 +251,7 @@ fn identity_part_reports(
                 format!("the client's address, because the {descriptor} is missing")
             }
             Descriptor::ApiKey => api_key_source(attributes),
+            Descriptor::Group(_) => format!("the {descriptor}, from the consumers file"),
             Descriptor::Ip => "the client's address".to_owned(),
             Descriptor::Global => "all requests".to_owned(),
             Descriptor::User(_)

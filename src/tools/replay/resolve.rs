@@ -498,7 +498,8 @@ impl ReplayConfig {
                     continue;
                 }
                 let by = &identity_specs[limit_index];
-                if by.descriptors.contains(&Descriptor::ApiKey) {
+                let is_by_key = |part: &Descriptor| matches!(part, Descriptor::ApiKey | Descriptor::Group(_));
+                if by.descriptors.iter().any(is_by_key) {
                     replay_route.auth = Some(identify_by_api_key(&compiled, route));
                 }
                 let identity_index =
@@ -526,7 +527,7 @@ pub(super) fn missing_identity_input(
 ) -> Option<String> {
     let header = |name: &HeaderName| (!capabilities.headers.contains(name)).then(|| format!("the header `{name}`"));
     let missing_input = |descriptor: &Descriptor| match descriptor {
-        Descriptor::ApiKey => api_key_headers(config, compiled).find_map(header),
+        Descriptor::ApiKey | Descriptor::Group(_) => api_key_headers(config, compiled).find_map(header),
         Descriptor::User(name) | Descriptor::Header(name) => header(name),
         Descriptor::Cookie(name) => header(&http::header::COOKIE).map(|_| format!("the cookie `{name}`")),
         Descriptor::Ip => (!capabilities.client).then(|| "the client's address".to_owned()),
