@@ -102,12 +102,13 @@ test-ops:
 	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
 	PATH="$$PATH:target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
 	  promtool check config --syntax-only ops/prometheus.yml
-	@$(call ensure,python3 redis-server npm,python3-venv redis-server npm)
+	@$(call ensure,python3 redis-server npm openssl,python3-venv redis-server npm openssl)
 	python3 -m venv target/ops/python
 	target/ops/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	target/ops/python/bin/python tests/ops/manifests.py ops
 	cargo build --locked
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
+	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/incidents.py target/debug/sluicegate prometheus $(CURDIR)/target/ops/incidents
 	@$(call helm,target/ops)
 	SOURCE_DATE_EPOCH=0 packaging/chart.py packaging/chart "$$(packaging/version.sh)" target/ops/chart.tgz
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/chart.py target/debug/sluicegate target/ops/helm/helm promtool target/ops/chart.tgz target/ops/chart

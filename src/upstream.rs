@@ -173,14 +173,19 @@ impl Upstream {
     /// Wait in the queue for a request permit, at most `connect_timeout`.
     ///
     /// # Errors
-    /// [`UpstreamError::NoHealthyEndpoint`] if no endpoint is usable; [`UpstreamError::Overflow`] if the queue is full
-    /// or the wait timed out.
+    /// [`UpstreamError::NoHealthyEndpoint`] or [`UpstreamError::Unresolved`] if no endpoint is usable;
+    /// [`UpstreamError::Overflow`] if the queue is full or the wait timed out.
     async fn pick_queued(&self, key: Option<u64>) -> Result<(Arc<EndpointPool>, RequestPermit), UpstreamError> {
         let settings = &self.cluster.settings;
         let busy = || UpstreamError::Overflow { upstream: settings.name.clone() };
         if self.pools().load_balancer.usable.is_empty() {
-            let after = settings.health.as_ref().map_or(UNRESOLVED_RETRY, |health| health.interval);
-            return Err(UpstreamError::NoHealthyEndpoint { upstream: settings.name.clone(), retry_after: after });
+            let (upstream, retry_after) =
+                (settings.name.clone(), settings.health.as_ref().map_or(UNRESOLVED_RETRY, |health| health.interval));
+            let has_address = self.cluster.endpoints().iter().any(|endpoint| endpoint.address.is_some());
+            if !has_address {
+                return Err(UpstreamError::Unresolved { upstream, retry_after });
+            }
+            return Err(UpstreamError::NoHealthyEndpoint { upstream, retry_after });
         }
         let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
         if waiting.is_first {

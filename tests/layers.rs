@@ -143,7 +143,8 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["connection_pool"],
             &["endpoint"],
             &["fetch", "settings"],
-            &["connector", "error", "health"],
+            &["error"],
+            &["connector", "health"],
         ],
     ),
 ];

@@ -1,6 +1,6 @@
 //! `/api/config` shows the active configuration. `/api/reload` reloads it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{SHA256, digest};
 use http::StatusCode;
@@ -11,7 +11,7 @@ use crate::admin::request::ApiContext;
 use crate::admin::response::{AdminResponse, format_rfc3339, json_response};
 use crate::clock::unix_us;
 use crate::config::include::ConfigFiles;
-use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
+use crate::snapshot::current::{ConfigChange, FileKind, ReloadCause, ReloadFailure};
 
 /// Response body of `/api/config`.
 #[derive(Debug, Serialize)]
@@ -30,6 +30,8 @@ struct ConfigView {
     reloads: ReloadCounts,
     /// The error of the last reload. `None` if the last reload succeeded.
     last_error: Option<LastError>,
+    /// The files whose newest content is not in use.
+    rejected_files: Vec<RejectedFile>,
     /// The configuration as JSON. It contains the tables of included files. Secrets are redacted.
     configuration: Value,
 }
@@ -38,6 +40,14 @@ struct ConfigView {
 struct ReloadCounts {
     ok: u64,
     error: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct RejectedFile {
+    kind: &'static str,
+    file: String,
+    time: String,
+    error: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -86,9 +96,18 @@ pub(super) fn config_view(context: &ApiContext<'_>) -> AdminResponse {
         revision: revision(&configuration),
         reloads: ReloadCounts { ok, error },
         last_error,
+        rejected_files: rejected_files(context),
         configuration,
     };
     json_response(StatusCode::OK, &view)
+}
+
+fn rejected_files(context: &ApiContext<'_>) -> Vec<RejectedFile> {
+    let rejected = context.state.config_handle.rejected_files().into_iter();
+    let view = |((kind, path), ReloadFailure { error, failed_at_us }): ((FileKind, PathBuf), ReloadFailure)| {
+        RejectedFile { kind: kind.label(), file: absolute_path(&path), time: format_rfc3339(failed_at_us), error }
+    };
+    rejected.map(view).collect()
 }
 
 /// Reload the configuration file and return the result.

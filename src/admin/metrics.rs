@@ -16,8 +16,10 @@ use crate::proxy::metrics::{
     AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
 };
 use crate::proxy::mirror_state::{CopyResult, DropReason};
+use crate::snapshot::current::FileKind;
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
+use crate::upstream::error::FailureReason;
 use crate::upstream::retry::RetryReason;
 
 /// Value of labels that do not apply to a TLS handshake, such as the label `version` of a failed handshake.
@@ -152,6 +154,15 @@ impl AdminState {
                 "1 if the last configuration reload succeeded, 0 if it was rejected",
             )?
             .write_gauge(&[], successful)?;
+        let mut writer = exposition.gauge(
+            "file_last_reload_successful",
+            "1 if the newest content of all files of a kind is in use, 0 if a file is invalid or cannot be read",
+        )?;
+        let rejected = self.config_handle.rejected_files();
+        for kind in FileKind::ALL {
+            let is_successful = rejected.keys().all(|(rejected, _)| *rejected != kind);
+            writer.write_gauge(&[("kind", kind.label())], u64::from(is_successful))?;
+        }
         let active_since_s = self.config_handle.active().active_since_us / 1_000_000;
         exposition
             .gauge(
@@ -239,11 +250,11 @@ impl AdminState {
         writer.write_counter(&[], limiter_metrics.iter().map(|metrics| metrics.calls.values()[0]).sum())?;
         let mut writer = exposition.counter(
             "store_failures",
-            "Checks that failed at the store, or were not sent because the circuit breaker is open or the queue is \
-             full",
+            "Checks that failed at the store, that it rejected because it accepts no writes, or that were not sent \
+             because the circuit breaker is open or the queue is full",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.failures.values()));
-        for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
+        for (kind, count) in ["failed", "not_permitted", "writes_rejected"].iter().zip(counts) {
             writer.write_counter(&[("kind", kind)], count)?;
         }
         let mut writer = exposition.counter(
@@ -305,6 +316,16 @@ impl AdminState {
         for (upstream, counters) in self.request_metrics.retries.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (reason, count) in RetryReason::ALL.iter().zip(counts) {
+                writer.write_counter(&[("upstream", &upstream), ("reason", reason.label())], count)?;
+            }
+        }
+        let mut writer = exposition.counter(
+            "upstream_failures",
+            "Requests without a usable response of the upstream, by upstream and reason",
+        )?;
+        for (upstream, counters) in self.request_metrics.upstream_failures.all() {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (reason, count) in FailureReason::ALL.iter().zip(counts) {
                 writer.write_counter(&[("upstream", &upstream), ("reason", reason.label())], count)?;
             }
         }

@@ -162,6 +162,17 @@ impl<W: Write> Page<'_, W> {
                 writeln!(self.out, "    {}", printable(&json!(line)))?;
             }
         }
+        for file in as_list(&config["rejected_files"]) {
+            let (failed, style) = (self.age(&file["time"]), AnsiColor::Red.on_default());
+            let (kind, path) = (printable(&file["kind"]), printable(&file["file"]));
+            writeln!(
+                self.out,
+                "  {style}{kind} file {path} was rejected {failed}; its previous content is in use:{style:#}"
+            )?;
+            for line in file["error"].as_str().unwrap_or_default().lines() {
+                writeln!(self.out, "    {}", printable(&json!(line)))?;
+            }
+        }
         Ok(())
     }
 

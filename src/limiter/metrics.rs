@@ -29,8 +29,8 @@ pub struct LimiterMetrics {
     /// Script calls, each with one batch of checks.
     pub calls: Counter<1>,
     /// Kind 0: calls that failed. Kind 1: calls that were not sent, because the circuit breaker was open or the queue
-    /// was full.
-    pub failures: Counter<2>,
+    /// was full. Kind 2: calls that the store rejected because it accepts no writes.
+    pub failures: Counter<3>,
     /// Cost that was or may have been lost, by [`LostCost`].
     pub lost_cost: Counter<2>,
 }

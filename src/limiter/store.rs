@@ -387,6 +387,7 @@ impl Store {
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
             Err(StoreError::BreakerOpen | StoreError::Overloaded) => metrics.failures.increment(1),
+            Err(StoreError::WritesRejected(_)) => metrics.failures.increment(2),
             Err(_) => metrics.failures.increment(0),
         }
         result

@@ -253,7 +253,8 @@ impl Rejection<'_> {
                 let (status, detail, outcome) = upstream_failure(&error);
                 let mut response = problem_response_with_id(status, ABOUT_BLANK, detail, request_id);
                 match error {
-                    UpstreamError::NoHealthyEndpoint { retry_after: after, .. } => {
+                    UpstreamError::NoHealthyEndpoint { retry_after: after, .. }
+                    | UpstreamError::Unresolved { retry_after: after, .. } => {
                         ratelimit_headers::set_retry_after(response.headers_mut(), after.as_micros() as u64);
                     }
                     UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
@@ -358,7 +359,7 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
 fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // Do not describe the cause, because clients must not see the addresses of upstreams. The log contains the cause.
     match error {
-        UpstreamError::NoHealthyEndpoint { .. } => {
+        UpstreamError::NoHealthyEndpoint { .. } | UpstreamError::Unresolved { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
         }
         UpstreamError::Overflow { .. } => (
@@ -624,7 +625,9 @@ impl Rejection<'_> {
 
 fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
     match error {
-        UpstreamError::NoHealthyEndpoint { .. } => "sluicegate;error=destination_unavailable",
+        UpstreamError::NoHealthyEndpoint { .. } | UpstreamError::Unresolved { .. } => {
+            "sluicegate;error=destination_unavailable"
+        }
         UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
             "sluicegate;error=connection_limit_reached"
         }

@@ -25,15 +25,17 @@ use crate::limiter::store::DecidedBy;
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
-use crate::upstream::error::UpstreamError;
+use crate::upstream::error::{FailureReason, UpstreamError};
 use crate::upstream::retry::AttemptLog;
 
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// Error statuses that are counted, as metric labels. All 5xx statuses share one counter. 4xx statuses that are not in
-/// the list are not counted. 499 means that the client aborted the request before the response.
-pub const COUNTED_STATUSES: [&str; 10] = ["400", "401", "403", "404", "408", "413", "429", "431", "499", "5xx"];
+/// Error statuses that are counted, as metric labels. All 5xx statuses that are not in the list share the last counter.
+/// 4xx statuses that are not in the list are not counted. 499 means that the client aborted the request before the
+/// response.
+pub const COUNTED_STATUSES: [&str; 14] =
+    ["400", "401", "403", "404", "408", "413", "429", "431", "499", "500", "502", "503", "504", "5xx"];
 
 /// Return the index of a status in [`COUNTED_STATUSES`], or `None` if the status is not counted.
 fn counted_status(status: StatusCode) -> Option<usize> {
@@ -48,7 +50,9 @@ fn counted_status(status: StatusCode) -> Option<usize> {
         429 => Some(6),
         431 => Some(7),
         499 => Some(ABORTED),
-        500.. => Some(9),
+        500 => Some(9),
+        502..=504 => Some(usize::from(status.as_u16()) - 492),
+        501.. => Some(13),
         _ => None,
     }
 }
@@ -175,6 +179,8 @@ pub struct RequestMetrics {
     pub upstreams: MetricFamily<ResponseStats>,
     /// Retries by upstream and [`RetryReason`](crate::upstream::retry::RetryReason).
     pub retries: MetricFamily<Counter<3>>,
+    /// Requests without a usable response, by upstream and [`FailureReason`].
+    pub upstream_failures: MetricFamily<Counter<{ FailureReason::ALL.len() }>>,
     /// Requests by authentication server and [`AuthResult`].
     pub forward_auth: MetricFamily<Counter<4>>,
     /// Duration of rate limit checks, for all limits of a request together.
@@ -270,6 +276,7 @@ pub(super) struct WorkerMetrics {
 struct UpstreamMetrics {
     responses: Arc<ResponseStats>,
     retries: Arc<Counter<3>>,
+    failures: Arc<Counter<{ FailureReason::ALL.len() }>>,
 }
 
 /// Metrics of a limit that counts the tokens of an LLM API.
@@ -357,6 +364,7 @@ impl WorkerMetrics {
         let upstream_metrics = |name: &str| UpstreamMetrics {
             responses: request_metrics.upstreams.get_or_create(name, worker),
             retries: request_metrics.retries.get_or_create(name, worker),
+            failures: request_metrics.upstream_failures.get_or_create(name, worker),
         };
         let mirror = |route: &crate::snapshot::routes::Route| {
             route.mirror.as_ref().map(|_| request_metrics.mirrors.get_or_create(&route.name, worker))
@@ -452,7 +460,10 @@ impl WorkerMetrics {
         elapsed: Duration,
         attempts: &AttemptLog,
     ) {
-        let UpstreamMetrics { responses, retries } = &self.upstreams[upstream];
+        let UpstreamMetrics { responses, retries, failures } = &self.upstreams[upstream];
+        if let Some(reason) = result.as_ref().err().and_then(FailureReason::from_error) {
+            failures.increment(reason as usize);
+        }
         if !result.as_ref().is_err_and(UpstreamError::is_client_error) {
             responses.record(result.as_ref().ok().map(Response::status), elapsed);
         }

@@ -1,5 +1,7 @@
 //! The active configuration, requests to reload it, and the result of the last reload.
 
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -65,12 +67,59 @@ pub struct ReloadFailure {
     pub failed_at_us: u64,
 }
 
+/// Kind of a file that the configuration refers to. The gateway reloads such a file when its content changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FileKind {
+    /// Consumers and their API keys.
+    Consumers,
+    /// Users and the hashes of their passwords.
+    Users,
+    /// JWK Set.
+    Jwks,
+    /// Networks of access rules.
+    Networks,
+    /// Certificate of a listener, and its private key.
+    Certificate,
+    /// CA certificates that verify client certificates.
+    ClientCa,
+    /// Certificates and keys for the connections to an upstream.
+    UpstreamTls,
+}
+
+impl FileKind {
+    /// All kinds.
+    pub const ALL: [FileKind; 7] = [
+        FileKind::Consumers,
+        FileKind::Users,
+        FileKind::Jwks,
+        FileKind::Networks,
+        FileKind::Certificate,
+        FileKind::ClientCa,
+        FileKind::UpstreamTls,
+    ];
+
+    /// Return the value of the metric label `kind`.
+    pub fn label(self) -> &'static str {
+        match self {
+            FileKind::Consumers => "consumers",
+            FileKind::Users => "users",
+            FileKind::Jwks => "jwks",
+            FileKind::Networks => "networks",
+            FileKind::Certificate => "certificate",
+            FileKind::ClientCa => "client_ca",
+            FileKind::UpstreamTls => "upstream_tls",
+        }
+    }
+}
+
 /// Gives access to the active configuration, and triggers reloads.
 #[derive(Debug)]
 pub struct ConfigHandle {
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
+    /// Files whose newest content is not in use, because it is invalid or cannot be read.
+    rejected_files: Mutex<BTreeMap<(FileKind, PathBuf), ReloadFailure>>,
     /// The configuration files as they were at the last attempt to load them.
     last_attempt: Mutex<ConfigFiles>,
     reloads: AtomicU64,
@@ -89,8 +138,8 @@ impl ConfigHandle {
             active_since_us: clock::unix_us(),
             last_change: ConfigChange::default(),
         });
-        let (last_failure, reloads, failures) = Default::default();
-        (ConfigHandle { active, requests, last_failure, last_attempt, reloads, failures }, receiver)
+        let (last_failure, rejected_files, reloads, failures) = Default::default();
+        (ConfigHandle { active, requests, last_failure, rejected_files, last_attempt, reloads, failures }, receiver)
     }
 
     /// Return the active configuration.
@@ -135,6 +184,8 @@ impl ConfigHandle {
         self.active.store(Arc::new(active));
         self.reloads.fetch_add(1, Ordering::Relaxed);
         *lock(&self.last_failure) = None;
+        // The new configuration has read all of its files.
+        lock(&self.rejected_files).clear();
         last_change
     }
 
@@ -147,6 +198,23 @@ impl ConfigHandle {
     /// Return the failure of the last reload, or `None` if it succeeded.
     pub fn last_failure(&self) -> Option<ReloadFailure> {
         lock(&self.last_failure).clone()
+    }
+
+    /// Record whether the newest content of a file is in use.
+    pub fn record_file(&self, kind: FileKind, path: &Path, result: Result<(), String>) {
+        let mut rejected = lock(&self.rejected_files);
+        match result {
+            Ok(()) => rejected.remove(&(kind, path.to_owned())),
+            Err(error) => {
+                let failure = ReloadFailure { error, failed_at_us: clock::unix_us() };
+                rejected.insert((kind, path.to_owned()), failure)
+            }
+        };
+    }
+
+    /// Return the files whose newest content is not in use, each with the reason.
+    pub fn rejected_files(&self) -> BTreeMap<(FileKind, PathBuf), ReloadFailure> {
+        lock(&self.rejected_files).clone()
     }
 
     /// Return the number of successful reloads and the number of failed reloads.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use http::{HeaderMap, Method, Uri};
+use http::Method;
 use ipnet::IpNet;
 use tokio::time::timeout;
 
@@ -30,8 +30,7 @@ use crate::identity::auth::ProviderKind;
 use crate::identity::spec::{Descriptor, OnMissing};
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
-use crate::routing::RouteRequest;
-use crate::routing::condition::{Condition, RouteBody, ValueTest};
+use crate::routing::condition::{Condition, ValueTest};
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
@@ -353,7 +352,6 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).chain(intent::misspelled_methods(input)).collect();
     for route in &input.config.routes {
         issues.extend(unmatchable_conditions(input, route));
-        issues.extend(json_without_body(input, route));
         issues.extend(literal_wildcards(input, route));
         issues.extend(foreign_path(input, route));
         issues.extend(intent::path_without_wildcard(input, route));
@@ -363,6 +361,10 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(consumer_without_identity(input, route));
         issues.extend(uncounted_websocket(input, route));
     }
+    issues.extend(
+        routes::candidates_by_route(input.config)
+            .filter_map(|candidates| candidates.first().and_then(|candidate| json_without_body(input, candidate))),
+    );
     issues.extend(unchosen_hosts(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
@@ -409,14 +411,8 @@ fn have_no_body(methods: &[Method]) -> bool {
 }
 
 /// Warn of a condition on a JSON body in a route for methods without a body.
-fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
-    let uri = Uri::default();
-    let headers = HeaderMap::new();
-    let body = RouteBody::Unknown;
-    let request =
-        RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0, body };
-    let candidates = input.config.table.candidates(&request);
-    let candidate = candidates.iter().find(|candidate| candidate.target.index == route.index)?;
+fn json_without_body(input: &LintInput<'_>, candidate: &routes::RouteCandidate<'_>) -> Option<Issue> {
+    let route = candidate.target;
     let needs_value = |condition: &&Condition| condition.reads_body() && condition.test != ValueTest::Absent;
     let condition = candidate.conditions.iter().find(needs_value).filter(|_| have_no_body(candidate.methods))?;
     let span = input.route(route.index)?.get_ref().conditions.as_ref()?.span();
@@ -735,8 +731,9 @@ fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Iss
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();
+    let guards: Vec<_> = input.config.routes.iter().filter(|route| requires_credential(route)).collect();
     for route in &input.config.routes {
-        issues.extend(unprotected_route(input, route));
+        issues.extend(unprotected_route(input, route, &guards));
         issues.extend(limits_of_another_kind(input, route));
     }
     issues
@@ -781,21 +778,17 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
 
 /// Warn of a route without authentication whose path is below the path of another route, if both forward to the same
 /// upstream and the other route requires a credential.
-fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue> {
+fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>, guards: &[&Arc<Route>]) -> Option<Issue> {
     let RouteAction::Forward(upstreams) = &route.action else { return None };
     if route.auth.is_some() {
         return None;
     }
-    let guard = input.config.routes.iter().find(|guard| {
+    let guard = guards.iter().filter(|guard| is_below(&route.path, &guard.path)).find(|guard| {
         let RouteAction::Forward(guarded) = &guard.action else { return false };
         let (Some(own), Some(other)) = (input.route(route.index), input.route(guard.index)) else { return false };
         let [own, other] = [own, other].map(|parsed| hosts(parsed.get_ref()));
-        let is_required = guard.auth.as_ref().is_some_and(|auth| !auth.required.is_empty());
         let shares_upstream = guarded.upstreams().any(|index| upstreams.upstreams().any(|other| index == other));
-        is_required
-            && shares_upstream
-            && (other.is_empty() || own.iter().any(|host| other.contains(host)))
-            && is_below(&route.path, &guard.path)
+        shares_upstream && (other.is_empty() || own.iter().any(|host| other.contains(host)))
     })?;
     let parsed = input.route(route.index)?;
     let span = parsed.get_ref().path.as_ref().map_or(parsed.span(), |path| path.span());
@@ -811,6 +804,10 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
          this is intended"
     );
     Some(Issue::new(span, message).with_hint(hint))
+}
+
+fn requires_credential(route: &Route) -> bool {
+    route.auth.as_ref().is_some_and(|auth| !auth.required.is_empty())
 }
 
 /// Return the hosts of a route. An empty list means all hosts.
@@ -893,8 +890,14 @@ const CREDENTIAL_WORDS: &[&str] = &[
 
 fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
+    let mut routes_by_limit = BTreeMap::<&str, Vec<&Arc<Route>>>::new();
+    for route in &input.config.routes {
+        for route_limit in &route.rate_limits.limits {
+            routes_by_limit.entry(&route_limit.limit.name).or_default().push(route);
+        }
+    }
     for compiled in input.config.limits.values() {
-        let routes: Vec<_> = input.config.routes.iter().filter(|route| route.has_limit(&compiled.limit)).collect();
+        let routes = routes_by_limit.remove(&*compiled.limit.name).unwrap_or_default();
         if routes.is_empty() {
             let name = &compiled.limit.name;
             let span = input.span_of(name, |_| None::<&Text>);

@@ -6,6 +6,7 @@ use std::fmt::Display;
 use std::time::Duration;
 
 use crate::http::body_limits::BodyError;
+use crate::upstream::connector::TlsFailure;
 
 /// Error of a request for which the gateway received no valid response from an upstream.
 #[derive(Debug, thiserror::Error)]
@@ -13,6 +14,14 @@ pub enum UpstreamError {
     /// No endpoint is healthy enough to receive requests.
     #[error("upstream `{upstream}` has no healthy server")]
     NoHealthyEndpoint {
+        /// Name of the upstream.
+        upstream: Box<str>,
+        /// Time after which the client should retry.
+        retry_after: Duration,
+    },
+    /// No endpoint has an address, because no name of a server resolves.
+    #[error("upstream `{upstream}` has no address: the names of its servers do not resolve")]
+    Unresolved {
         /// Name of the upstream.
         upstream: Box<str>,
         /// Time after which the client should retry.
@@ -127,6 +136,75 @@ impl UpstreamError {
                 | UpstreamError::BodyTooLarge
                 | UpstreamError::ClientAborted(_)
         )
+    }
+}
+
+/// Reason why a request got no usable response from an upstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureReason {
+    /// No name of a server resolves.
+    Dns,
+    /// No connection could be made, or not in time.
+    Connect,
+    /// The TLS handshake failed.
+    Tls,
+    /// The connection or the stream ended before the response.
+    Reset,
+    /// The response did not arrive in time.
+    Timeout,
+    /// The response violates HTTP.
+    Protocol,
+    /// No server is healthy.
+    Unhealthy,
+    /// The servers are at `max_requests`.
+    Overflow,
+}
+
+impl FailureReason {
+    /// All reasons, in the order of their counters.
+    pub const ALL: [FailureReason; 8] = [
+        FailureReason::Dns,
+        FailureReason::Connect,
+        FailureReason::Tls,
+        FailureReason::Reset,
+        FailureReason::Timeout,
+        FailureReason::Protocol,
+        FailureReason::Unhealthy,
+        FailureReason::Overflow,
+    ];
+
+    /// Return the value of the metric label `reason`.
+    pub fn label(self) -> &'static str {
+        match self {
+            FailureReason::Dns => "dns",
+            FailureReason::Connect => "connect",
+            FailureReason::Tls => "tls",
+            FailureReason::Reset => "reset",
+            FailureReason::Timeout => "timeout",
+            FailureReason::Protocol => "protocol",
+            FailureReason::Unhealthy => "unhealthy",
+            FailureReason::Overflow => "overflow",
+        }
+    }
+
+    /// Return the reason of an error, or `None` if the client caused it.
+    pub fn from_error(error: &UpstreamError) -> Option<FailureReason> {
+        let reason = match error {
+            UpstreamError::NoHealthyEndpoint { .. } => FailureReason::Unhealthy,
+            UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => FailureReason::Overflow,
+            UpstreamError::Unresolved { .. } => FailureReason::Dns,
+            UpstreamError::Connect { source, .. } if TlsFailure::from_error(source).is_some() => FailureReason::Tls,
+            UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => FailureReason::Connect,
+            UpstreamError::Reset { .. } if error.is_invalid_response() => FailureReason::Protocol,
+            UpstreamError::Reset { .. } => FailureReason::Reset,
+            UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => FailureReason::Protocol,
+            UpstreamError::ResponseTimeout { .. } | UpstreamError::RouteTimeout { .. } => FailureReason::Timeout,
+            UpstreamError::ClientDeadline { .. }
+            | UpstreamError::ClientTimeout
+            | UpstreamError::BodyTooLarge
+            | UpstreamError::ClientAborted(_) => return None,
+        };
+        Some(reason)
     }
 }
 

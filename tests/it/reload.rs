@@ -681,3 +681,54 @@ fn reload_raises_and_lowers_max_connections_per_ip() {
     let mut more: Vec<_> = (0..5).map(|_| gateway.client()).collect();
     assert!(more.iter_mut().all(|client| client.get("/says").status == 200), "0 disables the limit");
 }
+
+#[test]
+fn rejected_file_is_visible_until_its_content_is_in_use() {
+    let consumers = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:{}\"]\n", "a".repeat(64));
+    let [pem, key] = ["one.pem", "one.key"].map(|name| {
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certs").join(name)).unwrap()
+    });
+    let config = with_admin(&format!(
+        "{}require = [\"keys\"]\ndeny = [\"file:blocked.txt\"]\n\
+         [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+         tls.certificates = [{{ cert = \"one.pem\", key = \"one.key\" }}]\n",
+        says("one")
+    ));
+    let files = [("consumers.toml", &*consumers), ("blocked.txt", "192.0.2.1\n"), ("one.pem", &pem), ("one.key", &key)];
+    let gateway = Gateway::start_with(&config, &files);
+    let successful = |kind: &str| metric(&gateway, &format!("file_last_reload_successful{{kind=\"{kind}\"}}"));
+    for (kind, file, valid) in [
+        ("consumers", "consumers.toml", &*consumers),
+        ("networks", "blocked.txt", "192.0.2.1\n"),
+        ("certificate", "one.pem", &pem),
+    ] {
+        assert_eq!(successful(kind), 1.0, "{kind}");
+        gateway.put_file(file, "[[[ broken\n");
+        eventually("the rejected file is counted", || successful(kind) == 0.0);
+        let shown = ask(&gateway, "GET", "/api/config").json()["rejected_files"].clone();
+        assert_eq!((shown.as_array().unwrap().len(), &shown[0]["kind"]), (1, &kind.into()), "{shown}");
+        assert!(shown[0]["file"].as_str().unwrap().ends_with(file), "{shown}");
+        let admin = format!("http://{}", gateway.admin());
+        let output =
+            binary().args(["status", "--admin", &admin]).env("SLUICEGATE_ADMIN_TOKEN", "sesame").output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains(&format!("{kind} file ")) && text.contains("its previous content is in use"), "{text}");
+        // A file that is missing is not in use either. The same content as before the rejection is.
+        std::fs::remove_file(gateway.directory().join(file)).unwrap();
+        eventually("the missing file is reported", || {
+            ask(&gateway, "GET", "/api/config").json()["rejected_files"][0]["error"]
+                .as_str()
+                .unwrap()
+                .contains("cannot read")
+        });
+        gateway.put_file(file, valid);
+        eventually("the file is in use again", || successful(kind) == 1.0);
+        assert_eq!(ask(&gateway, "GET", "/api/config").json()["rejected_files"], Value::Array(Vec::new()));
+    }
+    // The content that is in use may disappear and come back unchanged.
+    std::fs::remove_file(gateway.directory().join("blocked.txt")).unwrap();
+    eventually("the missing file is counted", || successful("networks") == 0.0);
+    gateway.put_file("blocked.txt", "192.0.2.1\n");
+    eventually("the file is in use again", || successful("networks") == 1.0);
+}

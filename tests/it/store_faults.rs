@@ -8,6 +8,7 @@ use crate::support::client::Reply;
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
+use crate::support::reload::{metric, with_admin};
 use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket, call};
 use sluicegate::clock::monotonic;
@@ -548,4 +549,19 @@ fn settings(timeout: Duration) -> RedisSettings {
 
 fn endpoint(fake: &FakeRedis) -> RedisEndpoint {
     RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap())
+}
+
+#[test]
+fn checks_that_a_full_redis_rejects_are_counted_separately() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"ip\"\nquota = \"100/hour\"\n";
+    let route = "[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = { status = 200 }\n";
+    let gateway = Gateway::start(&with_admin(&format!("{}{limit}{route}", redis.store())));
+    assert!(is_decided(&gateway.get("/r")));
+    redis::cmd("CONFIG").arg(&["SET", "maxmemory", "1"][..]).exec(&mut redis.connection()).unwrap();
+    eventually("writes are rejected", || {
+        assert_eq!(gateway.get("/r").status, 200, "the local share decides");
+        metric(&gateway, "store_failures_total{kind=\"writes_rejected\"}") > 0.0
+    });
+    assert_eq!(metric(&gateway, "store_up"), 1.0, "the circuit breaker stays closed");
 }

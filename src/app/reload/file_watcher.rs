@@ -23,7 +23,7 @@ use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::current::{ConfigHandle, ReloadCause};
+use crate::snapshot::current::{ConfigHandle, FileKind, ReloadCause};
 
 /// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
@@ -163,11 +163,11 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
             }
             match read(files) {
                 Ok(current) => {
-                    *readable = true;
+                    let was_readable = std::mem::replace(readable, true);
                     let same = current == *files;
                     *files = current;
                     let content = if same && *in_use { Content::Known } else { Content::New };
-                    if report_all || !same {
+                    if report_all || !same || !was_readable {
                         *in_use = on_change(files, content);
                     }
                 }
@@ -188,7 +188,7 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
 /// Watch the files of the active configuration until the returned watcher is dropped. If a directory cannot be watched,
 /// log a warning and return `None`.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
-    let named = watched_files(configuration).into_iter().map(FileGroup::from);
+    let named = watched_files(configuration).into_iter().map(|files| files.into_group(configuration));
     let watcher = watch(std::iter::once(configuration_files(configuration)).chain(named).collect());
     let watcher = watcher.map_err(|error| warn!(%error, "cannot watch files for changes: reload with SIGHUP"));
     watcher.ok()
@@ -221,58 +221,65 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
 }
 
 /// Return the other files of the active configuration, in groups that are reloaded together.
-fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
+fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<WatchedFiles> {
     let config = &configuration.active().config;
-    let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
+    let mut files = Vec::new();
     for (index, file) in &config.auth.jwks_files {
         let config = config.clone();
         let index = *index;
-        let reload = move |files: &[FileSnapshot], content: Content| {
-            let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return false };
+        let reload = move |files: &[FileSnapshot], _: Content| {
+            let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return Ok(()) };
             let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Some(Arc::new(keys))));
-            log_result(&files[0], keys, content)
+            rejection(&files[0], keys)
         };
-        files.push((vec![file.clone()], Box::new(reload)));
+        files.push(WatchedFiles { kind: FileKind::Jwks, files: vec![file.clone()], reload: Box::new(reload) });
     }
     for (index, file) in &config.auth.users_files {
         let config = config.clone();
         let index = *index;
-        let reload = move |files: &[FileSnapshot], content: Content| {
-            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return false };
-            log_result(&files[0], basic.reload_users(&files[0]), content)
+        let reload = move |files: &[FileSnapshot], _: Content| {
+            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return Ok(()) };
+            rejection(&files[0], basic.reload_users(&files[0]))
         };
-        files.push((vec![file.clone()], Box::new(reload)));
+        files.push(WatchedFiles { kind: FileKind::Users, files: vec![file.clone()], reload: Box::new(reload) });
     }
     for (index, consumers) in config.auth.consumers_files.iter().enumerate() {
         let config = config.clone();
         let reload = move |files: &[FileSnapshot], content: Content| {
             let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var_os(name));
-            let is_reloaded = log_result(&files[0], read, content);
-            if is_reloaded && content == Content::New {
+            if read.is_ok() && content == Content::New {
                 for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
                     warn!("{warning}");
                 }
             }
-            is_reloaded
+            rejection(&files[0], read)
         };
-        files.push((vec![consumers.file.clone()], Box::new(reload)));
+        files.push(WatchedFiles {
+            kind: FileKind::Consumers,
+            files: vec![consumers.file.clone()],
+            reload: Box::new(reload),
+        });
     }
     for (index, networks) in config.network_files.iter().enumerate() {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot], content: Content| {
-            log_result(&files[0], config.reload_networks(index, &files[0].content), content)
+        let reload = move |files: &[FileSnapshot], _: Content| {
+            rejection(&files[0], config.reload_networks(index, &files[0].content))
         };
-        files.push((vec![networks.file.clone()], Box::new(reload)));
+        files.push(WatchedFiles {
+            kind: FileKind::Networks,
+            files: vec![networks.file.clone()],
+            reload: Box::new(reload),
+        });
     }
     for (index, tls) in config.upstream_tls.iter().enumerate().filter(|(_, tls)| !tls.files().is_empty()) {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot], content: Content| {
+        let reload = move |files: &[FileSnapshot], _: Content| {
             let now = Duration::from_micros(clock::unix_us());
             let read = config.upstream_tls[index].reload(files, now);
             let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
-            log_result(file, read.map_err(|(_, error)| error), content)
+            rejection(file, read.map_err(|(_, error)| error))
         };
-        files.push((tls.files(), Box::new(reload)));
+        files.push(WatchedFiles { kind: FileKind::UpstreamTls, files: tls.files(), reload: Box::new(reload) });
     }
     for index in 0..config.listeners.len() {
         watch_listener_tls(config, index, &mut files);
@@ -281,44 +288,85 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
 }
 
 /// Add the certificate files and the CA file of a listener.
-fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<(Vec<FileSnapshot>, OnChange)>) {
+fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<WatchedFiles>) {
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
         let config = config.clone();
-        let reload = move |files: &[FileSnapshot], content: Content| {
-            let Some(tls) = &config.listeners[index].tls else { return false };
+        let reload = move |files: &[FileSnapshot], _: Content| {
+            let Some(tls) = &config.listeners[index].tls else { return Ok(()) };
             let now = Duration::from_micros(clock::unix_us());
             let read = tls.reload_certificate(certificate_index, &files[0].content, &files[1].content, now);
-            log_result(&files[0], read, content)
+            rejection(&files[0], read)
         };
-        files.push((pair.to_vec(), Box::new(reload)));
+        files.push(WatchedFiles { kind: FileKind::Certificate, files: pair.to_vec(), reload: Box::new(reload) });
     }
     if let Some((file, auth)) = &tls.client_ca {
         let config = config.clone();
         let auth = *auth;
-        let reload = move |files: &[FileSnapshot], content: Content| {
-            let Some(tls) = &config.listeners[index].tls else { return false };
+        let reload = move |files: &[FileSnapshot], _: Content| {
+            let Some(tls) = &config.listeners[index].tls else { return Ok(()) };
             let read = tls.reload_client_ca(&files[0].content, auth);
-            log_result(&files[0], read, content)
+            rejection(&files[0], read)
         };
-        files.push((vec![file.clone()], Box::new(reload)));
+        files.push(WatchedFiles { kind: FileKind::ClientCa, files: vec![file.clone()], reload: Box::new(reload) });
     }
 }
 
-/// Log the result of reloading a file, and return whether the content is in use. If the content was in use before, log
-/// only an error.
-fn log_result(file: &FileSnapshot, result: Result<(), impl Display>, content: Content) -> bool {
-    let file = file.path.display();
-    match result {
-        Ok(()) => {
-            if content == Content::New {
-                info!(%file, "file reloaded");
+/// The reason why the newest content of a file is not in use.
+struct Rejection {
+    file: PathBuf,
+    error: String,
+}
+
+/// Reads the new content of a group of files.
+type Reload = Box<dyn Fn(&[FileSnapshot], Content) -> Result<(), Rejection> + Send>;
+
+/// A group of files that the configuration refers to.
+struct WatchedFiles {
+    kind: FileKind,
+    files: Vec<FileSnapshot>,
+    reload: Reload,
+}
+
+impl WatchedFiles {
+    /// Log and record each result. The record of a group has the path of its first file.
+    fn into_group(self, configuration: &Arc<ConfigHandle>) -> FileGroup {
+        let WatchedFiles { kind, files, reload } = self;
+        let first = files[0].path.clone();
+        let record = {
+            let configuration = configuration.clone();
+            move |result| configuration.record_file(kind, &first, result)
+        };
+        let on_change = {
+            let record = record.clone();
+            move |files: &[FileSnapshot], content: Content| {
+                let result = reload(files, content);
+                record(result.as_ref().map(|_| ()).map_err(|rejection| rejection.error.clone()));
+                log_result(&files[0], &result, content);
+                result.is_ok()
             }
-            true
-        }
-        Err(error) => {
+        };
+        let mut group = FileGroup::from((files, Box::new(on_change) as OnChange));
+        let read = group.read;
+        group.read = Box::new(move |files| {
+            read(files).inspect_err(|(path, error)| record(Err(format!("cannot read {}: {error}", path.display()))))
+        });
+        group
+    }
+}
+
+fn rejection(file: &FileSnapshot, result: Result<(), impl Display>) -> Result<(), Rejection> {
+    result.map_err(|error| Rejection { file: file.path.clone(), error: error.to_string() })
+}
+
+/// Log the result of reloading a file. If the content was in use before, log only an error.
+fn log_result(first: &FileSnapshot, result: &Result<(), Rejection>, content: Content) {
+    match result {
+        Ok(()) if content == Content::New => info!(file = %first.path.display(), "file reloaded"),
+        Ok(()) => {}
+        Err(Rejection { file, error }) => {
+            let file = file.display();
             warn!(%file, %error, "cannot reload the file: its previous content stays in force");
-            false
         }
     }
 }

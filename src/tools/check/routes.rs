@@ -20,7 +20,7 @@ use crate::tools::check::LintInput;
 /// this name (RFC 6761 §6.4).
 const ANY_HOST: &str = "host.invalid";
 
-type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
+pub(super) type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
 /// Warn of redirects to a location that matches the route of the redirect itself.
 pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
@@ -298,7 +298,7 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 
 /// Return the candidates of each route, indexed by route. A candidate is an entry of the route table. A route has one
 /// candidate for each combination of host and trailing slash.
-fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
+pub(super) fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
     let uri = Uri::default();
     let headers = HeaderMap::new();
     let request = RouteRequest {
