@@ -1,6 +1,6 @@
 //! What the commands that call the admin API of a running gateway have in common: options, requests and tables.
 
-pub mod client;
+pub(super) mod client;
 
 use std::io;
 use std::io::Write;

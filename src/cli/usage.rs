@@ -24,7 +24,6 @@ use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
-use crate::snapshot::CompiledConfig;
 
 /// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`, whose default is 50
 /// ms.
