@@ -2,7 +2,8 @@
 //! credentials are removed before forwarding.
 
 use http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
-use sluicegate::identity::auth::{AuthError, AuthRequest, Verified};
+use sluicegate::identity::auth::Verified;
+use sluicegate::identity::verification::{AuthError, AuthRequest};
 use sluicegate::snapshot::CompiledConfig;
 
 /// The API key of the consumer. `CONSUMERS` contains its hash.

@@ -118,7 +118,11 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
         let in_flight = activity.start_request(flow.clone());
         let request = Box::new(request.map(|body| RequestBody::new(body, false, &in_flight)));
         let flow = &flow;
-        async move { Ok::<_, Infallible>(complete_response(in_flight, gateway.handle(request, peer, flow).await)) }
+        async move {
+            let mut response = gateway.handle(request, peer, flow).await;
+            complete_response(in_flight, &mut response);
+            Ok::<_, Infallible>(response)
+        }
     });
     let _ = http1::Builder::new()
         .half_close(true)
