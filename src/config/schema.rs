@@ -69,7 +69,7 @@ pub(super) fn one_or_many(_: &mut SchemaGenerator) -> Schema {
 
 /// Return the schema of a required claim: a value, or a list whose items are a value or a list of values.
 pub(super) fn claim_values(generator: &mut SchemaGenerator) -> Schema {
-    json_schema!({ "anyOf": [{ "type": "string" }, array_schema(&one_or_many(generator))] })
+    json_schema!({ "anyOf": [{ "type": "string" }, array_schema(&one_or_many(generator))], "secret": "never" })
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {

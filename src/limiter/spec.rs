@@ -215,7 +215,7 @@ impl LimitSpec {
 
     /// Return whether the weight of a check depends on the quota, so that an override may change it.
     pub fn has_variable_weight(&self) -> bool {
-        matches!(self.default_variant.rule, Rule::SlidingLog(_))
+        self.default_variant.rule.stores_each_token()
     }
 
     /// Return all variants with their tiers. The default variant comes first and has no tier.

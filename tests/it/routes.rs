@@ -579,9 +579,9 @@ fn route_has_the_keys_of_its_group_and_the_defaults() {
              [[route]]\nname = \"other\"\ngroup = \"v1\"\npath = \"/other\"\nhosts = [\"other.test\"]\n\
              response_headers.set = {{ x-from = \"route\" }}\n\
              [[route]]\nname = \"fixed\"\npath = \"/fixed\"\nrespond = {{ status = 204 }}\n",
-            limit("all", 30),
-            limit("group", 20),
-            limit("own", 10),
+            limit("all", 100_000),
+            limit("group", 200),
+            limit("own", 100),
             upstream.url()
         )
     };
