@@ -17,12 +17,13 @@ pub mod rejection;
 pub mod request;
 
 use std::convert::Infallible;
-use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
+use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
-use http::header::{CONTENT_LENGTH, HeaderName, HeaderValue};
+use http::header::{CONTENT_LENGTH, HeaderName, HeaderValue, UPGRADE};
+use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use tokio::time::{Instant, timeout_at};
@@ -36,7 +37,7 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers;
 use crate::http::headers::RenderedValues;
 use crate::http::request_body;
-use crate::http::request_body::RequestBody;
+use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::identity::auth::{Credentials, ProviderKind, Verified};
 use crate::identity::forward::{CacheKey, ForwardProvider};
 use crate::identity::spec::RequestAttributes;
@@ -59,9 +60,11 @@ use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
 /// The gateway in one worker: its configuration snapshot, limiter and telemetry.
@@ -352,6 +355,36 @@ struct Exchange<'a> {
     is_http2_head: bool,
 }
 
+/// One attempt to get a response from an upstream.
+struct Attempt<'a> {
+    /// Index of the upstream.
+    index: usize,
+    /// `None` for the upstream of the route.
+    fallback: Option<&'a Fallback>,
+    /// Path and query of the upstream request. `None` if they are equal to the received path and query.
+    target: Option<PathAndQuery>,
+    credentials: Credentials<'a>,
+    /// Whether the gateway reads the token usage of an LLM API in the response.
+    counts_tokens: bool,
+}
+
+/// The result of one attempt.
+struct Attempted {
+    result: Result<Response<Body>, UpstreamError>,
+    /// The body of the request for the next fallback. `None` if the result is final.
+    next_body: Option<RequestBody>,
+}
+
+/// Return a copy of a request without its body.
+fn request_head<B>(request: &Request<B>) -> Request<()> {
+    let mut head = Request::new(());
+    head.method_mut().clone_from(request.method());
+    head.uri_mut().clone_from(request.uri());
+    *head.version_mut() = request.version();
+    head.headers_mut().clone_from(request.headers());
+    head
+}
+
 /// What a response depends on, read from the request before the request is forwarded or discarded.
 #[derive(Default)]
 struct ReplyNeeds<'a> {
@@ -431,10 +464,8 @@ impl<'a> Exchange<'a> {
         request: Box<Request<RequestBody>>,
     ) -> Result<Reply, Rejection<'a>> {
         let Admitted { route, decision, llm, forwarded_path, rewritten_target } = admitted;
-        let Exchange { snapshot, peer, flow, .. } = *self;
+        let Exchange { flow, snapshot, .. } = *self;
         let holdings = Holdings::new(decision, llm);
-        let client_deadline = self.reply.grpc.as_ref().and_then(|call| call.deadline);
-        let deadline = self.facts.deadline.into_iter().chain(client_deadline).min();
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
@@ -448,30 +479,21 @@ impl<'a> Exchange<'a> {
             }
             RouteAction::Forward(weighted_upstreams) => {
                 let index = weighted_upstreams.pick();
-                let upstream = &*snapshot.upstreams[index];
-                let started_at = monotonic();
-                let mut attempts = AttemptLog::new(self.record.is_logged());
-                let forwarding = Forwarding {
-                    snapshot,
-                    peer,
-                    flow,
-                    route,
-                    upstream,
-                    deadline,
-                    is_client_deadline: deadline != self.facts.deadline,
-                    // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
-                    target: rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref())),
-                    credentials: mem::take(&mut self.facts.credentials),
-                    request_id: self.record.request_id(request.headers()).to_header_value(),
-                    trace: self.record.trace(),
-                    counts_tokens: holdings.counts_tokens(),
-                };
-                // Box the future. Otherwise it would be a part of this future, and would be moved with it for every
+                let counts_tokens = holdings.counts_tokens();
+                // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
+                let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
+                // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
                 // request.
-                let result = Box::pin(forward::forward(forwarding, request, &mut attempts)).await;
-                snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
-                self.record.upstream(route, upstream, &attempts, &result, started_at);
-                result
+                if route.fallback.is_empty() {
+                    let credentials = mem::take(&mut self.facts.credentials);
+                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens };
+                    Box::pin(self.attempt(route, attempt, request, &mut None)).await.result
+                } else {
+                    let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
+                    let credentials = self.facts.credentials.clone();
+                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens };
+                    Box::pin(self.attempt_with_fallback(route, attempt, request, &path)).await
+                }
             }
         };
         // The response waits for the settlement, so that its headers contain the values after the settlement.
@@ -492,6 +514,93 @@ impl<'a> Exchange<'a> {
         route.response_headers.apply(response.headers_mut(), &self.response_values);
         route.rate_limits.append_headers(response.headers_mut(), &settled.decision);
         Ok(Reply { response, held: settled.held })
+    }
+
+    /// Send a request to one upstream, and record the attempt.
+    async fn attempt(
+        &mut self,
+        route: &'a Route,
+        attempt: Attempt<'a>,
+        request: Box<Request<RequestBody>>,
+        replay: &mut Option<ReplayBody>,
+    ) -> Attempted {
+        let Attempt { index, fallback, target, credentials, counts_tokens } = attempt;
+        let Exchange { snapshot, peer, flow, .. } = *self;
+        let upstream = &*snapshot.upstreams[index];
+        let started_at = monotonic();
+        let log = AttemptLog::new(self.record.is_logged());
+        let mut log = if route.fallback.is_empty() { log } else { log.keep_body() };
+        let method = (!route.fallback.is_empty()).then(|| request.method().clone());
+        let is_last =
+            fallback.is_some_and(|fallback| route.fallback.last().is_some_and(|last| ptr::eq(last, fallback)));
+        let request_id = self.record.request_id(request.headers()).to_header_value();
+        let trace = self.record.trace();
+        let client_deadline = self.reply.grpc.as_ref().and_then(|call| call.deadline);
+        let deadline = self.facts.deadline.into_iter().chain(client_deadline).min();
+        let is_client_deadline = deadline != self.facts.deadline;
+        let forwarding = Forwarding {
+            snapshot,
+            peer,
+            flow,
+            route,
+            upstream,
+            deadline,
+            is_client_deadline,
+            target,
+            credentials,
+            request_id,
+            trace,
+            counts_tokens,
+            fallback,
+            replay,
+        };
+        let result = forward::forward(forwarding, request, &mut log).await;
+        // The body for the next fallback. `None` if the result is final.
+        let next_body = match (&route.retry, method) {
+            (Some(rules), Some(method)) if !is_last => {
+                forward::body_for_fallback(rules, &method, &result, &mut log, replay.as_ref())
+            }
+            _ => None,
+        };
+        if next_body.is_some() {
+            log.record_fallback();
+        }
+        snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &log);
+        self.record.upstream(route, upstream, &log, &result, started_at);
+        Attempted { result, next_body }
+    }
+
+    /// Send a request to the upstream of the route, and then to its fallbacks until one of them gives a final result.
+    /// `path` is the path of the request in its forwarded form.
+    async fn attempt_with_fallback(
+        &mut self,
+        route: &'a Route,
+        first: Attempt<'a>,
+        request: Box<Request<RequestBody>>,
+        path: &str,
+    ) -> Result<Response<Body>, UpstreamError> {
+        let received = request_head(&request);
+        let Attempt { target, credentials, counts_tokens, .. } = &first;
+        let (target, credentials, counts_tokens) = (target.clone(), credentials.clone(), *counts_tokens);
+        let mut replay = None;
+        let mut attempted = self.attempt(route, first, request, &mut replay).await;
+        // The upgrade of a connection belongs to the first attempt.
+        let is_upgrade = route.websocket && received.headers().contains_key(UPGRADE);
+        for fallback in route.fallback.iter().filter(|_| !is_upgrade) {
+            let Some(body) = attempted.next_body.take() else { break };
+            let rewritten = match &fallback.rewrite {
+                None => target.clone(),
+                Some(rewrite) => match rewrite.apply(&route.path_pattern, path, received.uri().query()) {
+                    Ok(target) => PathAndQuery::try_from(target).ok(),
+                    Err(_) => break,
+                },
+            };
+            let request = Box::new(request_head(&received).map(|()| body));
+            let (index, credentials) = (fallback.upstream, credentials.clone());
+            let attempt = Attempt { index, fallback: Some(fallback), target: rewritten, credentials, counts_tokens };
+            attempted = self.attempt(route, attempt, request, &mut replay).await;
+        }
+        attempted.result
     }
 
     /// Complete the response to an admitted or rejected request.

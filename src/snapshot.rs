@@ -12,6 +12,7 @@ pub mod notify;
 pub mod remote_auth;
 pub mod route_action;
 pub(crate) mod route_match;
+pub mod route_retry;
 pub mod routes;
 pub mod settings;
 mod upstreams;
@@ -315,7 +316,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = settings::gateway_count(&config.store, reader);
-    let (mut upstreams, mut upstream_tls) = upstreams::upstreams(&config.upstream, reader);
+    let (mut upstreams, mut upstream_tls) =
+        upstreams::upstreams(&config.upstream, config.store.secret.as_ref(), reader);
     let tier_source = remote_auth::tier_source(config, reader);
     let is_set = config.server.inspect_body.is_some();
     let default = if is_set { server.inspect_body } else { LLM_INSPECT_BODY.min(server.max_buffered) };

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use http::header::SET_COOKIE;
 use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -31,14 +32,14 @@ use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
 use crate::http::flow::StreamFlow;
 use crate::http::headers::is_safe;
-use crate::http::request_body::{BodyReader, RequestBody, UploadProgress};
+use crate::http::request_body::{BodyReader, ReplayBody, RequestBody, UploadProgress};
 use crate::http::target;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::{Connection, EndpointPool, SendError, StreamOutcome, classify_error};
 use crate::upstream::connector::{Protocol, ProxiedConnection};
 use crate::upstream::endpoint::{Endpoint, LoadBalancer, RequestPermit, Rng};
 use crate::upstream::error::UpstreamError;
-use crate::upstream::retry::{AttemptLog, ReplayableRequest, RetryReason, RetryState, RetryTarget};
+use crate::upstream::retry::{AttemptLog, ReplayableRequest, RetryReason, RetryRules, RetryState, RetryTarget};
 use crate::upstream::settings::{HostPolicy, UpstreamSettings};
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
@@ -70,11 +71,28 @@ pub struct SendOptions<'a> {
     pub flow: &'a StreamFlow,
     /// Which `Host` the server receives. The request already has this host, unless it is the host of the server.
     pub host: &'a HostPolicy,
+    /// When the request is sent again. `None` if only the settings of the upstream apply.
+    pub retry: Option<&'a RetryRules>,
+    /// The body, if it can be sent again.
+    pub replay: Option<&'a ReplayBody>,
+}
+
+impl<'a> SendOptions<'a> {
+    /// Create options without retries of a route.
+    pub fn new(limits: BodyLimits, flow: &'a StreamFlow, host: &'a HostPolicy) -> Self {
+        SendOptions { limits, flow, host, retry: None, replay: None }
+    }
+}
+
+/// A request that is sent again, and the endpoint that gets it.
+struct Repetition {
+    request: Request<RequestBody>,
+    target: (Arc<EndpointPool>, RequestPermit),
 }
 
 /// State of the endpoint selection of one request.
 struct PickState {
-    /// Hash of the header that selects the endpoint, for `LoadBalancingPolicy::Hash`.
+    /// Hash of the header or cookie that selects the endpoint, or the token of the endpoint of a sticky session.
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
@@ -348,14 +366,16 @@ impl Upstream {
         options: SendOptions<'_>,
         attempts: &mut AttemptLog,
     ) -> Result<Response<Body>, UpstreamError> {
-        let SendOptions { limits: bounds, flow, host } = options;
+        let SendOptions { limits: bounds, flow, host, retry: rules, replay } = options;
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;
-        let progress = request.body_mut().apply_limits(bounds);
-        request.body_mut().start_upload(if http2 { BodyReader::SharedConnection } else { BodyReader::Connection });
+        let reader = if http2 { BodyReader::SharedConnection } else { BodyReader::Connection };
+        let mut progress = request.body_mut().apply_limits(bounds);
+        request.body_mut().start_upload(reader);
         let may_retry = !attempts.is_single_attempt;
-        let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
-        let retries = if may_retry { retries } else { 0 };
+        let may_repeat = rules.map_or_else(|| is_safe(request.method()), |rules| rules.may_repeat(request.method()));
+        let (safe, has_body) = (may_retry && may_repeat, progress.is_some() && replay.is_none());
+        let retries = if may_retry { rules.and_then(|rules| rules.retries).unwrap_or(retries) } else { 0 };
         let mut retry_state =
             RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
         let client = if self.sends_proxy_header() {
@@ -365,14 +385,20 @@ impl Upstream {
         };
         let mut pick_state =
             PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new(), client };
-        if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
-            retry_budget.deposit();
+        if retries > 0 {
+            self.cluster.retry_budget.deposit();
         }
         // Requests that already wait in the queue take precedence over this request.
         let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
-            None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
+            None => match Box::pin(self.pick_queued(pick_state.hash_key)).await {
+                Ok(target) => target,
+                Err(error) => {
+                    attempts.record_unexecuted(Some(*request));
+                    return Err(error);
+                }
+            },
         };
         let mut idle = target.0.take_idle(pick_state.client.as_deref());
         loop {
@@ -386,14 +412,20 @@ impl Upstream {
                     pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
                     attempts
                         .record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
-                    connected?
+                    match connected {
+                        Ok(connection) => connection,
+                        Err(error) => {
+                            attempts.record_unexecuted(Some(*request));
+                            return Err(error);
+                        }
+                    }
                 }
             };
             attempts.record_endpoint(permit.endpoint());
             if matches!(host, HostPolicy::Server) {
                 target::set_host(&mut request, &permit.endpoint().server.authority);
             }
-            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
+            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::new(&request, replay));
             flow.stop_if_abandoned().await;
             let result = {
                 let _exchange = flow.start_exchange();
@@ -419,7 +451,22 @@ impl Upstream {
                         progress.mark_response_started();
                     }
                     self.cluster.report_response(permit.endpoint(), response.status());
-                    return Ok(connection.into_response(response, bounds, pool, permit));
+                    let is_repeated = rules.is_some_and(|rules| rules.covers(response.status()));
+                    let copy = if is_repeated { copy } else { None };
+                    let Some(repetition) = self.repeat(copy, &mut retry_state, &mut pick_state, &permit) else {
+                        let cookie = self.cluster.sticky_cookie(pick_state.hash_key, permit.endpoint());
+                        let mut response = connection.into_response(response, bounds, pool, permit);
+                        if let Some(cookie) = cookie {
+                            response.headers_mut().append(SET_COOKIE, cookie);
+                        }
+                        return Ok(response);
+                    };
+                    attempts.record_retries(RetryReason::Status, 1);
+                    (request, target, retry_state.can_reconnect) =
+                        (Box::new(repetition.request), repetition.target, false);
+                    progress = request.body_mut().apply_limits(bounds);
+                    request.body_mut().start_upload(reader);
+                    continue;
                 }
                 Ok(Err(failure)) => failure,
                 Err(error) => {
@@ -429,7 +476,16 @@ impl Upstream {
                     if let UpstreamError::ResponseTimeout { .. } = error {
                         self.cluster.report_failure(permit.endpoint(), &error);
                     }
-                    return Err(error);
+                    let is_repeated = matches!(error, UpstreamError::ResponseTimeout { .. })
+                        && rules.is_some_and(|rules| rules.on_timeout);
+                    let copy = if is_repeated { copy } else { None };
+                    let repetition = self.repeat(copy, &mut retry_state, &mut pick_state, &permit).ok_or(error)?;
+                    attempts.record_retries(RetryReason::Timeout, 1);
+                    (request, target, retry_state.can_reconnect) =
+                        (Box::new(repetition.request), repetition.target, false);
+                    progress = request.body_mut().apply_limits(bounds);
+                    request.body_mut().start_upload(reader);
+                    continue;
                 }
             };
             let outcome = connection.classify_error(failure.error());
@@ -451,21 +507,49 @@ impl Upstream {
                     (request, (pool, permit))
                 }
                 Some(RetryTarget::OtherEndpoint(request)) => {
-                    let target = self.pick_other(&pick_state).ok_or(error)?;
+                    let Some(target) = self.pick_other(&pick_state) else {
+                        attempts.record_unexecuted(Some(request));
+                        return Err(error);
+                    };
                     attempts.record_retries(RetryReason::Unwritten, 1);
                     (request, target)
                 }
                 Some(RetryTarget::OtherEndpointWithBudget(request)) => {
                     let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
                     retry_state.retries_left -= 1;
-                    let target = target.ok_or(error)?;
+                    let Some(target) = target else {
+                        attempts.record_outcome(outcome);
+                        return Err(error);
+                    };
                     attempts.record_retries(RetryReason::Retried, 1);
                     (request, target)
                 }
-                None => return Err(error),
+                None => {
+                    attempts.record_outcome(outcome);
+                    return Err(error);
+                }
             };
             (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
+            if replay.is_some() {
+                progress = request.body_mut().apply_limits(bounds);
+                request.body_mut().start_upload(reader);
+            }
         }
+    }
+
+    /// Pick another server for the copy of a request that a server may have executed, if a retry is left.
+    fn repeat(
+        &self,
+        copy: Option<ReplayableRequest<'_>>,
+        retry_state: &mut RetryState,
+        pick_state: &mut PickState,
+        permit: &RequestPermit,
+    ) -> Option<Repetition> {
+        let copy = copy.filter(|_| retry_state.is_safe && retry_state.retries_left > 0)?;
+        pick_state.tried.push(permit.endpoint().clone());
+        let target = self.pick_other(pick_state).filter(|_| self.cluster.withdraw_retry())?;
+        retry_state.retries_left -= 1;
+        Some(Repetition { request: copy.into_request(), target })
     }
 
     /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so that a

@@ -34,11 +34,17 @@ pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn balance(_: &mut SchemaGenerator) -> Schema {
-    pattern_schema("^(least-requests|round-robin|random|hash:.+)$")
+    pattern_schema("^(least-requests|round-robin|random|hash:.+|sticky)$")
 }
 
 pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
     array_schema(&pattern_schema("^[1-5]([0-9][0-9]|xx)$"))
+}
+
+pub(super) fn retry_on(_: &mut SchemaGenerator) -> Schema {
+    let status = json_schema!({ "type": "integer", "minimum": 400, "maximum": 599 });
+    let word = pattern_schema("^([45]([0-9][0-9]|xx)|timeout)$");
+    array_schema(&json_schema!({ "anyOf": [status, word] }))
 }
 
 pub(super) fn percentages(_: &mut SchemaGenerator) -> Schema {

@@ -364,6 +364,51 @@ enum ServerForms {
     Table(ServerTable),
 }
 
+/// `"other"` or `{ upstream = "other", … }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum Fallback {
+    /// Name of the upstream.
+    Name(String),
+    /// An upstream with settings for the requests that it gets.
+    Table(Box<FallbackTable>),
+}
+
+/// A status code, a class such as `"5xx"`, or `"timeout"`.
+#[derive(Debug, JsonSchema)]
+#[schemars(transparent)]
+pub struct StatusRule(pub String);
+
+/// `request_headers = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("secret" = "always"))]
+pub struct HeaderRules {
+    /// Headers to set. The value replaces all occurrences of the header. It may contain variables: `{client_ip}`,
+    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a variable is empty, the
+    /// header is removed. `{{` and `}}` are literal braces.
+    pub set: BTreeMap<String, Text>,
+    /// Headers to remove. If a header occurs several times, all occurrences are removed.
+    #[schemars(extend("secret" = "never"))]
+    pub remove: Vec<Text>,
+}
+
+/// `{ upstream = "other", … }` in `fallback` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["upstream"]))]
+pub struct FallbackTable {
+    /// Name of the upstream.
+    pub upstream: Option<Text>,
+    /// `Host` that its servers receive: `"client"`, `"server"` or a name. Default: `host` of this upstream.
+    pub upstream_host: Option<Text>,
+    /// Path of the request to this upstream. Default: the same path as for `upstream` of the route.
+    pub rewrite: Option<Text>,
+    /// Changes to the headers of the request to this upstream, which replace `request_headers` of the route. Default:
+    /// `request_headers` of the route.
+    pub request_headers: Option<Spanned<HeaderRules>>,
+}
+
 /// A value with two forms: a short form, and a list or table.
 struct Either<T, L> {
     /// The two forms, for the error about a value of another type.
@@ -431,6 +476,25 @@ impl<'de, T, L: Deserialize<'de>> Visitor<'de> for Either<T, L> {
     }
 }
 
+impl<'de> Deserialize<'de> for StatusRule {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct NumberOrText;
+        impl Visitor<'_> for NumberOrText {
+            type Value = StatusRule;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a status code or a string")
+            }
+            fn visit_i64<E>(self, status: i64) -> Result<StatusRule, E> {
+                Ok(StatusRule(status.to_string()))
+            }
+            fn visit_str<E>(self, text: &str) -> Result<StatusRule, E> {
+                Ok(StatusRule(text.to_owned()))
+            }
+        }
+        deserializer.deserialize_any(NumberOrText)
+    }
+}
+
 /// Implement `Deserialize` for a type with two forms.
 macro_rules! either {
     ($type:ident, $expected:literal, $short:expr, $form:ident, $long:expr) => {
@@ -456,6 +520,13 @@ either!(
     |short| short.text().map(HealthCheck::Path),
     Table,
     HealthCheck::Table
+);
+either!(
+    Fallback,
+    "the name of an upstream or a table with `upstream`",
+    |short| short.text().map(Fallback::Name),
+    Table,
+    |table| Fallback::Table(Box::new(table))
 );
 either!(OneOrMany, "a string or a list of strings", |short| Some(OneOrMany(vec![short.text()?])), List, OneOrMany);
 either!(

@@ -7,7 +7,8 @@ use serde::Deserialize;
 
 use crate::config::schema;
 use crate::config::shorthand::{
-    HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, UpstreamServer, UpstreamWeights,
+    Fallback, HeaderRules, HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, StatusRule, UpstreamServer,
+    UpstreamWeights,
 };
 use crate::config::spanned::{Spanned, Text};
 
@@ -49,6 +50,21 @@ pub struct Route {
     /// `Host` that the servers of the upstream receive from this route: `"client"`, `"server"` or a name. Default: `host`
     /// of the upstream.
     pub upstream_host: Option<Text>,
+    /// Maximum number of retries on other servers of the same upstream. Default: `retries` of the upstream.
+    #[schemars(range(min = 0, max = 10))]
+    pub retries: Option<Spanned<i64>>,
+    /// Responses after which a request is sent again: status codes such as 503, classes such as `"5xx"`, and
+    /// `"timeout"` for an expired `response_timeout`. Failed connections are always included. Default: only these.
+    #[schemars(schema_with = "schema::retry_on")]
+    pub retry_on: Option<Vec<Spanned<StatusRule>>>,
+    /// Methods of requests that may be sent again although a server may have executed them
+    /// ([retries](upstreams.md#retries-of-a-route)).
+    #[schemars(extend("default" = ["GET", "HEAD", "OPTIONS"]))]
+    pub retry_methods: Option<Vec<Text>>,
+    /// Upstreams that get a request after `upstream` has failed, in this order: `["other"]`, or `[{ upstream = "other",
+    /// rewrite = "/v2/{rest}", request_headers = { set = { authorization = "…" } } }]`. A request that a server may
+    /// have executed is sent to a fallback only if its method is in `retry_methods` ([fallback](upstreams.md#fallback)).
+    pub fallback: Option<Vec<Spanned<Fallback>>>,
     /// Response that the gateway sends itself, without an upstream: `{ status = 200, body = "…", content_type =
     /// "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
@@ -158,20 +174,6 @@ pub struct ValueRule {
     pub present: Option<Spanned<bool>>,
     /// `true`: there must be no value.
     pub absent: Option<Spanned<bool>>,
-}
-
-/// `request_headers = { … }` of a route
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("secret" = "always"))]
-pub struct HeaderRules {
-    /// Headers to set. The value replaces all occurrences of the header. It may contain variables: `{client_ip}`,
-    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a variable is empty, the
-    /// header is removed. `{{` and `}}` are literal braces.
-    pub set: BTreeMap<String, Text>,
-    /// Headers to remove. If a header occurs several times, all occurrences are removed.
-    #[schemars(extend("secret" = "never"))]
-    pub remove: Vec<Text>,
 }
 
 /// `cors = { … }` of a route
@@ -459,10 +461,14 @@ pub struct Upstream {
     /// was sent, even if this request is still in flight.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
-    /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`. `hash:HEADER` sends requests
-    /// with the same value of this header to the same server.
+    /// Load balancing policy: `least-requests`, `round-robin`, `random`, `hash:HEADER`, `hash:cookie:NAME` or `sticky`.
+    /// `hash:HEADER` sends requests with the same value of this header to the same server, and `hash:cookie:NAME` those
+    /// with the same value of this cookie. `sticky` keeps a client on its server with a cookie that the gateway sets
+    /// ([sticky sessions](upstreams.md#sticky-sessions)); it requires `store.secret`.
     #[schemars(schema_with = "schema::balance", extend("default" = "least-requests"))]
     pub balance: Option<Text>,
+    /// Cookie of `balance = "sticky"`: `{ name = "route", max_age = "1h", secure = true }`.
+    pub sticky_cookie: Option<Spanned<StickyCookie>>,
     /// Maximum number of requests in flight per server, counted over all workers. One client network may have half of
     /// this number of unfinished uploads. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
@@ -502,6 +508,30 @@ pub struct Upstream {
     pub tls: Option<Spanned<UpstreamTls>>,
 }
 
+/// `sticky_cookie = { … }` of an upstream
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("secret" = "never"))]
+pub struct StickyCookie {
+    /// Name of the cookie. Upstreams whose responses a browser gets from the same host need different names. Default:
+    /// `sticky-` and a hash of the name of the upstream.
+    pub name: Option<Text>,
+    /// Path for which browsers send the cookie.
+    #[schemars(extend("default" = "/"))]
+    pub path: Option<Text>,
+    /// Domain for which browsers send the cookie. Default: the host of the request only.
+    pub domain: Option<Text>,
+    /// Lifetime of the cookie. `"0s"`: until the browser is closed.
+    #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
+    pub max_age: Option<Text>,
+    /// Whether browsers send the cookie only over HTTPS.
+    #[schemars(extend("default" = false))]
+    pub secure: Option<Spanned<bool>>,
+    /// `SameSite` of the cookie: `"strict"`, `"lax"` or `"none"`. `"none"` requires `secure = true`.
+    #[schemars(extend("enum" = ["strict", "lax", "none"], "default" = "lax"))]
+    pub same_site: Option<Text>,
+}
+
 /// `tls` of an upstream
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -510,6 +540,13 @@ pub struct UpstreamTls {
     pub ca: Option<Text>,
     /// Server name for SNI and for the verification of server certificates. Default: the host of the URL.
     pub server_name: Option<Text>,
+    /// List of SHA-256 fingerprints of the certificates of the servers, in hexadecimal digits with or without colons
+    /// (`openssl x509 -noout -fingerprint -sha256`). The gateway then accepts only these certificates, whatever their
+    /// CA, names and dates. Cannot be combined with `ca`.
+    pub fingerprint: Option<Vec<Text>>,
+    /// `false`: accept every certificate. Anyone between the gateway and the server can then read and change requests.
+    #[schemars(extend("default" = true))]
+    pub verify: Option<Spanned<bool>>,
     /// PEM file of the client certificate that the gateway sends to servers. Requires `key`.
     pub cert: Option<Text>,
     /// PEM file of the private key of `cert`.

@@ -422,6 +422,13 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
     }
 }
 
+/// Return the value of the first cookie with this name.
+pub fn cookie<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h [u8]> {
+    let lines = headers.get_all(http::header::COOKIE).into_iter();
+    let mut pairs = lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
+    pairs.find_map(|pair| pair.trim_ascii().strip_prefix(name.as_bytes())?.strip_prefix(b"="))
+}
+
 /// Join several `Cookie` headers into one. HTTP/2 permits several `Cookie` headers, but HTTP/1.1 does not (RFC 9113
 /// §8.2.3). Servers treat several `Cookie` headers in HTTP/1.1 differently: they join them with semicolons or commas,
 /// or use only one of them. The gateway therefore also joins the `Cookie` headers of HTTP/1.1 clients.

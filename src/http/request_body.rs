@@ -90,13 +90,27 @@ pub enum ReadBody {
     NoCapacity,
 }
 
+/// The whole content of a request body, which can be sent several times. `None` for an empty body.
+pub struct ReplayBody(Option<Box<(Bytes, Option<BufferReservation>)>>);
+
+impl ReplayBody {
+    /// Return a body with the same content.
+    pub fn body(&self) -> RequestBody {
+        match &self.0 {
+            Some(content) => RequestBody::from_bytes(content.0.clone(), None),
+            None => RequestBody::empty(),
+        }
+    }
+}
+
 /// The source of a body's data.
 enum BodySource {
     Client(Incoming),
     /// The whole body in memory. `bytes` is `None` after it was taken.
     Buffered {
         bytes: Option<Bytes>,
-        _reservation: BufferReservation,
+        /// Reservation of the memory, unless a [`ReplayBody`] has taken it over.
+        reservation: Option<BufferReservation>,
     },
 }
 
@@ -251,9 +265,9 @@ impl RequestBody {
     }
 
     /// Create a body from bytes in memory. `bytes` must not be empty.
-    fn from_bytes(bytes: Bytes, reservation: BufferReservation) -> Self {
+    fn from_bytes(bytes: Bytes, reservation: Option<BufferReservation>) -> Self {
         RequestBody(Some(Box::new(RequestBodyInner {
-            source: BodySource::Buffered { bytes: Some(bytes), _reservation: reservation },
+            source: BodySource::Buffered { bytes: Some(bytes), reservation },
             progress: Arc::default(),
             rate_timer: None,
             remaining: u64::MAX,
@@ -321,8 +335,8 @@ impl RequestBody {
         if let Some(inner) = &mut self.0 {
             let content = if buffer.is_empty() { content } else { buffer.freeze() };
             inner.in_flight = None;
-            inner.source =
-                BodySource::Buffered { bytes: (!content.is_empty()).then_some(content), _reservation: reservation };
+            let bytes = (!content.is_empty()).then_some(content);
+            inner.source = BodySource::Buffered { bytes, reservation: Some(reservation) };
         }
         Ok(())
     }
@@ -366,7 +380,7 @@ impl RequestBody {
         if let Some(inner) = &mut self.0 {
             inner.in_flight = None;
             let bytes = (!content.is_empty()).then(|| content.clone());
-            inner.source = BodySource::Buffered { bytes, _reservation: reservation };
+            inner.source = BodySource::Buffered { bytes, reservation: Some(reservation) };
         }
         Ok(ReadBody::Whole(content))
     }
@@ -375,6 +389,18 @@ impl RequestBody {
     pub fn change(&mut self, change: impl FnOnce(&[u8]) -> Vec<u8>) {
         if let Some(BodySource::Buffered { bytes: Some(bytes), .. }) = self.0.as_mut().map(|inner| &mut inner.source) {
             *bytes = change(bytes).into();
+        }
+    }
+
+    /// Return the content of a body that is empty or whole in memory, so that it can be sent again. The returned value
+    /// takes over the reservation of the memory.
+    pub fn replayable(&mut self) -> Option<ReplayBody> {
+        let Some(inner) = &mut self.0 else { return Some(ReplayBody(None)) };
+        match &mut inner.source {
+            BodySource::Client(_) => None,
+            BodySource::Buffered { bytes, reservation } => {
+                Some(ReplayBody(bytes.clone().map(|bytes| Box::new((bytes, reservation.take())))))
+            }
         }
     }
 
@@ -596,7 +622,7 @@ impl BodyTee {
     fn complete(&mut self) {
         let content = Bytes::from(std::mem::take(&mut self.content));
         let body = match self.reservation.take() {
-            Some(reservation) if !content.is_empty() => RequestBody::from_bytes(content, reservation),
+            Some(reservation) if !content.is_empty() => RequestBody::from_bytes(content, Some(reservation)),
             _ => RequestBody::empty(),
         };
         self.end(Ok(body));

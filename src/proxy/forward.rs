@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::header::{ACCEPT_ENCODING, EXPECT, HOST, HeaderValue};
 use http::uri::{PathAndQuery, Uri};
-use http::{Request, Response, StatusCode, Version};
+use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Instant, timeout_at};
@@ -16,10 +16,10 @@ use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::flow::StreamFlow;
 use crate::http::headers::{
-    ForwardedInfo, ProtectedHeaders, RenderedValues, Variable, X_REQUEST_ID, client_scheme, is_grpc,
+    ForwardedInfo, HeaderMutations, ProtectedHeaders, RenderedValues, Variable, X_REQUEST_ID, client_scheme, is_grpc,
 };
 use crate::http::request_body;
-use crate::http::request_body::RequestBody;
+use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::http::target::{canonical_path, request_host};
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
@@ -32,11 +32,12 @@ use crate::proxy::mirror;
 use crate::proxy::mirror::MIRROR_HEADER;
 use crate::proxy::request::{Peer, RequestHead};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
 use crate::upstream::connector::Protocol;
 use crate::upstream::error::UpstreamError;
-use crate::upstream::retry::AttemptLog;
+use crate::upstream::retry::{AttemptLog, RetryRules};
 use crate::upstream::settings::HostPolicy;
 use crate::upstream::{SendOptions, Upstream};
 
@@ -61,6 +62,10 @@ pub(super) struct Forwarding<'f> {
     pub(super) trace: Option<TraceContext>,
     /// Whether the gateway reads the token usage of an LLM API in the response.
     pub(super) counts_tokens: bool,
+    /// The fallback that gets the request. `None` for the upstream of the route.
+    pub(super) fallback: Option<&'f Fallback>,
+    /// Receives the body if the route retries requests, and the body can be sent again.
+    pub(super) replay: &'f mut Option<ReplayBody>,
 }
 
 /// Send a request to an upstream and return its response.
@@ -73,7 +78,7 @@ pub(super) async fn forward(
     attempts: &mut AttemptLog,
 ) -> Result<Response<Body>, UpstreamError> {
     let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, counts_tokens, .. } = forwarding;
-    let Forwarding { credentials, request_id, trace, is_client_deadline, .. } = forwarding;
+    let Forwarding { credentials, request_id, trace, is_client_deadline, fallback, replay, .. } = forwarding;
     let route_timeout = || match is_client_deadline {
         true => UpstreamError::ClientDeadline { upstream: upstream.name().into() },
         false => UpstreamError::RouteTimeout { upstream: upstream.name().into() },
@@ -85,8 +90,9 @@ pub(super) async fn forward(
     }
     let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
-    let host = route.upstream_host.as_ref().unwrap_or(upstream.host());
-    let selected = mirror::select(snapshot, peer, route, &request);
+    let host = fallback.map_or(&route.upstream_host, |fallback| &fallback.host).as_ref().unwrap_or(upstream.host());
+    let rules = fallback.and_then(|fallback| fallback.request_headers.as_ref()).unwrap_or(&route.request_headers);
+    let selected = if fallback.is_none() { mirror::select(snapshot, peer, route, &request) } else { None };
     if upstream.sends_proxy_header() {
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
@@ -94,10 +100,10 @@ pub(super) async fn forward(
     // Use a block, so that the future does not keep these values while it waits for the response.
     let upgrade_request = {
         let (credentials, request_id) = (&{ credentials }, request_id);
-        let header_values = if route.request_headers.has_variables() {
+        let header_values = if rules.has_variables() {
             let (head, request_id) = (RequestHead::from(&*request), request_id.clone());
             let variables = RequestVariables { route, peer, credentials, head, request_id };
-            route.request_headers.render(|variable| variables.content(variable))
+            rules.render(|variable| variables.content(variable))
         } else {
             RenderedValues::default()
         };
@@ -109,6 +115,7 @@ pub(super) async fn forward(
             host,
             authority: upstream.authority(),
             length: request.body().size_hint().exact(),
+            header_rules: rules,
             header_values: &header_values,
             client_cert: upstream.sends_client_cert().then_some(peer.certificate.as_deref()),
         };
@@ -150,7 +157,12 @@ pub(super) async fn forward(
         {
             progress.set_share(Some(upstream.start_upload(network)?));
         }
-        upstream.send(request, SendOptions { limits, flow, host }, attempts).await
+        let retry = route.retry.as_ref();
+        if retry.is_some() && replay.is_none() {
+            *replay = request.body_mut().replayable();
+        }
+        let options = SendOptions { retry, replay: replay.as_ref(), ..SendOptions::new(limits, flow, host) };
+        upstream.send(request, options, attempts).await
     });
     let mut response = match deadline {
         None => exchange.await?,
@@ -172,6 +184,42 @@ pub(super) async fn forward(
     *response.version_mut() = if is_close_delimited { Version::HTTP_10 } else { Version::HTTP_11 };
     headers::strip_hop_by_hop(response.headers_mut(), &ProtectedHeaders::default());
     Ok(response)
+}
+
+/// Return the body for a fallback upstream, or `None` if the result of the last attempt is final. A request that a
+/// server may have executed is sent again only if the route permits it for the method.
+pub(super) fn body_for_fallback(
+    rules: &RetryRules,
+    method: &Method,
+    result: &Result<Response<Body>, UpstreamError>,
+    attempts: &mut AttemptLog,
+    replay: Option<&ReplayBody>,
+) -> Option<RequestBody> {
+    let may_repeat = rules.may_repeat(method);
+    let is_sent_again = match result {
+        Ok(response) => may_repeat && rules.covers(response.status()),
+        Err(UpstreamError::ResponseTimeout { .. }) => may_repeat && rules.on_timeout,
+        Err(
+            UpstreamError::NoHealthyEndpoint { .. }
+            | UpstreamError::Unresolved { .. }
+            | UpstreamError::Overflow { .. }
+            | UpstreamError::Connect { .. }
+            | UpstreamError::ConnectTimeout { .. }
+            | UpstreamError::Reset { .. }
+            | UpstreamError::InvalidResponse { .. }
+            | UpstreamError::UnexpectedUpgrade { .. },
+        ) => may_repeat || attempts.is_unexecuted(),
+        Err(
+            UpstreamError::TooManyUploads { .. }
+            | UpstreamError::RouteTimeout { .. }
+            | UpstreamError::ClientDeadline { .. }
+            | UpstreamError::ClientTimeout
+            | UpstreamError::BodyTooLarge
+            | UpstreamError::ClientAborted(_),
+        ) => false,
+    };
+    let unsent = attempts.take_unsent_body().filter(|_| is_sent_again);
+    unsent.or_else(|| replay.filter(|_| is_sent_again).map(ReplayBody::body))
 }
 
 /// Return the timeouts and bounds of an exchange, and whether to buffer the request body before it is sent. With
@@ -233,7 +281,9 @@ pub struct UpstreamRequestInfo<'a> {
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
-    /// Values of the route's request headers that depend on the request.
+    /// Changes to the request headers.
+    pub header_rules: &'a HeaderMutations,
+    /// Values of these changes that depend on the request.
     pub header_values: &'a RenderedValues,
     /// Certificate of the client, if it has one, for an upstream with `client_cert_header`; `None` for other upstreams.
     pub client_cert: Option<Option<&'a ClientCertificate>>,
@@ -291,7 +341,7 @@ pub fn prepare_upstream_headers<B>(
         trace.inject(headers);
     }
     info.credentials.set_forward_headers(headers);
-    route.request_headers.apply(headers, info.header_values);
+    info.header_rules.apply(headers, info.header_values);
     upgrade_request
 }
 

@@ -248,9 +248,8 @@ impl AuthServer<'_> {
         let limits = BodyLimits { deadline: None, is_client_deadline: false, upload, idle_timeout, max_body: None };
         let started_at = monotonic();
         let mut attempts = AttemptLog::new(false);
-        let result = upstream
-            .send(request, SendOptions { limits, flow: self.flow, host: &HostPolicy::Client }, &mut attempts)
-            .await;
+        let result =
+            upstream.send(request, SendOptions::new(limits, self.flow, &HostPolicy::Client), &mut attempts).await;
         self.snapshot.metrics.record_upstream(self.provider.upstream, &result, started_at.elapsed(), &attempts);
         result
     }

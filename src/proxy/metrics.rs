@@ -26,7 +26,7 @@ use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::upstream::error::{FailureReason, UpstreamError};
-use crate::upstream::retry::AttemptLog;
+use crate::upstream::retry::{AttemptLog, RetryReason};
 
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
@@ -177,8 +177,8 @@ pub struct RequestMetrics {
     pub top_costs: MetricFamily<TopIdentities>,
     /// Responses by upstream.
     pub upstreams: MetricFamily<ResponseStats>,
-    /// Retries by upstream and [`RetryReason`](crate::upstream::retry::RetryReason).
-    pub retries: MetricFamily<Counter<3>>,
+    /// Retries by upstream and [`RetryReason`].
+    pub retries: MetricFamily<Counter<{ RetryReason::ALL.len() }>>,
     /// Requests without a usable response, by upstream and [`FailureReason`].
     pub upstream_failures: MetricFamily<Counter<{ FailureReason::ALL.len() }>>,
     /// Requests by authentication server and [`AuthResult`].
@@ -275,7 +275,7 @@ pub(super) struct WorkerMetrics {
 #[derive(Debug)]
 struct UpstreamMetrics {
     responses: Arc<ResponseStats>,
-    retries: Arc<Counter<3>>,
+    retries: Arc<Counter<{ RetryReason::ALL.len() }>>,
     failures: Arc<Counter<{ FailureReason::ALL.len() }>>,
 }
 

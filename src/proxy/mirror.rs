@@ -176,7 +176,7 @@ impl RequestCopy {
             target::set_http2_target(&mut request);
         }
         let started_at = monotonic();
-        let options = SendOptions { limits, flow: &flow, host: upstream.host() };
+        let options = SendOptions::new(limits, &flow, upstream.host());
         let result = upstream.send(request, options, &mut AttemptLog::single_attempt()).await;
         responses.record(result.as_ref().ok().map(http::Response::status), started_at.elapsed());
         match result {

@@ -250,7 +250,9 @@ impl CompiledConfig {
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
+        let trust = |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.trust_warning()?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        warnings.extend(self.upstream_tls.iter().filter_map(trust));
         warnings.extend(self.auth.key_warnings(now));
         if let Some(acme) = &self.acme {
             warnings.extend(acme.warnings().map(|text| (WarningSubject::Acme, text)));

@@ -152,7 +152,7 @@ pub(super) fn forward(
         let url = server_url(text, reader)?;
         let (target, authority) = (url.target(), HeaderValue::from_str(url.authority()).ok()?);
         let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
-        let (settings, tls) = upstreams::upstream(&internal_name(name), &table, &text.span(), reader);
+        let (settings, tls) = upstreams::upstream(&internal_name(name), &table, &text.span(), None, reader);
         internal.tls.extend(tls);
         let connect_timeout = timeout.min(CONNECT_TIMEOUT);
         (UpstreamSettings { connect_timeout, response_timeout: timeout, ..settings }, target, authority)

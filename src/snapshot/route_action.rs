@@ -254,7 +254,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
 }
 
 /// Parse a template, and check that it expands to a canonical path for all values of its parameters.
-fn rewrite_template(
+pub(super) fn rewrite_template(
     text: &str,
     span: &Range<usize>,
     path: Option<&PathPattern>,

@@ -43,7 +43,9 @@ use crate::snapshot::route_action::{
     Mirror, WeightedUpstreams, mirror, rewrite, route_action, upstream_host, websocket,
 };
 use crate::snapshot::route_match::{TrailingSlash, route_match};
+use crate::snapshot::route_retry::{Fallback, fallback, retry_rules};
 use crate::snapshot::validator::Validator;
+use crate::upstream::retry::RetryRules;
 use crate::upstream::settings::{HostPolicy, UpstreamSettings};
 
 /// A compiled route.
@@ -61,6 +63,10 @@ pub struct Route {
     pub action: RouteAction,
     /// `Host` that servers receive. `None` for `host` of the upstream.
     pub upstream_host: Option<HostPolicy>,
+    /// When requests are sent again. `None` if only the settings of the upstream apply, and there is no fallback.
+    pub retry: Option<RetryRules>,
+    /// Upstreams that get a request after the upstream of the route has failed.
+    pub fallback: Vec<Fallback>,
     /// Change of the path before the request is forwarded. `None` if the path does not change.
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
@@ -471,6 +477,8 @@ impl Route {
                 status: StatusCode::PERMANENT_REDIRECT,
             }),
             upstream_host: None,
+            retry: None,
+            fallback: Vec::new(),
             rewrite: None,
             timeout: None,
             access: self.access.clone(),
@@ -531,6 +539,7 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let upstream_host = upstream_host(written, reader);
         let rewrite = rewrite(written, path, reader);
+        let (retry, fallback) = (retry_rules(written, &span, reader), fallback(written, path, upstreams, reader));
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
@@ -559,6 +568,8 @@ pub(super) fn routes(
             path_pattern: pattern.path.clone(),
             action: target,
             upstream_host,
+            retry,
+            fallback,
             rewrite,
             timeout,
             access: access.map(Arc::new),

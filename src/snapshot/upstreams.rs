@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::{HeaderValue, StatusCode};
+use http::{HeaderName, HeaderValue, StatusCode};
 use rustls::pki_types::ServerName;
 use x509_parser::parse_x509_certificate;
 
@@ -19,21 +19,24 @@ use crate::http::target::strip_port;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
 use crate::tls::{Certificate, TlsError, TrustRoots};
-use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};
+use crate::upstream::connector::{EndpointTls, Protocol, ServerTrust, UpstreamTlsConfig};
+use crate::upstream::endpoint::hash;
 use crate::upstream::settings::{
-    EjectionSettings, HealthSettings, HostPolicy, LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings,
+    EjectionSettings, HashSource, HealthSettings, HostPolicy, LoadBalancingPolicy, StickyCookie,
+    UpstreamServerSettings, UpstreamSettings,
 };
 
 /// Compile all upstreams. Also return the TLS settings of upstreams that have servers with `https://` URLs.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
+    secret: Option<&Text>,
     reader: &mut Validator<'_>,
 ) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
     let mut compiled = Vec::new();
     let mut tls_configs = Vec::new();
     for (name, written) in upstreams {
         reader.check_name(written.span(), name);
-        let (settings, tls) = upstream(name, written.get_ref(), &written.span(), reader);
+        let (settings, tls) = upstream(name, written.get_ref(), &written.span(), secret, reader);
         compiled.push(settings);
         tls_configs.extend(tls);
     }
@@ -45,6 +48,7 @@ pub(super) fn upstream(
     name: &str,
     upstream: &config::tables::Upstream,
     span: &Range<usize>,
+    secret: Option<&Text>,
     reader: &mut Validator<'_>,
 ) -> (UpstreamSettings, Option<UpstreamTls>) {
     let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
@@ -63,7 +67,7 @@ pub(super) fn upstream(
         connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
         response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
         pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
-        balance: balance(upstream.balance.as_ref(), reader),
+        balance: balance(name, upstream, secret, reader),
         max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
         max_queue: max_queue(upstream, reader),
         health: upstream.health_check.as_ref().map(|check| health(check, reader)),
@@ -137,23 +141,128 @@ fn server(
 // Settings that apply to all servers of an upstream.
 
 /// Compile `balance`, the load balancing policy.
-pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
-    let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
-    let Some(text) = text else { return LoadBalancingPolicy::LeastRequests };
+fn balance(
+    name: &str,
+    upstream: &config::tables::Upstream,
+    secret: Option<&Text>,
+    reader: &mut Validator<'_>,
+) -> LoadBalancingPolicy {
+    let words = ["least-requests", "round-robin", "random", "hash:HEADER", "hash:cookie:NAME", "sticky"];
+    let is_sticky = upstream.balance.as_ref().is_some_and(|text| text.get_ref() == "sticky");
+    if let Some(cookie) = upstream.sticky_cookie.as_ref().filter(|_| !is_sticky) {
+        reader.push_missing(Issue::new(cookie.span(), "`sticky_cookie` requires `balance = \"sticky\"`"));
+    }
+    let Some(text) = &upstream.balance else { return LoadBalancingPolicy::LeastRequests };
     match &**text.get_ref() {
+        "sticky" => LoadBalancingPolicy::Sticky(sticky_cookie(name, upstream, text, secret, reader)),
         "least-requests" => LoadBalancingPolicy::LeastRequests,
         "round-robin" => LoadBalancingPolicy::RoundRobin,
         "random" => LoadBalancingPolicy::Random,
         other => match other.strip_prefix("hash:") {
+            Some(source) if source.starts_with("cookie:") => {
+                LoadBalancingPolicy::Hash(HashSource::Cookie(cookie_name(&source["cookie:".len()..], text, reader)))
+            }
             Some(name) => reader
                 .header_name(text.span(), name)
-                .map_or(LoadBalancingPolicy::LeastRequests, LoadBalancingPolicy::Hash),
+                .map_or(LoadBalancingPolicy::LeastRequests, |name| LoadBalancingPolicy::Hash(HashSource::Header(name))),
             None => {
                 reader.unknown_name(text.span(), "value", other, words.into_iter());
                 LoadBalancingPolicy::LeastRequests
             }
         },
     }
+}
+
+/// Check the name of a cookie.
+fn cookie_name(name: &str, text: &Text, reader: &mut Validator<'_>) -> Box<str> {
+    // The name of a cookie is a token (RFC 6265 §4.1.1), as the name of a header.
+    if HeaderName::from_bytes(name.as_bytes()).is_err() {
+        let issue = Issue::new(text.span(), format!("`{name}` is not the name of a cookie"));
+        reader.push_issue(issue.with_hint("such as \"session\""));
+    }
+    name.into()
+}
+
+/// Compile `sticky_cookie`. `balance` is the text that requires it.
+fn sticky_cookie(
+    name: &str,
+    upstream: &config::tables::Upstream,
+    balance: &Text,
+    secret: Option<&Text>,
+    reader: &mut Validator<'_>,
+) -> StickyCookie {
+    if secret.is_none() {
+        let issue =
+            Issue::new(balance.span(), "`balance = \"sticky\"` requires `store.secret`, which signs the cookies");
+        reader.push_missing(issue.with_hint("[store] secret = \"…\", the same on all gateways: openssl rand -hex 32"));
+    }
+    let defaults = config::tables::StickyCookie::default();
+    let written = upstream.sticky_cookie.as_ref().map_or(&defaults, |cookie| cookie.get_ref());
+    let default_name = format!("sticky-{:08x}", hash(name.as_bytes()) as u32);
+    let cookie = written.name.as_ref().map_or(default_name.into(), |text| cookie_name(text.get_ref(), text, reader));
+    let mut attributes = String::new();
+    for (attribute, text) in [("Path", &written.path), ("Domain", &written.domain)] {
+        let value = match text {
+            Some(text) => {
+                if text.get_ref().is_empty()
+                    || text.get_ref().bytes().any(|byte| byte == b';' || !byte.is_ascii_graphic())
+                {
+                    let issue =
+                        Issue::new(text.span(), format!("`{}` is not an attribute of a cookie", text.get_ref()));
+                    reader.push_issue(issue.with_hint("path = \"/app\", domain = \"example.com\""));
+                }
+                text.get_ref()
+            }
+            None if attribute == "Path" => "/",
+            None => continue,
+        };
+        attributes += &format!("; {attribute}={value}");
+    }
+    let max_age = reader.duration_or_zero(written.max_age.as_ref()).as_secs();
+    if max_age > 0 {
+        attributes += &format!("; Max-Age={max_age}");
+    }
+    let is_secure = written.secure.as_ref().is_some_and(|secure| *secure.get_ref());
+    attributes += if is_secure { "; Secure; HttpOnly" } else { "; HttpOnly" };
+    let same_sites = [("strict", "; SameSite=Strict"), ("lax", "; SameSite=Lax"), ("none", "; SameSite=None")];
+    let same_site = reader.one_of(written.same_site.as_ref(), "; SameSite=Lax", &same_sites);
+    if let Some(text) = written.same_site.as_ref().filter(|_| same_site.ends_with("None") && !is_secure) {
+        let issue = Issue::new(text.span(), "browsers reject a cookie with `same_site = \"none\"` that is not secure");
+        reader.push_issue(issue.with_hint("add secure = true"));
+    }
+    attributes += same_site;
+    StickyCookie::new(&cookie, &attributes, secret.map_or("", |secret| secret.get_ref()), name)
+}
+
+/// Compile `tls.verify` and `tls.fingerprint`. Return `None` if a CA verifies the servers.
+fn unusual_trust(tls: &config::tables::UpstreamTls, reader: &mut Validator<'_>) -> Option<ServerTrust> {
+    let unverified = tls.verify.as_ref().filter(|verify| !*verify.get_ref());
+    let pins = tls.fingerprint.as_deref().filter(|pins| !pins.is_empty());
+    let span = unverified.map(|verify| verify.span()).or_else(|| Some(pins?.first()?.span()))?;
+    if unverified.is_some() && pins.is_some() || tls.ca.is_some() {
+        let issue = Issue::new(span, "`ca`, `fingerprint` and `verify = false` cannot be combined");
+        reader.push_issue(issue.with_hint("keep one of them"));
+    }
+    let Some(pins) = pins else { return Some(ServerTrust::Anything) };
+    let mut fingerprints = Vec::new();
+    for text in pins {
+        match fingerprint(text.get_ref()) {
+            Some(fingerprint) => fingerprints.push(fingerprint),
+            None => {
+                let issue = Issue::new(text.span(), format!("`{}` is not a SHA-256 fingerprint", text.get_ref()));
+                reader.push_issue(issue.with_hint("openssl x509 -noout -fingerprint -sha256 -in server.pem"));
+            }
+        }
+    }
+    Some(ServerTrust::Fingerprints(fingerprints.into()))
+}
+
+/// Parse a fingerprint of 64 hexadecimal digits, with or without colons.
+fn fingerprint(text: &str) -> Option<[u8; 32]> {
+    let digits: Vec<_> = text.bytes().filter(|byte| *byte != b':').map(|byte| char::from(byte).to_digit(16)).collect();
+    let digits = digits.into_iter().collect::<Option<Vec<_>>>()?;
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
+    (digits.len() == 64).then(|| bytes.try_into().ok())?
 }
 
 /// Compile `host` of an upstream or `upstream_host` of a route.
@@ -273,6 +382,8 @@ pub struct UpstreamTls {
     pub name: Box<str>,
     /// TLS configuration for new connections.
     tls: Arc<UpstreamTlsConfig>,
+    /// How certificates are verified, if not by a CA.
+    unusual_trust: Option<ServerTrust>,
     /// Name that the server certificates must contain. If `None`, they must contain the host in the server's URL.
     server_name: Option<ServerName<'static>>,
     /// The files as they were read when the configuration was loaded.
@@ -431,15 +542,17 @@ pub(super) fn upstream_tls(
     let written = upstream.tls.as_ref().map(|tls| tls.get_ref());
     let ca = written.and_then(|tls| tls.ca.as_ref());
     let cert = written.and_then(|tls| tls.cert.as_ref());
+    let unusual_trust = written.and_then(|tls| unusual_trust(tls, reader));
     let mut fail = |text: Option<&Text>, error: TlsError, hint: &str| {
         reader.push_issue(Issue::new(text.map_or(span.clone(), |text| text.span()), error.to_string()).with_hint(hint));
     };
-    let trust_roots = match (&files.ca, ca) {
-        (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
+    let trust = match (&files.ca, ca) {
+        _ if unusual_trust.is_some() => unusual_trust.clone().ok_or(()),
+        (Some(file), _) => TrustRoots::from_pem(&file.content).map(ServerTrust::Roots).map_err(|error| {
             let hint = "give the path of a PEM file with the CA certificates that verify the servers";
             fail(ca, error, &certificate_hint(file, hint));
         }),
-        (None, None) => TrustRoots::from_system().map_err(|error| {
+        (None, None) => TrustRoots::from_system().map(ServerTrust::Roots).map_err(|error| {
             fail(
                 None,
                 error,
@@ -454,12 +567,13 @@ pub(super) fn upstream_tls(
     let gateway_certificate = files.gateway_certificate.as_ref().map(|[cert, key]| certificate(cert, key, span_of_tls));
     let own = gateway_certificate.transpose().map_err(|issue| reader.push_issue(issue));
     let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
-    let trust_roots = trust_roots.ok()?;
+    let trust = trust.ok()?;
     let own = own.ok()?;
-    match UpstreamTlsConfig::new(trust_roots, own.as_ref(), protocol) {
+    match UpstreamTlsConfig::new(trust, own.as_ref(), protocol) {
         Ok(tls) => Some(UpstreamTls {
             name: name.into(),
             tls: Arc::new(tls),
+            unusual_trust,
             server_name,
             files,
             gateway_certificate: own,
@@ -501,9 +615,10 @@ impl UpstreamTls {
     /// configuration does not change.
     pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
         let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
-        let trust_roots = match ca {
-            [file, ..] => TrustRoots::from_pem(&file.content).map_err(|error| (file, error))?,
-            [] => TrustRoots::from_system().map_err(|error| (&files[0], error))?,
+        let trust = match (&self.unusual_trust, ca) {
+            (Some(trust), _) => trust.clone(),
+            (None, [file, ..]) => TrustRoots::from_pem(&file.content).map_err(|error| (file, error))?.into(),
+            (None, []) => TrustRoots::from_system().map_err(|error| (&files[0], error))?.into(),
         };
         let own = match gateway_certificate {
             [cert, key] => {
@@ -513,7 +628,7 @@ impl UpstreamTls {
             }
             _ => None,
         };
-        self.tls.replace(trust_roots, own.as_ref()).map_err(|error| (&files[0], error))?;
+        self.tls.replace(trust, own.as_ref()).map_err(|error| (&files[0], error))?;
         self.is_reloaded.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -523,7 +638,13 @@ impl UpstreamTls {
     pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
         let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
-        let identity = |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some());
+        let trust = |tls: &UpstreamTls| match &tls.unusual_trust {
+            None | Some(ServerTrust::Roots(_)) => None,
+            Some(ServerTrust::Fingerprints(all)) => Some(all.to_vec()),
+            Some(ServerTrust::Anything) => Some(Vec::new()),
+        };
+        let identity =
+            |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some(), trust(tls));
         identity(self) == identity(other)
             && self.tls.protocol() == other.tls.protocol()
             && file_contents(self) == file_contents(other)
@@ -540,6 +661,23 @@ impl UpstreamTls {
     /// Use this TLS configuration for connections to an endpoint.
     pub(crate) fn attach_to(&self, endpoint: &mut EndpointTls) {
         endpoint.tls = self.tls.clone();
+    }
+
+    /// Return a warning if the certificates of the servers are not verified by a CA.
+    pub(super) fn trust_warning(&self) -> Option<String> {
+        match self.unusual_trust.as_ref()? {
+            ServerTrust::Roots(_) => None,
+            ServerTrust::Fingerprints(_) => Some(format!(
+                "`{}` accepts only the certificates in `tls.fingerprint`, even after they have expired: change it before \
+                 the servers renew their certificates",
+                self.name
+            )),
+            ServerTrust::Anything => Some(format!(
+                "`{}` accepts every certificate (`tls.verify = false`): anyone between the gateway and the servers can \
+                 read and change requests, with their credentials; set tls.ca or tls.fingerprint",
+                self.name
+            )),
+        }
     }
 
     /// Return a warning if the client certificate has expired or is not valid yet.

@@ -360,6 +360,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
         issues.extend(uncounted_websocket(input, route));
+        issues.extend(fallback_with_credentials(input, route));
     }
     issues.extend(
         routes::candidates_by_route(input.config)
@@ -400,6 +401,23 @@ fn sends_another_host(input: &LintInput<'_>, upstream: usize, host: &str) -> boo
         let is_same = !hosts.is_empty() && hosts.iter().all(|name| name.get_ref().eq_ignore_ascii_case(host));
         upstreams.upstreams().any(|index| index == upstream) && !is_same
     })
+}
+
+/// Headers that usually contain credentials for one upstream.
+const CREDENTIAL_HEADERS: [&str; 5] = ["authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"];
+
+/// Warn of a fallback that gets the credentials that the route sets for its upstream.
+fn fallback_with_credentials(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let parsed = input.route(route.index)?.get_ref();
+    let rules = parsed.request_headers.as_ref()?.get_ref();
+    let name =
+        rules.set.keys().find(|name| CREDENTIAL_HEADERS.iter().any(|header| name.eq_ignore_ascii_case(header)))?;
+    let fallback = route.fallback.iter().find(|fallback| fallback.request_headers.is_none())?;
+    let upstream = &input.config.upstreams[fallback.upstream].name;
+    let message = format!("`{upstream}` gets the `{name}` that the route sets for its upstream");
+    let hint = format!("write {{ upstream = \"{upstream}\", request_headers = {{ set = {{ … }} }} }}");
+    let span = parsed.fallback.as_ref()?.first()?.span();
+    Some(Issue::new(span, message).with_hint(hint))
 }
 
 /// Methods whose requests usually have no body.

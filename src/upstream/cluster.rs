@@ -7,18 +7,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, Guard};
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, HeaderValue, StatusCode};
 use tokio::sync::Notify;
 use tracing::{info, warn};
 
 use crate::clock::monotonic;
 use crate::http::body_limits::UsageByNetwork;
+use crate::http::headers::cookie;
 use crate::upstream::endpoint::{
     Endpoint, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng, endpoint_weights, hash,
 };
 use crate::upstream::health::{Health, HealthState};
 use crate::upstream::retry::RetryBudget;
-use crate::upstream::settings::{EjectionSettings, HealthSettings, LoadBalancingPolicy, UpstreamSettings};
+use crate::upstream::settings::{
+    EjectionSettings, HashSource, HealthSettings, LoadBalancingPolicy, StickyCookie, UpstreamSettings,
+};
 
 /// Endpoints of an upstream with their load balancer, retry budget and queue.
 #[derive(Debug)]
@@ -36,8 +39,8 @@ pub struct UpstreamCluster {
     rebuild_at_ms: AtomicU64,
     /// Next position of round-robin load balancing.
     round_robin_counter: AtomicU64,
-    /// Retry budget. `None` if retries are disabled.
-    pub(super) retry_budget: Option<RetryBudget>,
+    /// Retry budget of all requests that may be retried.
+    pub(super) retry_budget: RetryBudget,
     pub(super) queue: Arc<PendingQueue>,
     /// Number of unfinished uploads of each client network.
     pub(super) uploads: Arc<UsageByNetwork>,
@@ -96,7 +99,7 @@ impl UpstreamCluster {
             created_at: opened,
             rebuild_at_ms: AtomicU64::new(NEVER),
             round_robin_counter: AtomicU64::new(0),
-            retry_budget: (settings.retries > 0).then(|| RetryBudget::new(opened)),
+            retry_budget: RetryBudget::new(opened),
             queue,
             uploads: Arc::default(),
             endpoints_changed: Notify::new(),
@@ -194,16 +197,31 @@ impl UpstreamCluster {
         })
     }
 
-    /// Return the hash of the header that selects the endpoint. Return `None` if the policy is not `Hash`, or if the
-    /// header is missing.
+    /// Return the hash of the header or cookie that selects the endpoint, or the token in the cookie of a sticky
+    /// session. Return `None` if the policy uses no header, or if the header or cookie is missing.
     pub(super) fn hash_key(&self, headers: &HeaderMap) -> Option<u64> {
-        let LoadBalancingPolicy::Hash(name) = &self.settings.balance else { return None };
-        headers.get(name).map(|value| hash(value.as_bytes()))
+        match &self.settings.balance {
+            LoadBalancingPolicy::LeastRequests | LoadBalancingPolicy::RoundRobin | LoadBalancingPolicy::Random => None,
+            LoadBalancingPolicy::Hash(HashSource::Header(name)) => {
+                headers.get(name).map(|value| hash(value.as_bytes()))
+            }
+            LoadBalancingPolicy::Hash(HashSource::Cookie(name)) => cookie(headers, name).map(hash),
+            LoadBalancingPolicy::Sticky(sticky) => cookie(headers, &sticky.name).and_then(StickyCookie::parse),
+        }
+    }
+
+    /// Return `Set-Cookie` for the response of `endpoint` if sessions are sticky, and the request has no cookie of a
+    /// usable endpoint. `key` is the [`hash_key`](Self::hash_key) of the request.
+    pub(super) fn sticky_cookie(&self, key: Option<u64>, endpoint: &Endpoint) -> Option<HeaderValue> {
+        let LoadBalancingPolicy::Sticky(cookie) = &self.settings.balance else { return None };
+        let token = cookie.token(endpoint.name());
+        let keeps_cookie = |key| key == token || self.load_balancer().sticky_endpoint(key).is_some();
+        if key.is_some_and(keeps_cookie) { None } else { cookie.set_cookie(token) }
     }
 
     /// Withdraw a retry from the retry budget. Return whether the budget allows the retry.
     pub(super) fn withdraw_retry(&self) -> bool {
-        self.retry_budget.as_ref().is_some_and(|retry_budget| retry_budget.withdraw(monotonic()))
+        self.retry_budget.withdraw(monotonic())
     }
 
     /// Record the status of a response: 502, 503 and 504 count as errors. All other statuses reset the number of

@@ -8,11 +8,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use arc_swap::ArcSwap;
+use aws_lc_rs::digest::{SHA256, digest};
 use ppp::v2::PROTOCOL_PREFIX;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::aws_lc_rs::default_provider;
-use rustls::pki_types::ServerName;
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::sign::SingleCertAndKey;
-use rustls::{AlertDescription, CertificateError, ClientConfig, Error};
+use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -129,6 +132,78 @@ pub struct UpstreamTlsConfig {
     protocol: Protocol,
 }
 
+/// How the gateway verifies the certificates of servers.
+#[derive(Debug, Clone)]
+pub enum ServerTrust {
+    /// A CA must have signed the certificate, and it must be valid for the name of the server.
+    Roots(TrustRoots),
+    /// The certificate must have one of these SHA-256 hashes. Its CA, names and dates are not verified.
+    Fingerprints(Arc<[[u8; 32]]>),
+    /// Every certificate is accepted.
+    Anything,
+}
+
+impl From<TrustRoots> for ServerTrust {
+    fn from(roots: TrustRoots) -> Self {
+        ServerTrust::Roots(roots)
+    }
+}
+
+/// Verifies a server certificate by its hash, or not at all.
+#[derive(Debug)]
+struct PinVerifier {
+    /// The permitted hashes. `None` permits every certificate.
+    fingerprints: Option<Arc<[[u8; 32]]>>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for PinVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let hash = digest(&SHA256, end_entity);
+        let is_permitted = |pins: &Arc<[[u8; 32]]>| pins.iter().any(|pin| pin == hash.as_ref());
+        match self.fingerprints.as_ref().is_none_or(is_permitted) {
+            true => Ok(ServerCertVerified::assertion()),
+            false => Err(Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure)),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        match self.fingerprints {
+            // The signature proves that the server has the key of the certificate.
+            Some(_) => verify_tls12_signature(message, cert, dss, &self.algorithms),
+            None => Ok(HandshakeSignatureValid::assertion()),
+        }
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        match self.fingerprints {
+            Some(_) => verify_tls13_signature(message, cert, dss, &self.algorithms),
+            None => Ok(HandshakeSignatureValid::assertion()),
+        }
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
 /// TLS settings of one server.
 #[derive(Debug, Clone)]
 pub struct EndpointTls {
@@ -153,12 +228,12 @@ impl UpstreamTlsConfig {
     /// # Errors
     /// rustls rejects the configuration.
     pub fn new(
-        trust_roots: TrustRoots,
+        trust: impl Into<ServerTrust>,
         gateway_certificate: Option<&Certificate>,
         protocol: Protocol,
     ) -> Result<Self, TlsError> {
         Ok(UpstreamTlsConfig {
-            config: ArcSwap::from_pointee(client_config(trust_roots, gateway_certificate, protocol)?),
+            config: ArcSwap::from_pointee(client_config(trust.into(), gateway_certificate, protocol)?),
             protocol,
         })
     }
@@ -168,12 +243,12 @@ impl UpstreamTlsConfig {
         self.protocol
     }
 
-    /// Replace the trust roots and the client certificate for new connections.
+    /// Replace what the gateway trusts, and the client certificate, for new connections.
     ///
     /// # Errors
     /// rustls rejects the configuration.
-    pub fn replace(&self, trust_roots: TrustRoots, gateway_certificate: Option<&Certificate>) -> Result<(), TlsError> {
-        self.config.store(Arc::new(client_config(trust_roots, gateway_certificate, self.protocol)?));
+    pub fn replace(&self, trust: ServerTrust, gateway_certificate: Option<&Certificate>) -> Result<(), TlsError> {
+        self.config.store(Arc::new(client_config(trust, gateway_certificate, self.protocol)?));
         Ok(())
     }
 }
@@ -197,13 +272,20 @@ impl EndpointTls {
 }
 
 fn client_config(
-    trust_roots: TrustRoots,
+    trust: ServerTrust,
     gateway_certificate: Option<&Certificate>,
     protocol: Protocol,
 ) -> Result<ClientConfig, TlsError> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
+    let provider = default_provider();
+    let algorithms = provider.signature_verification_algorithms;
+    let pins = |fingerprints| Arc::new(PinVerifier { fingerprints, algorithms });
+    let builder = ClientConfig::builder_with_provider(Arc::new(provider));
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
-    let builder = builder.with_root_certificates(trust_roots.0);
+    let builder = match trust {
+        ServerTrust::Roots(roots) => builder.with_root_certificates(roots.0),
+        ServerTrust::Fingerprints(all) => builder.dangerous().with_custom_certificate_verifier(pins(Some(all))),
+        ServerTrust::Anything => builder.dangerous().with_custom_certificate_verifier(pins(None)),
+    };
     let mut config = match gateway_certificate {
         Some(own) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own.certified_key.clone()))),
         None => builder.with_no_client_auth(),
@@ -342,6 +424,16 @@ fn describe_certificate_error(error: &CertificateError) -> String {
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
              certificate for the server that this CA signs"
+                .to_owned()
+        }
+        CertificateError::Other(why) if why.to_string().contains("UnsupportedCertVersion") => {
+            "the server presents a certificate of X.509 version 1 (`openssl x509 -req` without extensions); issue one \
+             of version 3 with a subjectAltName: -copy_extensions copy, or -extfile"
+                .to_owned()
+        }
+        CertificateError::ApplicationVerificationFailure => {
+            "the certificate of the server has none of the hashes in tls.fingerprint; compare them with openssl \
+             s_client -connect HOST:PORT </dev/null | openssl x509 -noout -fingerprint -sha256"
                 .to_owned()
         }
         _ => format!("the server's certificate was rejected: {error}"),

@@ -299,6 +299,8 @@ pub(super) struct LoadBalancer {
     backup: Box<[usize]>,
     weighted_slots: WeightedSlots,
     pub(super) rendezvous: Option<Arc<RendezvousTable>>,
+    /// The token of each endpoint for sticky sessions. Empty for other policies.
+    sticky_tokens: Box<[u64]>,
     /// Whether ejections are ignored because more than half of the endpoints are not healthy.
     pub(super) is_in_panic_mode: bool,
 }
@@ -306,7 +308,7 @@ pub(super) struct LoadBalancer {
 /// Parameters of one endpoint selection.
 pub(super) struct PickContext<'a> {
     pub(super) policy: &'a LoadBalancingPolicy,
-    /// Hash of the header that selects the endpoint, for [`LoadBalancingPolicy::Hash`].
+    /// Hash of the header or cookie that selects the endpoint, or the token of the endpoint of a sticky session.
     pub(super) hash_key: Option<u64>,
     pub(super) rng: &'a Rng,
     /// Round-robin position, shared by all workers.
@@ -357,6 +359,15 @@ impl LoadBalancer {
                 *weight = 0;
             }
         }
+        let sticky_tokens = match &settings.balance {
+            LoadBalancingPolicy::Sticky(cookie) => {
+                endpoints.iter().map(|endpoint| cookie.token(endpoint.name())).collect()
+            }
+            LoadBalancingPolicy::LeastRequests
+            | LoadBalancingPolicy::RoundRobin
+            | LoadBalancingPolicy::Random
+            | LoadBalancingPolicy::Hash(_) => Box::default(),
+        };
         let usable = (0..endpoints.len()).filter(|index| weights[*index] > 0).collect();
         (
             LoadBalancer {
@@ -365,6 +376,7 @@ impl LoadBalancer {
                 backup: backup.into(),
                 weighted_slots: WeightedSlots::new(&weights),
                 rendezvous,
+                sticky_tokens,
                 is_in_panic_mode,
             },
             next,
@@ -409,10 +421,20 @@ impl LoadBalancer {
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
                 usable.nth(attempt as usize).or_else(|| self.weighted_slots.endpoint_at(key))
             }
-            (LoadBalancingPolicy::LeastRequests | LoadBalancingPolicy::Hash(_), ..) => {
-                self.less_loaded_of_two(context.rng)
+            (LoadBalancingPolicy::Sticky(_), _, Some(token)) if attempt == 0 => {
+                self.sticky_endpoint(token).or_else(|| self.less_loaded_of_two(context.rng))
             }
+            (
+                LoadBalancingPolicy::LeastRequests | LoadBalancingPolicy::Hash(_) | LoadBalancingPolicy::Sticky(_),
+                ..,
+            ) => self.less_loaded_of_two(context.rng),
         }
+    }
+
+    /// Return the usable endpoint that has this token.
+    pub(super) fn sticky_endpoint(&self, token: u64) -> Option<usize> {
+        let index = self.sticky_tokens.iter().position(|known| *known == token)?;
+        (self.weighted_slots.share(index) > 0).then_some(index)
     }
 
     /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the endpoint with the lower
@@ -535,7 +557,7 @@ impl RendezvousTable {
 }
 
 /// Return a hash of `bytes`, which is equal on all gateways.
-pub(super) fn hash(bytes: &[u8]) -> u64 {
+pub fn hash(bytes: &[u8]) -> u64 {
     let mut hasher = SipHasher13::new();
     hasher.write(bytes);
     hasher.finish()

@@ -1,14 +1,40 @@
 //! Retries of requests to upstreams: when a retry is safe, the retry budget, and the log of the attempts.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, Version};
 
-use crate::http::request_body::RequestBody;
+use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::upstream::connection_pool::StreamOutcome;
 use crate::upstream::endpoint::Endpoint;
+
+/// When requests of a route are sent again (`retries`, `retry_on` and `retry_methods`).
+#[derive(Debug, Clone)]
+pub struct RetryRules {
+    /// Maximum number of retries on other servers. `None` for `retries` of the upstream.
+    pub retries: Option<u32>,
+    /// Statuses after which a request is sent again.
+    pub statuses: Vec<RangeInclusive<u16>>,
+    /// Whether a request is sent again after an expired `response_timeout`.
+    pub on_timeout: bool,
+    /// Methods of requests that may be sent again although a server may have executed them.
+    pub methods: Vec<Method>,
+}
+
+impl RetryRules {
+    /// Return whether a request with this status is sent again.
+    pub fn covers(&self, status: StatusCode) -> bool {
+        self.statuses.iter().any(|statuses| statuses.contains(&status.as_u16()))
+    }
+
+    /// Return whether a request may be sent again although a server may have executed it.
+    pub fn may_repeat(&self, method: &Method) -> bool {
+        self.methods.contains(method)
+    }
+}
 
 /// The ways in which a request may still be retried.
 pub(super) struct RetryState {
@@ -42,7 +68,7 @@ impl RetryState {
     pub(super) fn retry_target(
         &self,
         unsent: Option<Request<RequestBody>>,
-        copy: Option<ReplayableRequest>,
+        copy: Option<ReplayableRequest<'_>>,
         outcome: StreamOutcome,
         reused: bool,
     ) -> Option<RetryTarget> {
@@ -126,11 +152,24 @@ pub enum RetryReason {
     Unwritten,
     /// The request is safe to repeat, and the retry budget allows a retry. The request is sent to another endpoint.
     Retried,
+    /// As `Retried`, after a response with a status of `retry_on`.
+    Status,
+    /// As `Retried`, after an expired `response_timeout`.
+    Timeout,
+    /// The request is sent to a fallback upstream.
+    Fallback,
 }
 
 impl RetryReason {
     /// All reasons, in the order of [`AttemptLog::retries`].
-    pub const ALL: [RetryReason; 3] = [RetryReason::Reconnected, RetryReason::Unwritten, RetryReason::Retried];
+    pub const ALL: [RetryReason; 6] = [
+        RetryReason::Reconnected,
+        RetryReason::Unwritten,
+        RetryReason::Retried,
+        RetryReason::Status,
+        RetryReason::Timeout,
+        RetryReason::Fallback,
+    ];
 
     /// Return the value of the metric label `reason`.
     pub fn label(self) -> &'static str {
@@ -138,14 +177,17 @@ impl RetryReason {
             RetryReason::Reconnected => "stale_connection",
             RetryReason::Unwritten => "not_sent",
             RetryReason::Retried => "reset",
+            RetryReason::Status => "status",
+            RetryReason::Timeout => "timeout",
+            RetryReason::Fallback => "fallback",
         }
     }
 }
 
 /// Last endpoint of a request, and its retries.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct AttemptLog {
-    retries: [u64; 3],
+    retries: [u64; RetryReason::ALL.len()],
     endpoint: Option<Arc<Endpoint>>,
     /// Whether the endpoint is recorded. The endpoint is recorded only on demand, because recording changes a reference
     /// count that all workers share.
@@ -153,12 +195,44 @@ pub struct AttemptLog {
     /// Whether the request is retried only if no part of it was written, or if an HTTP/2 server declares it as not
     /// processed.
     pub(super) is_single_attempt: bool,
+    /// Whether no server can have executed the failed request.
+    is_unexecuted: bool,
+    /// Whether to keep the body of a request of which no part was written.
+    keeps_body: bool,
+    unsent_body: Option<RequestBody>,
 }
 
 impl AttemptLog {
     /// Create a log. The log records the endpoint if `records_endpoint` is set.
     pub fn new(records_endpoint: bool) -> Self {
         AttemptLog { records_endpoint, ..AttemptLog::default() }
+    }
+
+    /// Keep the body of a request of which no part was written, so that the request can be sent to another upstream.
+    pub fn keep_body(mut self) -> Self {
+        self.keeps_body = true;
+        self
+    }
+
+    /// Return whether no server can have executed the failed request.
+    pub fn is_unexecuted(&self) -> bool {
+        self.is_unexecuted
+    }
+
+    /// Take the body of a request of which no part was written.
+    pub fn take_unsent_body(&mut self) -> Option<RequestBody> {
+        self.unsent_body.take()
+    }
+
+    /// Record that a request is sent to a fallback upstream.
+    pub fn record_fallback(&mut self) {
+        self.record_retries(RetryReason::Fallback, 1);
+    }
+
+    /// Record that no server can have executed the request. `unsent` is the request if no part of it was written.
+    pub(super) fn record_unexecuted(&mut self, unsent: Option<Request<RequestBody>>) {
+        self.is_unexecuted = true;
+        self.unsent_body = unsent.filter(|_| self.keeps_body).map(Request::into_body);
     }
 
     /// Create the log of a request that is sent again only if no part of it was written, or if an HTTP/2 server
@@ -168,13 +242,20 @@ impl AttemptLog {
     }
 
     /// Return the number of retries by [`RetryReason`].
-    pub fn retries(&self) -> [u64; 3] {
+    pub fn retries(&self) -> [u64; RetryReason::ALL.len()] {
         self.retries
     }
 
     /// Return the name of the last endpoint.
     pub fn endpoint_name(&self) -> Option<&str> {
         self.endpoint.as_ref().map(|endpoint| endpoint.name())
+    }
+
+    /// Record how the last attempt failed, after the request was sent.
+    pub(super) fn record_outcome(&mut self, outcome: StreamOutcome) {
+        if outcome == StreamOutcome::NotProcessed {
+            self.record_unexecuted(None);
+        }
     }
 
     pub(super) fn record_endpoint(&mut self, endpoint: &Arc<Endpoint>) {
@@ -190,11 +271,13 @@ impl AttemptLog {
 
 // Copies of requests for retries, encoded as bytes.
 
-/// A copy of a request without a body, for retries.
+/// A copy of a request, for retries.
 ///
 /// Cloning a `HeaderMap` increments a reference count for each value and allocates a table. Encoding the headers costs
 /// less CPU time. Decoding them is rarely needed, because only few requests are retried.
-pub(super) struct ReplayableRequest {
+pub(super) struct ReplayableRequest<'b> {
+    /// The body. `None` for an empty body.
+    body: Option<&'b ReplayBody>,
     method: Method,
     uri: Uri,
     version: Version,
@@ -206,9 +289,9 @@ pub(super) struct ReplayableRequest {
 /// Initial capacity in bytes per header, which is sufficient for most requests.
 const HEADER_CAPACITY: usize = 48;
 
-impl ReplayableRequest {
+impl<'b> ReplayableRequest<'b> {
     /// Create a copy of a request.
-    pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
+    pub(super) fn new(request: &Request<RequestBody>, body: Option<&'b ReplayBody>) -> Self {
         let headers = request.headers();
         let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
         for (name, value) in headers {
@@ -219,12 +302,12 @@ impl ReplayableRequest {
             encoded.extend_from_slice(value);
         }
         let (method, uri, version) = (request.method().clone(), request.uri().clone(), request.version());
-        ReplayableRequest { method, uri, version, encoded_headers: encoded }
+        ReplayableRequest { body, method, uri, version, encoded_headers: encoded }
     }
 
     /// Return the request that the copy describes.
     pub(super) fn into_request(self) -> Request<RequestBody> {
-        let mut request = Request::new(RequestBody::empty());
+        let mut request = Request::new(self.body.map_or_else(RequestBody::empty, ReplayBody::body));
         *request.method_mut() = self.method;
         *request.uri_mut() = self.uri;
         *request.version_mut() = self.version;
@@ -286,7 +369,7 @@ mod replayable_request_tests {
         headers.append("authorization", secret);
         headers.append("accept", HeaderValue::from_bytes(b"caf\xe9; q=0.5").unwrap());
         headers.append("x-long", HeaderValue::from_str(&"y".repeat(70_000)).unwrap());
-        let retry = ReplayableRequest::from_request(&request).into_request();
+        let retry = ReplayableRequest::new(&request, None).into_request();
         assert_eq!((retry.method(), retry.uri()), (request.method(), request.uri()));
         assert_eq!((retry.version(), retry.headers()), (request.version(), request.headers()));
         assert_eq!(

@@ -1,10 +1,14 @@
 //! Compiled settings of upstreams (`[upstream.NAME]`).
 
+use std::fmt;
+use std::hash::Hasher;
 use std::net::IpAddr;
 use std::time::Duration;
 
+use aws_lc_rs::digest::{SHA256, digest};
 use http::uri::PathAndQuery;
 use http::{HeaderName, HeaderValue, StatusCode};
+use siphasher::sip::SipHasher24;
 
 use crate::upstream::connector::{EndpointTls, Protocol};
 
@@ -100,8 +104,64 @@ pub enum LoadBalancingPolicy {
     RoundRobin,
     /// Draw a random endpoint. The probability of an endpoint is proportional to its weight.
     Random,
-    /// Take the endpoint that owns the value of this header (rendezvous hashing).
-    Hash(HeaderName),
+    /// Take the endpoint that owns the value of this header or cookie (rendezvous hashing).
+    Hash(HashSource),
+    /// Take the endpoint that the cookie of the request names, otherwise as `LeastRequests`.
+    Sticky(StickyCookie),
+}
+
+/// The value of a request that selects an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HashSource {
+    /// The first value of a header.
+    Header(HeaderName),
+    /// The value of a cookie.
+    Cookie(Box<str>),
+}
+
+/// The cookie of `balance = "sticky"`. Its value is a keyed hash of the name of an endpoint, so that clients can
+/// neither learn the name nor choose an endpoint.
+#[derive(Clone, PartialEq, Eq)]
+pub struct StickyCookie {
+    /// Name of the cookie.
+    pub name: Box<str>,
+    /// Attributes of the cookie, from the first `;`.
+    pub attributes: Box<str>,
+    key: [u8; 16],
+}
+
+impl StickyCookie {
+    /// Create the cookie of the upstream `upstream`. `secret` is `store.secret`.
+    pub fn new(name: &str, attributes: &str, secret: &str, upstream: &str) -> Self {
+        let digest = digest(&SHA256, format!("sticky cookie\0{upstream}\0{secret}").as_bytes());
+        let mut key = [0; 16];
+        key.copy_from_slice(&digest.as_ref()[..16]);
+        StickyCookie { name: name.into(), attributes: attributes.into(), key }
+    }
+
+    /// Return the token of an endpoint.
+    pub(super) fn token(&self, endpoint: &str) -> u64 {
+        let mut hasher = SipHasher24::new_with_key(&self.key);
+        hasher.write(endpoint.as_bytes());
+        hasher.finish()
+    }
+
+    /// Parse the value of a cookie.
+    pub(super) fn parse(value: &[u8]) -> Option<u64> {
+        let digits = std::str::from_utf8(value).ok().filter(|digits| digits.len() == 16)?;
+        u64::from_str_radix(digits, 16).ok()
+    }
+
+    /// Return the value of `Set-Cookie` for an endpoint.
+    pub(super) fn set_cookie(&self, token: u64) -> Option<HeaderValue> {
+        HeaderValue::try_from(format!("{}={token:016x}{}", self.name, self.attributes)).ok()
+    }
+}
+
+impl fmt::Debug for StickyCookie {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StickyCookie").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 /// Settings of active health checks (`health_check`).

@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::support::client::{Client, load};
+use crate::support::client::{Client, Reply, load};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
+use crate::support::reload::{reloads, with_admin};
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Upstream, read_head, serve};
 
@@ -689,4 +690,80 @@ fn ignored_ejections_bring_no_unhealthy_server_back() {
             .map(|server| server.seen.lock().unwrap().iter().filter(|seen| seen.target() == "/x").count());
         assert!((0..3).all(|index| (counts[index] > 0) == (index != unhealthy)), "{counts:?}");
     }
+}
+
+/// Return the name and the value of the cookie that a response sets.
+fn set_cookie(reply: &Reply) -> Option<(String, String)> {
+    let cookie = reply.header("set-cookie")?;
+    let (name, value) = cookie.split(';').next().unwrap().split_once('=').unwrap();
+    Some((name.to_owned(), value.to_owned()))
+}
+
+/// Return the index of the server that gets a request with this cookie, and the response.
+fn served_by(gateway: &Gateway, servers: &[Server], cookie: &str) -> (usize, Reply) {
+    let before: Vec<_> = servers.iter().map(Server::count).collect();
+    let reply = gateway.client().request("GET", "/", &[("Cookie", cookie)], b"");
+    (servers.iter().zip(before).position(|(server, before)| server.count() > before).unwrap(), reply)
+}
+
+#[test]
+fn sticky_cookie_keeps_a_client_on_its_server() {
+    let servers = Server::start_many::<3>();
+    let urls: Vec<_> = servers.iter().map(Server::url).collect();
+    let config = |timeout: &str| {
+        format!(
+            "[store]\nsecret = \"0123456789abcdef0123456789abcdef\"\n[upstream.api]\nservers = {urls:?}\nbalance = \"sticky\"\n\
+             response_timeout = \"{timeout}\"\n\
+             sticky_cookie = {{ name = \"place\", path = \"/\", max_age = \"1h\", secure = true, same_site = \"strict\" }}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n"
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("20s")));
+    let (first, reply) = served_by(&gateway, &servers, "other=1");
+    let (name, value) = set_cookie(&reply).expect("a cookie");
+    let attributes = "; Path=/; Max-Age=3600; Secure; HttpOnly; SameSite=Strict";
+    assert_eq!(reply.header("set-cookie"), Some(&*format!("place={value}{attributes}")));
+    assert!(name == "place" && value.len() == 16, "{value}");
+    let cookie = format!("other=1; place={value}; more=2");
+    // Another gateway with the same secret, and a reload, keep the server.
+    let other = Gateway::start(&with_admin(&config("20s")));
+    for gateway in [&gateway, &other] {
+        for _ in 0..10 {
+            let (index, reply) = served_by(gateway, &servers, &cookie);
+            assert_eq!((index, reply.header("set-cookie")), (first, None));
+        }
+    }
+    reloads(&gateway, &config("21s"));
+    assert_eq!(served_by(&gateway, &servers, &cookie).0, first);
+    // Cookies that the gateway has not made select no server.
+    for wrong in ["place=1", "place=127.0.0.1", "place=00000000000000ff", "place=\u{e9}", "place", "xplace=1"] {
+        let (_, reply) = served_by(&gateway, &servers, wrong);
+        assert!(set_cookie(&reply).is_some(), "{wrong}");
+    }
+    // If the server is down, the client gets another one, and stays there.
+    servers[first].stop();
+    let (second, reply) = served_by(&gateway, &servers, &cookie);
+    let (_, moved) = set_cookie(&reply).expect("a new cookie");
+    assert!(second != first && moved != value);
+    servers[first].start_again();
+    for _ in 0..5 {
+        assert_eq!(served_by(&gateway, &servers, &format!("place={moved}")).0, second);
+    }
+}
+
+#[test]
+fn hash_of_a_cookie_ignores_all_other_cookies() {
+    let servers = Server::start_many::<4>();
+    let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+    let gateway = gateway_of(&urls.join(", "), "balance = \"hash:cookie:session\"");
+    let mut used = HashMap::new();
+    for session in 0..30 {
+        let (index, reply) = served_by(&gateway, &servers, &format!("session={session}; a=1"));
+        for other in ["b=2; ", "session2=7; c=3; "] {
+            assert_eq!(served_by(&gateway, &servers, &format!("{other}session={session}")).0, index);
+        }
+        assert_eq!(reply.header("set-cookie"), None);
+        *used.entry(index).or_insert(0) += 1;
+    }
+    assert!(used.len() > 1, "{used:?}");
 }

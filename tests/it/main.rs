@@ -80,6 +80,7 @@ mod reload_changes;
 mod reload_state;
 mod reload_under_load;
 mod replay;
+mod retries;
 mod rolling_upgrade;
 mod route_timeouts;
 mod routes;

@@ -303,6 +303,15 @@ fn file_with(path: &str) -> Value {
         path if path.starts_with("limit.*.notify.") => set("limit.l.notify", json!({ "to": "n" })),
         "notify.*.max_length" => set("notify.n", json!({ "stream": "s" })),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
+        path if path.starts_with("upstream.*.sticky_cookie.") => {
+            set("store.secret", json!("0123456789abcdef0123456789abcdef"));
+            set("upstream.u.balance", json!("sticky"));
+            set("upstream.u.sticky_cookie", json!({ "secure": path.ends_with(".same_site") }));
+        }
+        "upstream.*.tls.verify" => set("upstream.u", json!({ "servers": ["https://127.0.0.1:1"], "tls": {} })),
+        "route.*.retries" | "route.*.retry_methods" => {
+            set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "retry_on": [503] }]));
+        }
         path if path.starts_with("route.*.mirror") => {
             set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));
         }

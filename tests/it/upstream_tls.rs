@@ -18,6 +18,12 @@ use http::{HeaderMap, Request, Response};
 use rcgen::{DnType, ExtendedKeyUsagePurpose};
 use rustls::ServerConfig;
 use rustls::SupportedProtocolVersion;
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
 use rustls::version::{TLS12, TLS13};
 use tokio_rustls::TlsAcceptor;
 use tungstenite::Message;
@@ -561,4 +567,89 @@ fn reload_of_server_name_applies_to_the_next_request() {
             assert_eq!(last().name.as_deref(), Some(name), "{protocol}");
         }
     }
+}
+
+// ---- certificates that no CA verifies ------------------------------------------------------------
+
+fn fingerprint_of(pair: &Pair) -> String {
+    digest(&SHA256, &pair.der).as_ref().iter().map(|byte| format!("{byte:02X}")).collect::<Vec<_>>().join(":")
+}
+
+#[test]
+fn pinned_certificate_needs_no_ca_name_or_date_and_no_other_is_accepted() {
+    let ca = Authority::new("ca");
+    let (old, other) = (ca.server(&["old.test"], PAST), ca.server(&["localhost"], NOW));
+    for version in [&TLS12, &TLS13] {
+        let [expired, valid] = [&old, &other].map(|pair| ok(server(pair, None, &["http/1.1"], &[version])));
+        let pin = format!("tls = {{ fingerprint = [\"{}\", \"{}\"] }}\n", "0".repeat(64), fingerprint_of(&old));
+        let gateway = Gateway::start(&config(&url("localhost", expired.address), &pin));
+        assert_eq!(gateway.get("/").status, 200, "{version:?}");
+        assert!(gateway.log().contains("accepts only the certificates in `tls.fingerprint`"), "{}", gateway.log());
+        let gateway = Gateway::start(&config(&url("localhost", valid.address), &pin));
+        assert_refused(&gateway, "has none of the hashes in tls.fingerprint", "another certificate");
+    }
+}
+
+#[test]
+fn server_with_a_pinned_certificate_must_have_its_key() {
+    let ca = Authority::new("ca");
+    let (real, thief) = (ca.server(&["localhost"], NOW), ca.server(&["localhost"], NOW));
+    // This server presents the certificate of `real`, but signs with another key.
+    let stolen = Arc::new(AnyCertificate(Arc::new(CertifiedKey::new(
+        vec![real.der.clone()],
+        any_supported_type(&thief.secret).unwrap(),
+    ))));
+    for version in [&TLS12, &TLS13] {
+        let provider = Arc::new(default_provider());
+        let builder = ServerConfig::builder_with_provider(provider).with_protocol_versions(&[version]).unwrap();
+        let upstream = ok(Arc::new(builder.with_no_client_auth().with_cert_resolver(stolen.clone())));
+        let pin = format!("tls = {{ fingerprint = [\"{}\"] }}\n", fingerprint_of(&real));
+        let gateway = Gateway::start(&config(&url("localhost", upstream.address), &pin));
+        gateway.get("/").assert_problem(502, "a stolen certificate");
+    }
+}
+
+/// Presents a certificate for every server name.
+#[derive(Debug)]
+struct AnyCertificate(Arc<CertifiedKey>);
+
+impl ResolvesServerCert for AnyCertificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.clone())
+    }
+}
+
+#[test]
+fn unverified_server_is_used_with_a_loud_warning_until_a_reload() {
+    let ca = Authority::new("ca");
+    let upstream = ok(server(&ca.server(&["other.test"], PAST), None, &["http/1.1"], BOTH));
+    let config = config(&url("localhost", upstream.address), "tls = { verify = false }\n");
+    let gateway = Gateway::start(&with_admin(&config));
+    assert_eq!(gateway.get("/").status, 200);
+    assert!(gateway.log().contains("accepts every certificate (`tls.verify = false`)"), "{}", gateway.log());
+    reloads(&gateway, &config.replace("verify = false", "verify = true"));
+    gateway.get("/").assert_problem(502, "connections of the earlier setting are not used");
+}
+
+#[test]
+fn certificates_of_version_1_are_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    // `openssl x509 -req` without extensions issues a certificate of version 1.
+    let commands = [
+        format!("req -newkey rsa:2048 -nodes -keyout {} -out {} -subj /CN=localhost", at("key"), at("csr")),
+        format!("x509 -req -in {} -signkey {} -days 30 -out {}", at("csr"), at("key"), at("cert")),
+    ];
+    for command in commands {
+        assert!(std::process::Command::new("openssl").args(command.split(' ')).output().unwrap().status.success());
+    }
+    let pem = std::fs::read(at("cert")).unwrap();
+    let certificate = CertificateDer::from_pem_slice(&pem).unwrap();
+    let key = PrivateKeyDer::from_pem_file(at("key")).unwrap();
+    let certified = CertifiedKey::new(vec![certificate], any_supported_type(&key).unwrap());
+    let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()));
+    let builder = builder.with_safe_default_protocol_versions().unwrap().with_no_client_auth();
+    let upstream = ok(Arc::new(builder.with_cert_resolver(Arc::new(AnyCertificate(Arc::new(certified))))));
+    let gateway = gateway(&url("localhost", upstream.address), CA, &Authority::new("ca"));
+    assert_refused(&gateway, "X.509 version 1", "a certificate of version 1");
 }

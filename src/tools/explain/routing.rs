@@ -193,6 +193,7 @@ pub(super) fn upstream_report(
         host,
         authority,
         length,
+        header_rules: &route.request_headers,
         header_values,
         client_cert,
     };
