@@ -392,8 +392,8 @@ impl RequestBody {
         }
     }
 
-    /// Return the content of a body that is empty or whole in memory, so that it can be sent again. The returned value
-    /// takes over the reservation of the memory.
+    /// Return the content of a body that is empty or buffered, so that it can be sent again. The returned value takes
+    /// over the reservation of the memory.
     pub fn replayable(&mut self) -> Option<ReplayBody> {
         let Some(inner) = &mut self.0 else { return Some(ReplayBody(None)) };
         match &mut inner.source {
