@@ -464,8 +464,9 @@ impl<'a> Exchange<'a> {
         request: Box<Request<RequestBody>>,
     ) -> Result<Reply, Rejection<'a>> {
         let Admitted { route, decision, llm, forwarded_path, rewritten_target } = admitted;
-        let Exchange { flow, snapshot, .. } = *self;
+        let Exchange { flow, snapshot, peer, .. } = *self;
         let holdings = Holdings::new(decision, llm);
+        let mut rest = None;
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
@@ -480,6 +481,7 @@ impl<'a> Exchange<'a> {
             RouteAction::Forward(weighted_upstreams) => {
                 let index = weighted_upstreams.pick();
                 let counts_tokens = holdings.counts_tokens();
+                rest = counts_tokens.then(|| body::rest_bounds(snapshot, peer, request.headers()));
                 // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
@@ -497,7 +499,7 @@ impl<'a> Exchange<'a> {
             }
         };
         // The response waits for the settlement, so that its headers contain the values after the settlement.
-        let settled = holdings.settle(route, &snapshot.metrics, &result).await;
+        let settled = holdings.settle(route, &snapshot.metrics, &result, rest).await;
         // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
@@ -595,6 +597,8 @@ impl<'a> Exchange<'a> {
                     Err(_) => break,
                 },
             };
+            // Release the connection and the permit of the failed response.
+            drop(attempted);
             let request = Box::new(request_head(&received).map(|()| body));
             let (index, credentials) = (fallback.upstream, credentials.clone());
             let attempt = Attempt { index, fallback: Some(fallback), target: rewritten, credentials, counts_tokens };

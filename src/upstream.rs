@@ -85,9 +85,24 @@ impl<'a> SendOptions<'a> {
 }
 
 /// A request that is sent again, and the endpoint that gets it.
-struct Repetition {
+struct Retry {
     request: Request<RequestBody>,
     target: (Arc<EndpointPool>, RequestPermit),
+}
+
+/// State of a request that is sent to an upstream.
+struct Sending<'a> {
+    retry_state: RetryState,
+    pick_state: PickState,
+    attempts: &'a mut AttemptLog,
+}
+
+impl Sending<'_> {
+    /// Record that no server can have executed the request, so that it can be sent to another upstream.
+    fn fail_unexecuted(&mut self, request: Request<RequestBody>, error: UpstreamError) -> UpstreamError {
+        self.attempts.record_unexecuted(Some(request));
+        error
+    }
 }
 
 /// State of the endpoint selection of one request.
@@ -144,7 +159,7 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError::TooManyUploads`] if the network has reached this number.
     pub fn start_upload(&self, network: IpAddr) -> Result<NetworkShare, UpstreamError> {
-        let share = self.cluster.uploads.start_upload(network, self.max_requests().div_ceil(2));
+        let share = self.cluster.uploads.start(network, self.max_requests().div_ceil(2));
         share.ok_or_else(|| UpstreamError::TooManyUploads { upstream: self.name().into() })
     }
 
@@ -349,11 +364,11 @@ impl Upstream {
     /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
     /// If an attempt fails and no part of the request was written, the request is sent on another connection or to
-    /// another endpoint. Otherwise, only requests without a body are retried: GET, HEAD and OPTIONS, and requests with
-    /// any method that an HTTP/2 server declares as not processed (RFC 9113 §8.7). A request of these two kinds is sent
-    /// once more to the same endpoint if a reused or shared connection was closed before the response (RFC 9110
-    /// §9.2.2), or if the HTTP/2 server did not process the request. Other retries of such a request go to other endpoints, limited by
-    /// `retries` and the retry budget.
+    /// another endpoint. Otherwise, only requests without a body are retried, unless the [`RetryRules`] of the route
+    /// permit more: GET, HEAD and OPTIONS, and requests with any method that an HTTP/2 server declares as not processed
+    /// (RFC 9113 §8.7). A request of these two kinds is sent once more to the same endpoint if a reused or shared
+    /// connection was closed before the response (RFC 9110 §9.2.2), or if the HTTP/2 server did not process the
+    /// request. Other retries of such a request go to other endpoints, limited by `retries` and the retry budget.
     ///
     /// If the gateway sends PROXY headers to the upstream, the header describes the [`ProxiedConnection`] in the
     /// extensions of the request.
@@ -373,59 +388,49 @@ impl Upstream {
         let mut progress = request.body_mut().apply_limits(bounds);
         request.body_mut().start_upload(reader);
         let may_retry = !attempts.is_single_attempt;
-        let may_repeat = rules.map_or_else(|| is_safe(request.method()), |rules| rules.may_repeat(request.method()));
-        let (safe, has_body) = (may_retry && may_repeat, progress.is_some() && replay.is_none());
+        let may_retry_method =
+            rules.map_or_else(|| is_safe(request.method()), |rules| rules.may_retry(request.method()));
+        let (safe, has_body) = (may_retry && may_retry_method, progress.is_some() && replay.is_none());
         let retries = if may_retry { rules.and_then(|rules| rules.retries).unwrap_or(retries) } else { 0 };
-        let mut retry_state =
+        let retry_state =
             RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
         let client = if self.sends_proxy_header() {
             request.extensions_mut().remove::<ProxiedConnection>().map(Box::new)
         } else {
             None
         };
-        let mut pick_state =
-            PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new(), client };
+        let hash_key = self.cluster.hash_key(request.headers());
+        let pick_state = PickState { hash_key, tried: Vec::new(), client };
+        let mut sending = Sending { retry_state, pick_state, attempts };
         if retries > 0 {
             self.cluster.retry_budget.deposit();
         }
         // Requests that already wait in the queue take precedence over this request.
-        let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
+        let picked = if self.cluster.queue.is_empty() { self.pick(hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
-            None => match Box::pin(self.pick_queued(pick_state.hash_key)).await {
+            None => match Box::pin(self.pick_queued(hash_key)).await {
                 Ok(target) => target,
-                Err(error) => {
-                    attempts.record_unexecuted(Some(*request));
-                    return Err(error);
-                }
+                Err(error) => return Err(sending.fail_unexecuted(*request, error)),
             },
         };
-        let mut idle = target.0.take_idle(pick_state.client.as_deref());
+        let mut idle = target.0.take_idle(sending.pick_state.client.as_deref());
         loop {
-            let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
+            let EndpointConnection { pool, permit, mut connection, is_reused } = match idle.take() {
                 Some(connection) => {
                     EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
                 }
-                None => {
-                    let tried = pick_state.tried.len() + 1;
-                    let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
-                    pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
-                    attempts
-                        .record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
-                    match connected {
-                        Ok(connection) => connection,
-                        Err(error) => {
-                            attempts.record_unexecuted(Some(*request));
-                            return Err(error);
-                        }
-                    }
-                }
+                None => match Box::pin(self.connect_and_record(target, &mut sending)).await {
+                    Ok(connection) => connection,
+                    Err(error) => return Err(sending.fail_unexecuted(*request, error)),
+                },
             };
-            attempts.record_endpoint(permit.endpoint());
+            sending.attempts.record_endpoint(permit.endpoint());
             if matches!(host, HostPolicy::Server) {
                 target::set_host(&mut request, &permit.endpoint().server.authority);
             }
-            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::new(&request, replay));
+            let needs_copy = sending.retry_state.needs_copy(is_reused);
+            let copy = needs_copy.then(|| ReplayableRequest::new(&request, replay));
             flow.stop_if_abandoned().await;
             let result = {
                 let _exchange = flow.start_exchange();
@@ -440,7 +445,7 @@ impl Upstream {
                 }
             };
             flow.stop_if_abandoned().await;
-            let mut failure = match result {
+            let retry = match result {
                 Ok(Ok(response)) => {
                     if let Some(fault) = body::framing_error(&response) {
                         let error = UpstreamError::InvalidResponse { upstream: self.name().into(), fault };
@@ -451,85 +456,37 @@ impl Upstream {
                         progress.mark_response_started();
                     }
                     self.cluster.report_response(permit.endpoint(), response.status());
-                    let is_repeated = rules.is_some_and(|rules| rules.covers(response.status()));
-                    let copy = if is_repeated { copy } else { None };
-                    let Some(repetition) = self.repeat(copy, &mut retry_state, &mut pick_state, &permit) else {
-                        let cookie = self.cluster.sticky_cookie(pick_state.hash_key, permit.endpoint());
-                        let mut response = connection.into_response(response, bounds, pool, permit);
-                        if let Some(cookie) = cookie {
-                            response.headers_mut().append(SET_COOKIE, cookie);
+                    let copy = copy.filter(|_| rules.is_some_and(|rules| rules.covers(response.status())));
+                    match self.retry_elsewhere(copy, RetryReason::Status, &permit, &mut sending) {
+                        Some(retry) => retry,
+                        None => {
+                            let cookie = self.cluster.sticky_cookie(hash_key, permit.endpoint());
+                            let mut response = connection.into_response(response, bounds, pool, permit);
+                            if let Some(cookie) = cookie {
+                                response.headers_mut().append(SET_COOKIE, cookie);
+                            }
+                            return Ok(response);
                         }
-                        return Ok(response);
-                    };
-                    attempts.record_retries(RetryReason::Status, 1);
-                    (request, target, retry_state.can_reconnect) =
-                        (Box::new(repetition.request), repetition.target, false);
-                    progress = request.body_mut().apply_limits(bounds);
-                    request.body_mut().start_upload(reader);
-                    continue;
+                    }
                 }
-                Ok(Err(failure)) => failure,
+                Ok(Err(failure)) => {
+                    let failed = EndpointConnection { pool, permit, connection, is_reused };
+                    self.retry_after_failure(failure, copy, failed, progress.as_deref(), &mut sending)?
+                }
                 Err(error) => {
                     if !error.is_client_error() {
                         connection.start_draining();
                     }
-                    if let UpstreamError::ResponseTimeout { .. } = error {
+                    let is_timeout = matches!(error, UpstreamError::ResponseTimeout { .. });
+                    if is_timeout {
                         self.cluster.report_failure(permit.endpoint(), &error);
                     }
-                    let is_repeated = matches!(error, UpstreamError::ResponseTimeout { .. })
-                        && rules.is_some_and(|rules| rules.on_timeout);
-                    let copy = if is_repeated { copy } else { None };
-                    let repetition = self.repeat(copy, &mut retry_state, &mut pick_state, &permit).ok_or(error)?;
-                    attempts.record_retries(RetryReason::Timeout, 1);
-                    (request, target, retry_state.can_reconnect) =
-                        (Box::new(repetition.request), repetition.target, false);
-                    progress = request.body_mut().apply_limits(bounds);
-                    request.body_mut().start_upload(reader);
-                    continue;
+                    let copy = copy.filter(|_| is_timeout && rules.is_some_and(|rules| rules.on_timeout));
+                    self.retry_elsewhere(copy, RetryReason::Timeout, &permit, &mut sending).ok_or(error)?
                 }
             };
-            let outcome = connection.classify_error(failure.error());
-            let unsent = failure.take_message();
-            // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any
-            // time.
-            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
-                || outcome == StreamOutcome::PeerError;
-            // Other requests may have caused the end of a shared connection.
-            let retry = retry_state.retry_target(unsent, copy, outcome, reused || connection.is_shared());
-            let error = self.exchange_error(failure.into_error(), progress.as_deref());
-            if is_endpoint_failure && !error.is_client_error() {
-                self.cluster.report_failure(permit.endpoint(), &error);
-            }
-            pick_state.tried.push(permit.endpoint().clone());
-            let (retry, other) = match retry {
-                Some(RetryTarget::SameEndpoint(request)) => {
-                    attempts.record_retries(RetryReason::Reconnected, 1);
-                    (request, (pool, permit))
-                }
-                Some(RetryTarget::OtherEndpoint(request)) => {
-                    let Some(target) = self.pick_other(&pick_state) else {
-                        attempts.record_unexecuted(Some(request));
-                        return Err(error);
-                    };
-                    attempts.record_retries(RetryReason::Unwritten, 1);
-                    (request, target)
-                }
-                Some(RetryTarget::OtherEndpointWithBudget(request)) => {
-                    let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
-                    retry_state.retries_left -= 1;
-                    let Some(target) = target else {
-                        attempts.record_outcome(outcome);
-                        return Err(error);
-                    };
-                    attempts.record_retries(RetryReason::Retried, 1);
-                    (request, target)
-                }
-                None => {
-                    attempts.record_outcome(outcome);
-                    return Err(error);
-                }
-            };
-            (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
+            (request, target) = (Box::new(retry.request), retry.target);
+            sending.retry_state.can_reconnect = false;
             if replay.is_some() {
                 progress = request.body_mut().apply_limits(bounds);
                 request.body_mut().start_upload(reader);
@@ -537,19 +494,93 @@ impl Upstream {
         }
     }
 
-    /// Pick another server for the copy of a request that a server may have executed, if a retry is left.
-    fn repeat(
+    /// Connect to the picked endpoint or to others, and record the attempts.
+    async fn connect_and_record(
+        &self,
+        target: (Arc<EndpointPool>, RequestPermit),
+        sending: &mut Sending<'_>,
+    ) -> Result<EndpointConnection, UpstreamError> {
+        let Sending { retry_state, pick_state, attempts } = sending;
+        let tried = pick_state.tried.len() + 1;
+        let connected = self.connect(target, pick_state, retry_state.can_reconnect).await;
+        pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
+        attempts.record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
+        connected
+    }
+
+    /// Return a copy of a request and another endpoint that gets it, if `retries` and the retry budget allow it.
+    fn retry_elsewhere(
         &self,
         copy: Option<ReplayableRequest<'_>>,
-        retry_state: &mut RetryState,
-        pick_state: &mut PickState,
+        reason: RetryReason,
         permit: &RequestPermit,
-    ) -> Option<Repetition> {
+        sending: &mut Sending<'_>,
+    ) -> Option<Retry> {
+        let Sending { retry_state, pick_state, attempts } = sending;
         let copy = copy.filter(|_| retry_state.is_safe && retry_state.retries_left > 0)?;
         pick_state.tried.push(permit.endpoint().clone());
         let target = self.pick_other(pick_state).filter(|_| self.cluster.withdraw_retry())?;
         retry_state.retries_left -= 1;
-        Some(Repetition { request: copy.into_request(), target })
+        attempts.record_retries(reason, 1);
+        Some(Retry { request: copy.into_request(), target })
+    }
+
+    /// Return where a request is sent again whose connection has failed.
+    ///
+    /// # Errors
+    /// The request is not sent again.
+    fn retry_after_failure(
+        &self,
+        mut failure: SendError,
+        copy: Option<ReplayableRequest<'_>>,
+        failed: EndpointConnection,
+        progress: Option<&UploadProgress>,
+        sending: &mut Sending<'_>,
+    ) -> Result<Retry, UpstreamError> {
+        let EndpointConnection { pool, permit, mut connection, is_reused } = failed;
+        let Sending { retry_state, pick_state, attempts } = sending;
+        let outcome = connection.classify_error(failure.error());
+        let unsent = failure.take_message();
+        // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any time.
+        let is_endpoint_failure = !is_reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
+            || outcome == StreamOutcome::PeerError;
+        // Other requests may have caused the end of a shared connection.
+        let retry = retry_state.retry_target(unsent, copy, outcome, is_reused || connection.is_shared());
+        let error = self.exchange_error(failure.into_error(), progress);
+        if is_endpoint_failure && !error.is_client_error() {
+            self.cluster.report_failure(permit.endpoint(), &error);
+        }
+        pick_state.tried.push(permit.endpoint().clone());
+        match retry {
+            Some(RetryTarget::SameEndpoint(request)) => {
+                attempts.record_retries(RetryReason::Reconnected, 1);
+                Ok(Retry { request, target: (pool, permit) })
+            }
+            Some(RetryTarget::OtherEndpoint(request)) => match self.pick_other(pick_state) {
+                Some(target) => {
+                    attempts.record_retries(RetryReason::Unwritten, 1);
+                    Ok(Retry { request, target })
+                }
+                None => Err(sending.fail_unexecuted(request, error)),
+            },
+            Some(RetryTarget::OtherEndpointWithBudget(request)) => {
+                retry_state.retries_left -= 1;
+                match self.pick_other(pick_state).filter(|_| self.cluster.withdraw_retry()) {
+                    Some(target) => {
+                        attempts.record_retries(RetryReason::Retried, 1);
+                        Ok(Retry { request, target })
+                    }
+                    None => {
+                        attempts.record_outcome(outcome);
+                        Err(error)
+                    }
+                }
+            }
+            None => {
+                attempts.record_outcome(outcome);
+                Err(error)
+            }
+        }
     }
 
     /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so that a

@@ -6,7 +6,7 @@ use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{anyhow, bail};
 use clap::{Args, Subcommand};
 use serde::Deserialize;
 use serde_json::Value;
@@ -59,8 +59,9 @@ enum Action {
 /// The file cannot be read, is not a price list, or has no usable price.
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let Action::Update { from, name, provider } = &arguments.action;
-    let text = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
-    let models = convert(&text, provider).with_context(|| format!("{} is not a price list", from.display()))?;
+    let text = fs::read(from).map_err(|error| anyhow!("{}: cannot be read: {error}", from.display()))?;
+    let models = convert(&text, provider)
+        .map_err(|error| anyhow!("{}: not a price list in the JSON format of LiteLLM: {error}", from.display()))?;
     if models.is_empty() {
         bail!("{} has no prices per token of the selected providers", from.display());
     }

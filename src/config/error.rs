@@ -1,5 +1,6 @@
 //! Errors of configuration files. Each error has a span, a message and a hint.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -68,10 +69,13 @@ impl FileIssues {
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// Return the issues in file order. Validation finds them in a different order.
+    /// Return the issues in file order. Validation finds them in a different order, and finds those of a default once
+    /// for each route.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
+        let mut reported = HashSet::new();
+        issues.retain(|issue| reported.insert((&issue.span, &issue.message)));
         issues
     }
 

@@ -207,10 +207,10 @@ fn parse<T: DeserializeOwned>(
     if !faulty.is_empty() {
         return Err(faulty);
     }
+    let Environment { unresolved, mut warnings, expanded, .. } = environment;
     if kind == FileKind::Gateway {
-        route_defaults::apply(&mut all, &mut issues);
+        route_defaults::apply(&mut all, &mut issues, &mut warnings);
     }
-    let Environment { unresolved, warnings, expanded, .. } = environment;
     let document = Document { sources: &sources, expanded: &expanded, kind };
     let (value, unknown_keys) = document.deserialize(all, &mut issues)?;
     Ok(ParsedFile { value, sources, issues, unknown_keys, unresolved, warnings })

@@ -9,30 +9,66 @@ use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::config::error::Issue;
+use crate::config::file_schema::FileKind;
+use crate::config::unknown_keys::{closest_name, unknown_key_hint};
 
 /// Keys that only one route can have, because they select its requests.
 const OWN_KEYS: [&str; 5] = ["name", "path", "path_regex", "match", "group"];
 
 /// Keys that apply only to routes with an upstream.
-const UPSTREAM_KEYS: [&str; 7] =
-    ["upstream", "timeout", "max_body", "request_headers", "websocket", "mirror", "strip_prefix"];
+const UPSTREAM_KEYS: [&str; 13] = [
+    "upstream",
+    "upstream_host",
+    "timeout",
+    "max_body",
+    "request_headers",
+    "websocket",
+    "mirror",
+    "strip_prefix",
+    "rewrite",
+    "retries",
+    "retry_on",
+    "retry_methods",
+    "fallback",
+];
 
-/// Add the defaults to all routes. Report invalid defaults.
-pub(super) fn apply(all: &mut DeTable<'_>, issues: &mut Vec<Issue>) {
+/// Add the defaults to all routes. Report invalid defaults, and warn of groups without a route.
+pub(super) fn apply(all: &mut DeTable<'_>, issues: &mut Vec<Issue>, warnings: &mut Vec<Issue>) {
     let defaults = table_of(all, "route_defaults").cloned();
     let groups = table_of(all, "route_group").cloned();
     let tables = groups.iter().flat_map(|groups| groups.values()).filter_map(|group| group.get_ref().as_table());
     tables.chain(&defaults).for_each(|table| check_keys(table, issues));
+    let mut unused: Vec<_> = groups.iter().flat_map(|groups| groups.keys()).collect();
     let Some(DeValue::Array(routes)) = all.get_mut("route").map(Spanned::get_mut) else { return };
     for route in routes.iter_mut() {
         let DeValue::Table(route) = route.get_mut() else { continue };
         if let Some(group) = group_of(route, groups.as_ref(), issues) {
+            unused.retain(|name| !is_named(route, name.get_ref()));
             add(route, group, issues);
         }
         if let Some(defaults) = &defaults {
             add(route, defaults, issues);
         }
     }
+    warnings.extend(unused.into_iter().map(|name| {
+        let message = format!("no route is in the group `{}`", name.get_ref());
+        Issue::new(name.span(), message).with_hint(format!("write group = \"{}\" in its routes", name.get_ref()))
+    }));
+}
+
+fn is_named(route: &DeTable<'_>, group: &str) -> bool {
+    route.get("group").and_then(|name| name.get_ref().as_str()) == Some(group)
+}
+
+/// Return the keys that may have defaults.
+fn known_keys() -> impl Iterator<Item = &'static str> {
+    let keys = FileKind::Gateway.keys(&["route"]).into_iter().filter(|key| !OWN_KEYS.contains(key));
+    keys.chain(["prefix"])
+}
+
+/// Return the known key that a key names or misspells.
+fn meant_key(key: &str) -> Option<&'static str> {
+    known_keys().find(|known| *known == key).or_else(|| closest_name(key, known_keys()))
 }
 
 fn table_of<'t, 'd>(all: &'t DeTable<'d>, key: &str) -> Option<&'t DeTable<'d>> {
@@ -43,6 +79,11 @@ fn check_keys(table: &DeTable<'_>, issues: &mut Vec<Issue>) {
     for (key, _) in table.iter().filter(|(key, _)| OWN_KEYS.contains(&&**key.get_ref())) {
         let issue = Issue::new(key.span(), format!("`{}` cannot have a default", key.get_ref()));
         issues.push(issue.with_hint("write this key in each [[route]]"));
+    }
+    let is_unknown = |key: &str| !OWN_KEYS.contains(&key) && known_keys().all(|known| known != key);
+    for (key, _) in table.iter().filter(|(key, _)| is_unknown(key.get_ref())) {
+        let issue = Issue::new(key.span(), format!("unknown key `{}`", key.get_ref()));
+        issues.push(issue.with_hint(unknown_key_hint(key.get_ref(), &known_keys().collect::<Vec<_>>())));
     }
     if let Some(prefix) = table.get("prefix")
         && !prefix.get_ref().as_str().is_some_and(|text| text.starts_with('/') && !text.ends_with('/'))
@@ -73,7 +114,8 @@ fn group_of<'g, 'd>(
 fn add<'d>(route: &mut DeTable<'d>, defaults: &DeTable<'d>, issues: &mut Vec<Issue>) {
     let has_upstream = !route.contains_key("respond") && !route.contains_key("redirect");
     for (key, value) in defaults {
-        let name = &**key.get_ref();
+        // The value of a misspelled key is used under the name that is meant, so that the key is not missing.
+        let Some(name) = meant_key(key.get_ref()) else { continue };
         match (name, value.get_ref(), route.get_mut(name)) {
             ("prefix", DeValue::String(prefix), _) if prefix.starts_with('/') => add_prefix(route, prefix, issues),
             ("prefix", ..) => {}
@@ -86,10 +128,9 @@ fn add<'d>(route: &mut DeTable<'d>, defaults: &DeTable<'d>, issues: &mut Vec<Iss
                     *own = merged;
                 }
             }
-            (name, ..) if OWN_KEYS.contains(&name) => {}
             (name, ..) if UPSTREAM_KEYS.contains(&name) && !has_upstream => {}
             (_, _, Some(_)) => {}
-            (_, _, None) => drop(route.insert(key.clone(), value.clone())),
+            (_, _, None) => drop(route.insert(Spanned::new(key.span(), Cow::Borrowed(name)), value.clone())),
         }
     }
 }
@@ -100,7 +141,11 @@ fn add_prefix(route: &mut DeTable<'_>, prefix: &str, issues: &mut Vec<Issue>) {
         issues.push(issue.with_hint("write `path`, or remove this route from the group"));
     }
     let Some(path) = route.get_mut("path") else { return };
+    // Another path is reported as the route wrote it.
     let DeValue::String(own) = path.get_ref() else { return };
+    if !own.starts_with('/') {
+        return;
+    }
     let whole = DeValue::String(Cow::Owned(format!("{prefix}{own}")));
     *path = Spanned::new(path.span(), whole);
 }

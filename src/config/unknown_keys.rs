@@ -129,6 +129,9 @@ pub(super) fn replaced_route_key(
     let value = route.get(index.parse::<usize>().ok()?)?.get_ref().as_table()?.get(key.as_str())?;
     let written = |value: &Spanned<DeValue<'_>>| sources.text_at(&value.span()).unwrap_or("\"…\"").trim().to_owned();
     let hint = match (key.as_str(), value.get_ref()) {
+        ("host", DeValue::String(policy)) if matches!(&**policy, "server" | "client") => {
+            format!("write upstream_host = {}", written(value))
+        }
         ("host", DeValue::Array(_)) => format!("write hosts = {}", written(value)),
         ("host", _) => format!("write hosts = [{}]", written(value)),
         ("headers", DeValue::Table(headers)) => {
@@ -158,6 +161,14 @@ pub(super) fn meant_key(path: &[String], kind: FileKind) -> Option<&'static str>
     closest_name(key, kind.keys(parents)).filter(|_| !is_unsupported(path))
 }
 
+/// Return the hint for an unknown key of a table with these known keys.
+pub(super) fn unknown_key_hint(key: &str, known: &[&str]) -> String {
+    match closest_name(key, known.iter().copied()) {
+        Some(near) => format!("did you mean `{near}`?"),
+        None => format!("known keys: {}", known.join(", ")),
+    }
+}
+
 /// Return the message and the hint for an unknown key.
 pub(super) fn unknown_key(path: &[String], kind: FileKind) -> (String, Option<String>) {
     let Some((key, parents)) = path.split_last() else { return ("unknown key".to_owned(), None) };
@@ -168,11 +179,7 @@ pub(super) fn unknown_key(path: &[String], kind: FileKind) -> (String, Option<St
         );
     }
     let known = kind.keys(parents);
-    let hint = match closest_name(key, known.iter().copied()) {
-        Some(near) => Some(format!("did you mean `{near}`?")),
-        None if known.is_empty() => None,
-        None => Some(format!("known keys: {}", known.join(", "))),
-    };
+    let hint = (!known.is_empty()).then(|| unknown_key_hint(key, &known));
     (format!("unknown key `{key}`"), hint)
 }
 

@@ -18,7 +18,7 @@ use hyper::body::Incoming;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, timeout_at};
 
-use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer, ReadBound, ReadLimit};
+use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer, ReadBound, ReadLimit, RestPermit};
 use crate::http::flow::{DataChunk, InFlightRequest, StreamFlow};
 use crate::http::headers::has_padding;
 use crate::http::upgrade::Tunnel;
@@ -41,10 +41,10 @@ pub trait OnComplete: Send {
         Bytes::new()
     }
 
-    /// Return whether the gateway continues to read an upstream response after the client has left, so that
+    /// Return a permit if the gateway continues to read an upstream response after the client has left, so that
     /// `on_data` sees its end.
-    fn reads_rest(&self) -> bool {
-        false
+    fn start_rest(&self) -> Option<RestPermit> {
+        None
     }
 
     /// Called after the last use of the body. `bytes_sent` is the number of body bytes that were sent.
@@ -439,8 +439,12 @@ impl Drop for Body {
             return hook.on_complete(self.bytes_sent, BodyEnd::Sent);
         }
         match mem::replace(&mut self.kind, BodyKind::Full(None)) {
-            BodyKind::Upstream(upstream) if hook.reads_rest() && !upstream.is_failed => {
-                let rest = Rest { upstream, hook: Some(hook), bytes_sent: self.bytes_sent, end: BodyEnd::Aborted };
+            BodyKind::Upstream(upstream) if !upstream.is_failed => {
+                let Some(permit) = hook.start_rest() else {
+                    return hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
+                };
+                let (hook, bytes_sent) = (Some(hook), self.bytes_sent);
+                let rest = Rest { upstream, hook, bytes_sent, end: BodyEnd::Aborted, _permit: permit };
                 // Without a runtime, the process is about to exit. `rest` is then dropped, which calls the hook.
                 if let Ok(runtime) = Handle::try_current() {
                     runtime.spawn(rest.read());
@@ -459,6 +463,7 @@ struct Rest {
     hook: Option<Box<dyn OnComplete>>,
     bytes_sent: u64,
     end: BodyEnd,
+    _permit: RestPermit,
 }
 
 impl Rest {

@@ -225,7 +225,7 @@ pub const INSPECTED_SHARE: usize = 4;
 #[derive(Debug, Default)]
 pub struct UsageByNetwork(Mutex<HashMap<IpAddr, usize>>);
 
-/// What one body uses of the share of its client network: bytes, or 1 for an upload. Dropping the value releases it.
+/// What one body uses of the share of its client network: bytes, or 1 for an upload or for the rest of a response. Dropping the value releases it.
 #[derive(Debug)]
 pub struct NetworkShare {
     networks: Arc<UsageByNetwork>,
@@ -241,8 +241,8 @@ impl UsageByNetwork {
         NetworkShare { networks: self.clone(), network, max, size: 0 }
     }
 
-    /// Return the share of an upload, or `None` if the network already has `max` uploads.
-    pub fn start_upload(self: &Arc<Self>, network: IpAddr, max: usize) -> Option<NetworkShare> {
+    /// Return the share of an upload or of the rest of a response, or `None` if the network already has `max` of them.
+    pub fn start(self: &Arc<Self>, network: IpAddr, max: usize) -> Option<NetworkShare> {
         let mut share = self.share(network, max);
         share.try_grow(1).then_some(share)
     }
@@ -277,6 +277,51 @@ impl Drop for NetworkShare {
                 used.remove();
             }
         }
+    }
+}
+
+/// Counts the upstream responses that the gateway reads to their end although their clients have left. Each occupies a
+/// connection to an upstream, but none of the client, so the limits on connections do not bound their number.
+#[derive(Debug, Default)]
+pub struct RestCounter {
+    all: AtomicUsize,
+    by_network: Arc<UsageByNetwork>,
+}
+
+/// The bounds that apply to the rest of one response.
+#[derive(Debug)]
+pub struct RestBounds {
+    /// Counter of all rests.
+    pub counter: Arc<RestCounter>,
+    /// Maximum number of all rests. A client network may have a quarter of it.
+    pub max: usize,
+    /// Network of the client, or `None` if the client is exempt.
+    pub network: Option<IpAddr>,
+}
+
+/// Counts the rest of a response until it is dropped.
+#[derive(Debug)]
+pub struct RestPermit {
+    counter: Arc<RestCounter>,
+    _share: Option<NetworkShare>,
+}
+
+impl RestBounds {
+    /// Start to read a rest. Return `None` if the gateway or the client network already reads too many.
+    pub fn start(&self) -> Option<RestPermit> {
+        let _share = match self.network {
+            Some(network) => Some(self.counter.by_network.start(network, (self.max / 4).max(1))?),
+            None => None,
+        };
+        let permit = RestPermit { counter: self.counter.clone(), _share };
+        // The permit subtracts what is added here, also if there are too many.
+        (self.counter.all.fetch_add(1, Ordering::Relaxed) < self.max).then_some(permit)
+    }
+}
+
+impl Drop for RestPermit {
+    fn drop(&mut self) {
+        self.counter.all.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -575,5 +620,29 @@ mod network_tests {
         drop((second, third, large));
         assert!(networks.lock().is_empty());
         assert!(budget.try_reserve(1000).is_some(), "all bytes of the budget are released");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rests_are_bounded_in_all_and_for_each_network() {
+        let counter = Arc::<RestCounter>::default();
+        let start = |last: Option<u8>| {
+            let network = last.map(|last| IpAddr::from([192, 0, 2, last]));
+            RestBounds { counter: counter.clone(), max: 8, network }.start()
+        };
+        let mut first: Vec<_> = (0..2).map(|_| start(Some(1)).expect("a quarter")).collect();
+        assert!(start(Some(1)).is_none(), "a network has a quarter of the rests");
+        first.pop();
+        first.extend(start(Some(1)));
+        let others: Vec<_> = (0..6).map(|_| start(None).expect("the rest of all")).collect();
+        assert!(start(None).is_none() && start(Some(2)).is_none(), "all rests are in use");
+        drop(others);
+        assert!(start(Some(2)).is_some() && start(Some(1)).is_none());
+        drop(first);
+        assert_eq!(counter.all.load(Ordering::Relaxed), 0);
     }
 }

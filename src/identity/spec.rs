@@ -15,7 +15,7 @@ use crate::identity::basic::claimed_user;
 use crate::identity::consumer::{CONSUMER_TAG, Caller};
 use crate::identity::verification::AuthError;
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
-use crate::payload::form::FieldValue;
+use crate::payload::form::{FieldValue, has_similar_parameter};
 use crate::payload::json::body::{JsonBody, JsonPointer, JsonValue, MAX_VALUE};
 use crate::payload::json::rpc::{CountedMessages, Message};
 use crate::routing::condition::query_values;
@@ -617,7 +617,7 @@ impl Descriptor {
         let unusable = |reason| Err(IdentityError::Unusable(self.clone(), reason));
         let form = request.body.and_then(|body| body.form.as_ref());
         // Some servers read a query parameter instead of a field with the same name.
-        if form.is_some() && query_values(request.query.unwrap_or_default(), name).next().is_some() {
+        if form.is_some() && has_similar_parameter(request.query.unwrap_or_default(), name) {
             return unusable("is also a query parameter");
         }
         match form.and_then(|form| form.value(name)) {

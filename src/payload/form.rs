@@ -64,9 +64,10 @@ pub struct FormFields {
 }
 
 impl FormType {
-    /// Return whether a media type is that of a form. `essence` is the media type without parameters, in lower case.
+    /// Return whether a server may read a body of this media type as a form. `essence` is the media type without
+    /// parameters, in lower case. PHP ignores what follows the name of the type.
     pub fn is_form(essence: &str) -> bool {
-        essence == "application/x-www-form-urlencoded" || essence.starts_with("multipart/")
+        essence.starts_with("application/x-www-form-urlencoded") || essence.starts_with("multipart/")
     }
 
     /// Parse the media type of a form.
@@ -79,10 +80,13 @@ impl FormType {
         let mut boundary = None;
         for part in parts {
             let (name, value) = part.split_once('=').unwrap_or((part, ""));
-            let value = value.strip_prefix('"').and_then(|value| value.strip_suffix('"')).unwrap_or(value);
+            let quoted = value.strip_prefix('"').and_then(|value| value.strip_suffix('"'));
+            let value = quoted.unwrap_or(value);
             match &*name.trim_start().to_ascii_lowercase() {
                 "charset" if value.eq_ignore_ascii_case("utf-8") => {}
-                "boundary" if boundary.is_none() && is_boundary(value) => boundary = Some(value.into()),
+                "boundary" if boundary.is_none() && is_boundary(value, quoted.is_some()) => {
+                    boundary = Some(value.into())
+                }
                 _ => return Err(FormError::Syntax("its media type has another parameter than `boundary`")),
             }
         }
@@ -94,9 +98,11 @@ impl FormType {
     }
 }
 
-/// Return whether text is a boundary that needs no escapes in quotes.
-fn is_boundary(text: &str) -> bool {
-    let is_char = |byte: u8| byte.is_ascii_alphanumeric() || b"'()+_,-./:=?".contains(&byte);
+/// Return whether text is a boundary that all servers read to its end. Without quotes, some servers (PHP, Werkzeug) end
+/// it at a character that is not one of a token.
+fn is_boundary(text: &str, is_quoted: bool) -> bool {
+    let others: &[u8] = if is_quoted { b"'()+_,-./:=?" } else { b"'+_-." };
+    let is_char = |byte: u8| byte.is_ascii_alphanumeric() || others.contains(&byte);
     (1..=MAX_BOUNDARY).contains(&text.len()) && text.bytes().all(is_char)
 }
 
@@ -222,9 +228,10 @@ impl<'h> Disposition<'h> {
         loop {
             let (key, after) = rest.split_once('=').ok_or(malformed.clone())?;
             let quoted = after.strip_prefix('"').and_then(|after| after.split_once('"'));
-            // Browsers quote each value. `filename*` is a token (RFC 8187).
+            // Browsers quote each value, and write `filename*` as RFC 8187 does. PHP reads other quotes as well, and
+            // some servers decode `=?utf-8?Q?user?=`.
             let (text, after) = match (&*key.trim_start().to_ascii_lowercase(), quoted) {
-                ("name", Some((text, after))) if name.is_none() && !text.contains('%') => {
+                ("name", Some((text, after))) if name.is_none() && !text.contains('%') && !text.contains("=?") => {
                     name = Some(text);
                     (text, after)
                 }
@@ -238,7 +245,7 @@ impl<'h> Disposition<'h> {
                 }
                 _ => return Err(malformed),
             };
-            if text.contains('"') {
+            if quoted.is_none() && !is_extended_value(text) {
                 return Err(malformed);
             }
             match after.strip_prefix(';') {
@@ -253,6 +260,15 @@ impl<'h> Disposition<'h> {
 
 fn is_token(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+}
+
+/// Return whether text is an `ext-value`: `charset'language'value` (RFC 8187 §3.2.1).
+fn is_extended_value(text: &str) -> bool {
+    let is_char = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$&+-.^_`|~%".contains(&byte);
+    let mut parts = text.split('\'');
+    let [charset, language, value] = [(); 3].map(|()| parts.next());
+    let is_text = |part: Option<&str>| part.is_some_and(|part| part.bytes().all(is_char));
+    charset.is_some_and(is_token) && is_text(language) && is_text(value) && parts.next().is_none()
 }
 
 /// Return whether a part of this media type is a single value, in UTF-8 if it is text.
@@ -285,16 +301,32 @@ fn field_value(value: &[u8]) -> FieldValue {
     }
 }
 
+/// Return whether a server may read a parameter of a query as the field `wanted`.
+pub fn has_similar_parameter(query: &str, wanted: &str) -> bool {
+    query.split(['&', ';']).any(|parameter| {
+        let name = parameter.split('=').next().unwrap_or_default().replace('+', " ");
+        are_similar(&percent_decode_str(&name).decode_utf8_lossy(), wanted)
+    })
+}
+
 /// Return whether a server may read the field `name` as the field `wanted`. Servers ignore case or white space, replace
-/// characters (PHP), or combine fields such as `user`, `user[]` and `user[name]` into one value.
+/// characters (PHP), ignore brackets (Rack), or combine fields such as `user`, `user[]` and `user[name]` into one value.
 fn are_similar(name: &str, wanted: &str) -> bool {
     let canonical = |name: &str| {
         let name = name.split('\0').next().unwrap_or_default();
-        name.trim_matches(|c: char| c.is_whitespace() || c.is_control()).to_lowercase().replace([' ', '.'], "_")
+        let name = name.trim_matches(|c: char| c.is_whitespace() || c.is_control());
+        let name = name.trim_start_matches(['[', ']']);
+        let name = if name.contains('[') { name } else { name.trim_end_matches(']') };
+        name.to_lowercase().replace([' ', '.'], "_")
     };
     let (name, wanted) = (canonical(name), canonical(wanted));
     let contains = |outer: &str, inner: &str| outer.strip_prefix(inner).is_some_and(|rest| rest.starts_with('['));
-    name == wanted || contains(&name, &wanted) || contains(&wanted, &name)
+    // PHP reads `user[name` as `user_name`.
+    let is_unclosed = name.split_once('[').is_some_and(|(_, rest)| !rest.contains(']'));
+    name == wanted
+        || contains(&name, &wanted)
+        || contains(&wanted, &name)
+        || is_unclosed && name.replacen('[', "_", 1) == wanted
 }
 
 #[cfg(test)]
@@ -326,6 +358,9 @@ mod tests {
             ("user[email]", "user%5Bemail%5D=a&user%5Bpassword%5D=b", text("a")),
             ("user[email]", "user%5Bemail%5D=a&user=b", Some(FieldValue::Ambiguous)),
             ("user_name", "user.name=a", Some(FieldValue::Ambiguous)),
+            ("user_name", "user_name=a&user[name=b", Some(FieldValue::Ambiguous)),
+            ("user", "user=a&[user]=b", Some(FieldValue::Ambiguous)),
+            ("user", "user=a&user]=b", Some(FieldValue::Ambiguous)),
         ] {
             assert_eq!(value("application/x-www-form-urlencoded", body, name), Ok(expected), "{body}");
         }
@@ -364,6 +399,7 @@ mod tests {
             (one_part(&field("USER")), Some(FieldValue::Ambiguous)),
             (one_part(file), None),
             (one_part(&file.replace("\"f\"", "\"user\"")), Some(FieldValue::Ambiguous)),
+            (one_part(&file.replace("filename=\"user\"", "filename*=utf-8''a%20b.txt")), None),
             (one_part(&format!("{}\r\n--b\r\n{}", field("user"), field("user"))), Some(FieldValue::Ambiguous)),
             (one_part(&format!("{file}\r\n--b\r\n{}", field("user"))), text("alice")),
         ] {
@@ -377,6 +413,20 @@ mod tests {
     }
 
     #[test]
+    fn parameters_of_a_query_may_replace_fields() {
+        for (query, expected) in [
+            ("user=a", true),
+            ("x=1&User=a", true),
+            ("x=1;us%65r[]=a", true),
+            ("+user", true),
+            ("", false),
+            ("x=user&users=a", false),
+        ] {
+            assert_eq!(has_similar_parameter(query, "user"), expected, "{query}");
+        }
+    }
+
+    #[test]
     fn multipart_form_that_servers_read_differently_is_rejected() {
         let type_of = "multipart/form-data; boundary=b";
         let field = "Content-Disposition: form-data; name=\"user\"\r\n\r\nalice";
@@ -385,6 +435,9 @@ mod tests {
             ("multipart/form-data", one_part(field)),
             ("multipart/form-data; boundary=b; boundary=c", one_part(field)),
             ("multipart/form-data; boundary*0=b", one_part(field)),
+            ("multipart/form-data; boundary=b/c", one_part(field).replace("--b", "--b/c")),
+            ("application/x-www-form-urlencoded, x", one_part(field)),
+            ("application/x-www-form-urlencoded x", one_part(field)),
             ("multipart/mixed; boundary=b", one_part(field)),
             (type_of, format!("x\r\n{}", one_part(field))),
             (type_of, format!("{}x", one_part(field))),
@@ -396,6 +449,8 @@ mod tests {
             (type_of, one_part(&field.replace("name=\"user\"", "name*=utf-8''user"))),
             (type_of, one_part(&field.replace("name=\"user\"", "name=\"a\\\"; name=\"user\""))),
             (type_of, one_part(&field.replace("user", "us%65r"))),
+            (type_of, one_part(&field.replace("user", "=?utf-8?Q?user?="))),
+            (type_of, one_part(&field.replace("\"user\"", "\"f\"; filename*=x'; filename=\"'; name=user; x=\""))),
             (type_of, one_part(&field.replace("form-data", "attachment"))),
             (type_of, one_part(&field.replace("; name", ";\r\n name"))),
             (type_of, one_part("\r\n\r\nalice")),

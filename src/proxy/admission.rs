@@ -23,12 +23,12 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
 use crate::payload::json::body::JsonBody;
-use crate::payload::llm::provider::{Operation, Provider};
+use crate::payload::llm::provider::{Billing, Operation, Provider};
 use crate::proxy::body::{BodyContent, BodyRead, LimitInspection};
 use crate::proxy::llm;
 use crate::proxy::llm::LlmRequest;
 use crate::proxy::rate_limit::{Credential, build_checks, build_open_checks, make_refundable};
-use crate::proxy::rejection::{AuthRejection, InspectError, Rejection};
+use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection};
 use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest};
 use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
@@ -425,6 +425,11 @@ async fn inspect<'a, I: AdmissionIo>(
     let path = target.upstream_path(route)?;
     let operation = Operation::of(&path);
     facts.api = Some(operation.map_or(Provider::OpenAi, |operation| operation.provider));
+    if let Some(operation) = operation.filter(|operation| operation.billing == Billing::Generation)
+        && let Some(name) = operation.provider.hides_usage(head.uri.query(), head.headers)
+    {
+        return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
+    }
     let llm = llm::request(content, inspection, &path, operation)?;
     io.counts_tokens(&llm);
     Ok(Some(Box::new(llm)))

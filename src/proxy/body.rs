@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 
-use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, UploadLimits};
+use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, RestBounds, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
 use crate::payload::form::{FormFields, FormType};
 use crate::payload::json::body::{Collector, JsonBody};
@@ -225,6 +225,17 @@ fn network_share(snapshot: &ConfigSnapshot, peer: &Peer, max_read: usize, header
     let ConfigSnapshot { config, metrics, .. } = snapshot;
     let max = (config.server.max_buffered / INSPECTED_SHARE).max(max_read);
     Some(metrics.inspected_by_network.share(counted_network(config, peer, headers)?, max))
+}
+
+/// Divisor of `server.max_connections`. The quotient limits the number of responses that the gateway reads after their
+/// clients have left.
+const REST_SHARE: usize = 8;
+
+/// Return the bounds of reading the response to a request after its client has left.
+pub(super) fn rest_bounds(snapshot: &ConfigSnapshot, peer: &Peer, headers: &HeaderMap) -> RestBounds {
+    let ConfigSnapshot { config, metrics, .. } = snapshot;
+    let max = (config.server.max_connections / REST_SHARE).max(1);
+    RestBounds { counter: metrics.rests.clone(), max, network: counted_network(config, peer, headers) }
 }
 
 /// Return the client network whose use of shared resources is limited. Return `None` if the client is exempt:

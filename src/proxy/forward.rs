@@ -195,10 +195,10 @@ pub(super) fn body_for_fallback(
     attempts: &mut AttemptLog,
     replay: Option<&ReplayBody>,
 ) -> Option<RequestBody> {
-    let may_repeat = rules.may_repeat(method);
+    let may_retry = rules.may_retry(method);
     let is_sent_again = match result {
-        Ok(response) => may_repeat && rules.covers(response.status()),
-        Err(UpstreamError::ResponseTimeout { .. }) => may_repeat && rules.on_timeout,
+        Ok(response) => may_retry && rules.covers(response.status()),
+        Err(UpstreamError::ResponseTimeout { .. }) => may_retry && rules.on_timeout,
         Err(
             UpstreamError::NoHealthyEndpoint { .. }
             | UpstreamError::Unresolved { .. }
@@ -208,7 +208,7 @@ pub(super) fn body_for_fallback(
             | UpstreamError::Reset { .. }
             | UpstreamError::InvalidResponse { .. }
             | UpstreamError::UnexpectedUpgrade { .. },
-        ) => may_repeat || attempts.is_unexecuted(),
+        ) => may_retry || attempts.is_unexecuted(),
         Err(
             UpstreamError::TooManyUploads { .. }
             | UpstreamError::RouteTimeout { .. }

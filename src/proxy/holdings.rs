@@ -8,6 +8,7 @@ use http::{HeaderMap, Response};
 use tracing::warn;
 
 use crate::http::body::{Body, BodyEnd};
+use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
@@ -60,10 +61,11 @@ impl<'a> Holdings<'a> {
         route: &Route,
         metrics: &WorkerMetrics,
         result: &Result<Response<Body>, UpstreamError>,
+        rest: Option<RestBounds>,
     ) -> impl Future<Output = Settled<'a>> + use<'a> {
         let Holdings { mut decision, llm } = self;
         let reservations = match (llm, result) {
-            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response),
+            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest),
             (None, _) | (_, Err(_)) => None,
         };
         let limits = &route.rate_limits.limits;
@@ -110,9 +112,9 @@ impl Held {
         self.reservations.as_mut().map_or_else(Bytes::new, |reservations| reservations.take_held_data())
     }
 
-    /// Return whether the end of the response determines a cost, even if the client has left.
-    pub(super) fn reads_rest(&self) -> bool {
-        self.reservations.is_some()
+    /// Return a permit to read the response after the client has left, if its end determines a cost.
+    pub(super) fn start_rest(&self) -> Option<RestPermit> {
+        self.reservations.as_ref()?.start_rest()
     }
 
     /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log

@@ -9,6 +9,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, Response};
 
 use crate::http::body::{Body, BodyEnd};
+use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
@@ -101,7 +102,7 @@ pub fn request(
         Content::Empty | Content::Unread => None,
     };
     // Providers with the model in the path ignore the model in the body.
-    let model = request::model_in_path(path).map(|model| model.into()).or(named);
+    let model = request::model_in_path(path).map(|model| model.into()).or(named.filter(|_| provider.reads_model()));
     let (path, clients) = (path.into(), Vec::new());
     let is_unknown = operation.is_none();
     Ok(LlmRequest { content, model, provider, billing, is_unknown, path, hides_usage, clients })
@@ -206,6 +207,7 @@ impl LlmRequest {
         route: &Route,
         metrics: &WorkerMetrics,
         response: &Response<Body>,
+        rest: Option<RestBounds>,
     ) -> Option<Box<LlmSettlement>> {
         let status = response.status();
         if !status.is_success() {
@@ -260,7 +262,7 @@ impl LlmRequest {
             event: Vec::new(),
             line_feed: LineFeed::Next,
         });
-        Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
+        Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter, rest }))
     }
 
     /// Return whether the provider continues to generate the response if the client disconnects.
@@ -285,6 +287,8 @@ pub(super) struct LlmSettlement {
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
     rewriter: Option<StreamRewriter>,
+    /// Bounds of the rest of the response, which is read after the client has left.
+    rest: Option<RestBounds>,
 }
 
 /// Changes a stream of server-sent events.
@@ -455,6 +459,11 @@ impl LlmSettlement {
         ControlFlow::Continue(())
     }
 
+    /// Return a permit to read the response after the client has left.
+    pub(super) fn start_rest(&self) -> Option<RestPermit> {
+        self.rest.as_ref()?.start()
+    }
+
     /// Return whether the rewriter holds back a part of an event.
     pub(super) fn holds_data(&self) -> bool {
         self.rewriter.as_ref().is_some_and(|rewriter| !rewriter.event.is_empty())
@@ -503,8 +512,11 @@ impl SettledLimit {
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         // The provider may have generated more than the gateway has seen of an aborted response.
         let keeps_reservation = end == BodyEnd::Aborted && self.on_abort == OnAbort::Reservation;
-        let measured =
-            measured.filter(|measured| !keeps_reservation || self.weights.cost(measured.usage) > self.reserved);
+        // A document without a usage object may contain only a part of what was generated.
+        let has_no_usage = end != BodyEnd::Aborted && meter.is_some_and(ResponseMeter::is_document_without_usage);
+        let measured = measured.filter(|measured| {
+            !keeps_reservation && !has_no_usage || self.weights.cost(measured.usage) > self.reserved
+        });
         if measured.is_none() && end != BodyEnd::Aborted {
             self.warn_of_unknown_usage(meter);
         }
@@ -525,6 +537,9 @@ impl SettledLimit {
         let reason = match meter {
             None => "the response is compressed or has an unknown media type",
             Some(meter) if meter.has_unknown_usage() => "the usage object has no known counts: set `usage` in `cost`",
+            Some(meter) if meter.is_document_without_usage() => {
+                "the response has no usage object: set `usage` in `cost`"
+            }
             Some(_) => return,
         };
         if let Some(tokens) = &self.tokens {

@@ -228,7 +228,7 @@ impl Rejection<'_> {
                     LlmError::Body(RequestError::Body(JsonError::TooManyValues)) | LlmError::TooLong(_) => {
                         (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
                     }
-                    LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType => {
+                    LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType | LlmError::HiddenUsage(_) => {
                         (StatusCode::BAD_REQUEST, "bad-body")
                     }
                     LlmError::UnknownOperation => (StatusCode::NOT_FOUND, "unknown-operation"),

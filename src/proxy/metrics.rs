@@ -13,7 +13,7 @@ use tracing::warn;
 
 use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
-use crate::http::body_limits::{BufferBudget, UsageByNetwork};
+use crate::http::body_limits::{BufferBudget, RestCounter, UsageByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -191,6 +191,8 @@ pub struct RequestMetrics {
     pub mirror_budget: MirrorBudget,
     /// Bytes of inspected request bodies by client network.
     pub inspected_by_network: Arc<UsageByNetwork>,
+    /// Responses that are read after their clients have left.
+    pub rests: Arc<RestCounter>,
     /// Permits to parse long request bodies outside of the workers.
     pub parser_permits: ParserPermits,
 }
@@ -269,6 +271,7 @@ pub(super) struct WorkerMetrics {
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
     pub(super) inspected_by_network: Arc<UsageByNetwork>,
+    pub(super) rests: Arc<RestCounter>,
     pub(super) parser_permits: Arc<Semaphore>,
 }
 
@@ -405,6 +408,7 @@ impl WorkerMetrics {
             check_durations: request_metrics.check_durations.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
             inspected_by_network: request_metrics.inspected_by_network.clone(),
+            rests: request_metrics.rests.clone(),
             parser_permits: request_metrics.parser_permits.0.clone(),
         }
     }

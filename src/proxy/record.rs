@@ -12,6 +12,7 @@ use uuid::{NoContext, Timestamp, Uuid};
 
 use crate::clock::monotonic;
 use crate::http::body::{Body, BodyEnd, OnComplete};
+use crate::http::body_limits::RestPermit;
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
@@ -218,8 +219,8 @@ impl OnComplete for Completion {
         self.held.take_held_data()
     }
 
-    fn reads_rest(&self) -> bool {
-        self.held.reads_rest()
+    fn start_rest(&self) -> Option<RestPermit> {
+        self.held.start_rest()
     }
 
     fn on_complete(self: Box<Self>, bytes_sent: u64, end: BodyEnd) {

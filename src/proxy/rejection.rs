@@ -174,6 +174,9 @@ pub enum LlmError {
     /// The path is no known operation, and a limit rejects unknown operations.
     #[error("this path is no operation of an LLM API whose tokens the gateway can count")]
     UnknownOperation,
+    /// The client asks for a response without its token usage.
+    #[error("`{0}` could hide the token usage of the response, which a limit counts: remove it from the request")]
+    HiddenUsage(&'static str),
     /// The maximum token usage of the request cannot be determined from the body.
     #[error(transparent)]
     Body(#[from] RequestError),

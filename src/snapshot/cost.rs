@@ -473,6 +473,10 @@ pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceL
             let compiled = weights(prices, &free, CacheWrites::AsPriced, reader);
             models.push((NamePattern::new(&model.to_ascii_lowercase()), compiled));
         }
+        if models.is_empty() {
+            let issue = Issue::new(list.span(), format!("price list `{name}` has no models"));
+            reader.push_issue(issue.with_hint("\"*\" = { input = 5, output = 25 }"));
+        }
         lists.insert(name.clone(), models);
     }
     lists

@@ -7,6 +7,8 @@ use http::Method;
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::shorthand;
+use crate::config::shorthand::HeaderRules;
+use crate::config::spanned::Text;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::routing::pattern::PathPattern;
 use crate::snapshot::cost::RefundOn;
@@ -73,6 +75,19 @@ pub(super) fn retry_rules(
     Some(rules)
 }
 
+/// Return the headers that a fallback with these rules removes: its own, and those that the rules of the route set or
+/// remove. A client could otherwise send them to the fallback.
+fn removed_headers(rules: &HeaderRules, route: Option<&HeaderRules>) -> Vec<Text> {
+    let is_new = |name: &str| {
+        let is_same = |other: &str| name.eq_ignore_ascii_case(other);
+        !rules.set.keys().any(|other| is_same(other)) && !rules.remove.iter().any(|other| is_same(other.get_ref()))
+    };
+    let set = route.into_iter().flat_map(|route| route.set.iter());
+    let set = set.map(|(name, value)| Text::new(value.span(), name.clone()));
+    let inherited = set.chain(route.into_iter().flat_map(|route| route.remove.iter().cloned()));
+    rules.remove.iter().cloned().chain(inherited.filter(|name| is_new(name.get_ref()))).collect()
+}
+
 /// Compile `fallback`.
 pub(super) fn fallback(
     route: &config::tables::Route,
@@ -117,8 +132,10 @@ pub(super) fn fallback(
             rewrite: rewrite
                 .and_then(|text| rewrite_template(text.get_ref(), &text.span(), path, reader))
                 .map(Rewrite::Template),
-            request_headers: rules
-                .map(|rules| header_rules::compile(&rules.set, &rules.remove, Direction::Request, route_name, reader)),
+            request_headers: rules.map(|rules| {
+                let remove = removed_headers(rules, route.request_headers.as_ref().map(|rules| rules.get_ref()));
+                header_rules::compile(&rules.set, &remove, Direction::Request, route_name, reader)
+            }),
         });
     }
     compiled

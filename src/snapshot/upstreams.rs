@@ -191,7 +191,7 @@ fn sticky_cookie(
     secret: Option<&Text>,
     reader: &mut Validator<'_>,
 ) -> StickyCookie {
-    if secret.is_none() {
+    if secret.is_none_or(|secret| secret.get_ref().is_empty()) {
         let issue =
             Issue::new(balance.span(), "`balance = \"sticky\"` requires `store.secret`, which signs the cookies");
         reader.push_missing(issue.with_hint("[store] secret = \"…\", the same on all gateways: openssl rand -hex 32"));

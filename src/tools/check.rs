@@ -356,6 +356,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(foreign_path(input, route));
         issues.extend(intent::path_without_wildcard(input, route));
         issues.extend(retries_without_time(input, route));
+        issues.extend(retry_rules_without_retries(input, route));
         issues.extend(mirror_to_same_upstream(input, route));
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
@@ -545,6 +546,20 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
         "response_timeout = \"{}ms\" leaves time for {attempts} attempts",
         (timeout / attempts).as_millis()
     )))
+}
+
+/// Warn of `retry_on` of a route that sends no request again.
+fn retry_rules_without_retries(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let (rules, RouteAction::Forward(weighted_upstreams)) = (route.retry.as_ref()?, &route.action) else { return None };
+    let mut upstreams = weighted_upstreams.upstreams().filter_map(|index| input.config.upstreams.get(index));
+    let has_retries = match rules.retries {
+        Some(retries) => retries > 0,
+        None => upstreams.any(|upstream| upstream.retries > 0),
+    };
+    let written = input.route(route.index)?.get_ref().retry_on.as_ref()?.first()?;
+    let message = "`retry_on` has no effect, because `retries` is 0 and the route has no `fallback`";
+    (!has_retries && route.fallback.is_empty())
+        .then(|| Issue::new(written.span(), message).with_hint("set retries = 1"))
 }
 
 /// Warn of `client_cert_header` of an upstream if no listener requests client certificates.

@@ -157,6 +157,20 @@ struct PinVerifier {
     algorithms: WebPkiSupportedAlgorithms,
 }
 
+impl PinVerifier {
+    /// Verify a signature with `verify`. The signature proves that the server has the key of the certificate, which
+    /// matters only if the certificate itself is known.
+    fn verify_key(
+        &self,
+        verify: impl FnOnce(&WebPkiSupportedAlgorithms) -> Result<HandshakeSignatureValid, Error>,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        match self.fingerprints {
+            Some(_) => verify(&self.algorithms),
+            None => Ok(HandshakeSignatureValid::assertion()),
+        }
+    }
+}
+
 impl ServerCertVerifier for PinVerifier {
     fn verify_server_cert(
         &self,
@@ -180,11 +194,7 @@ impl ServerCertVerifier for PinVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        match self.fingerprints {
-            // The signature proves that the server has the key of the certificate.
-            Some(_) => verify_tls12_signature(message, cert, dss, &self.algorithms),
-            None => Ok(HandshakeSignatureValid::assertion()),
-        }
+        self.verify_key(|algorithms| verify_tls12_signature(message, cert, dss, algorithms))
     }
 
     fn verify_tls13_signature(
@@ -193,10 +203,7 @@ impl ServerCertVerifier for PinVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        match self.fingerprints {
-            Some(_) => verify_tls13_signature(message, cert, dss, &self.algorithms),
-            None => Ok(HandshakeSignatureValid::assertion()),
-        }
+        self.verify_key(|algorithms| verify_tls13_signature(message, cert, dss, algorithms))
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

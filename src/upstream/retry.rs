@@ -31,7 +31,7 @@ impl RetryRules {
     }
 
     /// Return whether a request may be sent again although a server may have executed it.
-    pub fn may_repeat(&self, method: &Method) -> bool {
+    pub fn may_retry(&self, method: &Method) -> bool {
         self.methods.contains(method)
     }
 }

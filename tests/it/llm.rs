@@ -1279,6 +1279,60 @@ fn abort_at_each_event_is_settled_by_on_abort() {
 }
 
 #[test]
+fn rests_of_abandoned_responses_are_bounded() {
+    const CALLS: usize = 40;
+    let provider = Provider::start();
+    // 16 / 8 responses are read after their clients have left.
+    let config = config("", provider.address, 1_000_000, "", "");
+    let gateway = Gateway::start(&format!("[server]\nmax_connections = 16\n{config}"));
+    let body =
+        json!({"model": "m", "stream": true, "max_tokens": 500, "mock": {"input": 20, "output": 9, "pause_after": 4}});
+    let body = body.to_string();
+    let length = body.len();
+    for _ in 0..CALLS {
+        let mut client = gateway.client();
+        client.send(
+            format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {length}\r\n\r\n{body}").as_bytes(),
+        );
+        assert_eq!(client.head().unwrap().status, 200);
+        client.chunks_until("\n");
+    }
+    // The other responses are settled at once, while the provider still generates them.
+    eventually("the other aborted requests are logged", || records(&gateway).len() >= CALLS - 2);
+    provider.release();
+    eventually("all aborted requests are logged", || records(&gateway).len() == CALLS);
+    let is_kept = |record: &&Value| record["limits"][0]["settled"] == record["limits"][0]["reserved"];
+    assert!(records(&gateway).iter().filter(is_kept).count() >= CALLS - 2);
+}
+
+#[test]
+fn response_whose_usage_the_client_hides_is_rejected_or_keeps_the_reservation() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let path = "/v1beta/models/gemini-3:generateContent";
+    let usage = "{\"candidates\":[{\"content\":{\"parts\":[{\"text\":\"on\"}]}}],\"usageMetadata\":{\"promptTokenCount\":4,\"candidatesTokenCount\":2,\"thoughtsTokenCount\":30}}";
+    let body = |raw: &str| json!({"generationConfig": {"maxOutputTokens": 500}, "contents": [], "mock": {"raw": raw}});
+    for query in
+        ["fields=candidates", "$fields=candidates", "%66ields=candidates", "alt=proto", "x=1&$alt=media", "callback=f"]
+    {
+        let reply = post(&gateway, &format!("{path}?{query}"), &body(usage));
+        assert_eq!(reply.status, 400, "{query}");
+    }
+    let headers = [ID, ("content-type", "application/json"), ("x-goog-fieldmask", "candidates")];
+    assert_eq!(gateway.client().request("POST", path, &headers, body(usage).to_string().as_bytes()).status, 400);
+    assert_eq!(provider.count(), 0);
+    assert_eq!(post(&gateway, &format!("{path}?alt=json&key=x"), &body(usage)).status, 200);
+    assert_remaining(&gateway, QUOTA - 36, "the whole usage is reported");
+    let masked = "{\"candidates\":[{\"content\":{\"parts\":[{\"text\":\"on\"}]}}]}";
+    let reply = post(&gateway, path, &body(masked));
+    let reserved = QUOTA - 36 - reply.remaining("tokens");
+    assert!(reserved >= 500, "{reserved}");
+    eventually("the reservation of the second response stays charged", || {
+        records(&gateway).last().is_some_and(|record| record["limits"][0]["settled"] == json!(reserved))
+    });
+}
+
+#[test]
 fn removed_usage_event_leaves_no_bytes_and_the_last_event_is_sent_unfinished() {
     let provider = Provider::start();
     let gateway = start(&provider, QUOTA, "");

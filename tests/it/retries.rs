@@ -1,14 +1,15 @@
 //! Retries of a route on chosen statuses, and fallback upstreams.
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::sync::mpsc::channel;
 
 use crate::support::admin_listener::{metric, with_admin};
-use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::redis::free_port;
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Upstream, read_head, read_request, serve};
+use crate::support::{MAX_WAIT, eventually};
 use http::Request;
 
 /// Start a gateway that uses these servers in turn. `lines` are further settings of the route.
@@ -90,11 +91,13 @@ fn response_timeout_is_retried_only_with_retry_on_timeout() {
 #[test]
 fn fallback_has_its_own_host_path_and_credentials() {
     let two = Upstream::start();
-    let lines = "request_headers = { set = { authorization = \"Bearer one\", x-route = \"{route}\" } }\nupstream_host = \"one.test\"\n\
+    let lines = "request_headers = { set = { authorization = \"Bearer one\", x-route = \"{route}\" }, remove = [\"x-debug\"] }\nupstream_host = \"one.test\"\n\
                  fallback = [{ upstream = \"two\", upstream_host = \"two.test\", rewrite = \"/other/{rest}?from=one\",\n\
-                 request_headers = { set = { authorization = \"Bearer two\" } } }]";
+                 request_headers = { set = { api-key = \"two\" } } }]";
     let gateway = with_fallback(&format!("http://127.0.0.1:{}", free_port()), &two.url(), lines);
-    let headers = [("Host", "shop.test"), ("X-Client", "kept")];
+    // The client sends headers that the route sets or removes.
+    let forged = [("Authorization", "Bearer client"), ("X-Route", "admin"), ("X_Route", "admin"), ("X-Debug", "1")];
+    let headers = [&[("Host", "shop.test"), ("X-Client", "kept")][..], &forged].concat();
     let body = "x".repeat(300_000);
     // The second body is longer than `request_buffer`, but nothing of it was sent.
     for body in ["hello", &*body] {
@@ -104,8 +107,11 @@ fn fallback_has_its_own_host_path_and_credentials() {
         for (name, value) in [
             ("host", &["two.test"][..]),
             ("x-forwarded-host", &["shop.test"]),
-            ("authorization", &["Bearer two"]),
+            ("authorization", &[]),
+            ("api-key", &["two"]),
             ("x-route", &[]),
+            ("x_route", &[]),
+            ("x-debug", &[]),
             ("x-client", &["kept"]),
             ("x-forwarded-for", &["127.0.0.1"]),
         ] {
@@ -192,6 +198,33 @@ fn statuses_of_retry_on_lead_to_each_fallback_in_order() {
     one.stop();
     two.set(Behaviour::Respond(202));
     assert_eq!(plain.get("/").status, 202);
+}
+
+#[test]
+fn failed_response_occupies_no_server_while_the_fallback_works() {
+    let one = serve(|mut stream| {
+        while let Some(request) = read_request(&mut stream) {
+            let status = if request.head.contains("/ok") { "200 OK" } else { "503 Service Unavailable" };
+            if write!(stream, "HTTP/1.1 {status}\r\nContent-Length: 5\r\n\r\nhello").is_err() {
+                return;
+            }
+        }
+    });
+    let (arrived, arrivals) = channel();
+    let two = serve(move |mut stream| {
+        while read_request(&mut stream).is_some() {
+            arrived.send(()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!(
+        "[upstream.one]\nservers = [\"http://{one}\"]\nmax_requests = 1\n\
+         [upstream.two]\nservers = [\"http://{two}\"]\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"one\"\nfallback = [\"two\"]\nretry_on = [503]\n"
+    ));
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /fail HTTP/1.1\r\nHost: a\r\n\r\n");
+    arrivals.recv_timeout(MAX_WAIT).unwrap();
+    assert_eq!(gateway.get("/ok").status, 200);
 }
 
 #[test]

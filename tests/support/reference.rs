@@ -64,7 +64,11 @@ fn inner(schema: &Value) -> (&'static str, &Value) {
     }
 }
 
+/// Return the table of the keys. It is empty if another section describes the keys, as for the defaults of routes.
 fn table(schema: &Value) -> String {
+    if !schema["properties"].is_object() {
+        return String::new();
+    }
     let mut out = "| key | type | default | meaning |\n|---|---|---|---|\n".to_owned();
     rows("", schema, &mut out);
     out

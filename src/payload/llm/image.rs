@@ -97,12 +97,12 @@ impl ImageSize {
     }
 }
 
-/// Return the size of an image in PNG, JPEG, GIF or WebP format. Return `None` for other data.
+/// Return the size of an image in PNG, JPEG or WebP format. Return `None` for other data, such as GIF, whose images may
+/// be larger than the size at its start.
 pub fn base64_size(text: &str) -> Option<ImageSize> {
     let bytes = Base64Bytes(text.as_bytes());
     match (bytes.get(0)?, bytes.get(1)?) {
         (0x89, b'P') => ImageSize::new(bytes.big_endian(16, 4)?, bytes.big_endian(20, 4)?),
-        (b'G', b'I') => ImageSize::new(bytes.little_endian(6, 2)?, bytes.little_endian(8, 2)?),
         (0xFF, 0xD8) => jpeg_size(bytes),
         (b'R', b'I') => webp_size(bytes),
         _ => None,
@@ -116,6 +116,10 @@ const MAX_SEGMENTS: usize = 100;
 fn jpeg_size(bytes: Base64Bytes<'_>) -> Option<ImageSize> {
     let mut at = 2;
     for _ in 0..MAX_SEGMENTS {
+        // Any number of fill bytes may precede a marker (§B.1.1.2).
+        while bytes.get(at + 1) == Some(0xFF) && bytes.get(at) == Some(0xFF) {
+            at += 1;
+        }
         let marker = bytes.get(at + 1).filter(|_| bytes.get(at) == Some(0xFF))?;
         if matches!(marker, 0xC0..=0xCF) && !matches!(marker, 0xC4 | 0xC8 | 0xCC) {
             return ImageSize::new(bytes.big_endian(at + 7, 2)?, bytes.big_endian(at + 5, 2)?);
@@ -197,9 +201,8 @@ mod tests {
     #[test]
     fn size_of_each_format_is_read() {
         let png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\x03\x20\0\0\x02\x58\x08".to_vec();
-        let gif = b"GIF89a\x20\x03\x58\x02\0\0\0".to_vec();
         let jpeg = [
-            &b"\xFF\xD8\xFF\xE0\x00\x04ab\xFF\xE1\x10\x02"[..],
+            &b"\xFF\xD8\xFF\xFF\xE0\x00\x04ab\xFF\xE1\x10\x02"[..],
             &[7; 0x1000],
             b"\xFF\xC2\0\x11\x08\x02\x58\x03\x20\x03",
         ]
@@ -209,13 +212,15 @@ mod tests {
         let bits: u32 = 799 | 599 << 14;
         let lossless = [&b"RIFF\0\0\0\0WEBPVP8L\0\0\0\0\x2f"[..], &bits.to_le_bytes()].concat();
         for (name, bytes) in
-            [("png", png), ("gif", gif), ("jpeg", jpeg), ("webp", extended), ("lossy", lossy), ("lossless", lossless)]
+            [("png", png), ("jpeg", jpeg), ("webp", extended), ("lossy", lossy), ("lossless", lossless)]
         {
             assert_eq!(base64_size(&STANDARD.encode(&bytes)), Some(ImageSize { width: 800, height: 600 }), "{name}");
             for length in 0..bytes.len().min(40) {
                 base64_size(&STANDARD.encode(&bytes[..length]));
             }
         }
-        assert_eq!(base64_size(&STANDARD.encode(b"%PDF-1.7 and so on")), None);
+        for other in [&b"%PDF-1.7 and so on"[..], b"GIF89a\x20\x03\x58\x02\0\0\0"] {
+            assert_eq!(base64_size(&STANDARD.encode(other)), None);
+        }
     }
 }

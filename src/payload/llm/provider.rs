@@ -1,6 +1,7 @@
 //! LLM APIs: which API and operation a path belongs to, and the error bodies and final events that their SDKs understand.
 
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
+use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
 /// Maximum number of choices in the final event of a stream.
@@ -103,6 +104,36 @@ impl Operation {
                 operation.within.is_empty() || before.contains(operation.within)
             })
         })
+    }
+}
+
+impl Provider {
+    /// Return whether the provider reads the model in the body of a request. The others read it in the path.
+    pub fn reads_model(self) -> bool {
+        match self {
+            Provider::OpenAi | Provider::Anthropic | Provider::Ollama => true,
+            Provider::Gemini | Provider::Bedrock => false,
+        }
+    }
+
+    /// Return the query parameter or header by which a client asks for a response without its usage (system parameters
+    /// of Google's APIs).
+    pub fn hides_usage(self, query: Option<&str>, headers: &HeaderMap) -> Option<&'static str> {
+        const HIDING: [&str; 4] = ["fields", "$fields", "callback", "$callback"];
+        const FIELD_MASK: &str = "x-goog-fieldmask";
+        match self {
+            Provider::OpenAi | Provider::Anthropic | Provider::Ollama | Provider::Bedrock => return None,
+            Provider::Gemini => {}
+        }
+        let parameters = query.unwrap_or_default().split('&').map(|parameter| {
+            let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+            (percent_decode_str(name).decode_utf8_lossy().to_ascii_lowercase(), value)
+        });
+        let hiding = parameters.filter_map(|(name, value)| match &*name {
+            "alt" | "$alt" => (!matches!(value, "json" | "sse")).then_some("alt"),
+            name => HIDING.into_iter().find(|hiding| *hiding == name),
+        });
+        hiding.chain(headers.contains_key(FIELD_MASK).then_some(FIELD_MASK)).next()
     }
 }
 

@@ -255,13 +255,17 @@ fn value_end(json: &[u8], start: usize) -> usize {
     at
 }
 
-/// Return the model in a canonical path. The paths of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
-/// (`/openai/deployments/NAME/chat/completions`) contain it.
+/// Return the model in a canonical path. The paths of Gemini (`/v1beta/models/NAME:generateContent`), Bedrock
+/// (`/model/NAME/converse`) and Azure (`/openai/deployments/NAME/chat/completions`) contain it. Azure ignores case.
 pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
     let mut segments = path.split('/');
-    let name = match segments.find(|segment| matches!(*segment, "models" | "deployments"))? {
-        "models" => segments.next()?.split_once(':')?.0,
-        _ => segments.next()?,
+    let kind = segments.find_map(|segment| {
+        let is = |kind: &&str| segment.eq_ignore_ascii_case(kind);
+        ["models", "tunedModels", "model", "deployments"].into_iter().find(is)
+    })?;
+    let name = match kind {
+        "model" | "deployments" => segments.next().filter(|_| segments.next().is_some())?,
+        _ => segments.next()?.split_once(':')?.0,
     };
     let name = percent_decode_str(name).decode_utf8_lossy();
     (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
@@ -353,7 +357,7 @@ enum Known {
 
 /// The keys that determine the cost, in the spellings that providers document. Gemini accepts keys in camel case and in
 /// snake case, as Protocol Buffers do.
-const KNOWN_KEYS: [(Place, &str, Known); 24] = [
+const KNOWN_KEYS: [(Place, &str, Known); 28] = [
     (Place::Root, "model", Known::Model),
     (Place::Root, "stream", Known::Stream),
     (Place::Root, "background", Known::Background),
@@ -361,6 +365,10 @@ const KNOWN_KEYS: [(Place, &str, Known); 24] = [
     (Place::Root, "max_completion_tokens", Known::MaxCompletionTokens),
     (Place::Root, "max_output_tokens", Known::MaxOutputTokens),
     (Place::Root, "max_new_tokens", Known::MaxNewTokens),
+    // Llama and Titan on Bedrock.
+    (Place::Root, "max_gen_len", Known::MaxNewTokens),
+    (Place::Root, "textGenerationConfig", Known::GenerationConfig),
+    (Place::GenerationConfig, "maxTokenCount", Known::GenerationMaxOutputTokens),
     (Place::Root, "n_predict", Known::NPredict),
     (Place::Root, "n", Known::N),
     (Place::Root, "best_of", Known::BestOf),
@@ -377,6 +385,8 @@ const KNOWN_KEYS: [(Place, &str, Known); 24] = [
     (Place::GenerationConfig, "candidateCount", Known::CandidateCount),
     (Place::Options, "num_predict", Known::NumPredict),
     (Place::InferenceConfig, "maxTokens", Known::InferenceMaxTokens),
+    // Nova on Bedrock.
+    (Place::InferenceConfig, "max_new_tokens", Known::InferenceMaxTokens),
     (Place::StreamOptions, "include_usage", Known::IncludeUsage),
 ];
 
@@ -928,6 +938,11 @@ mod tests {
             ("/v1beta/models/gemini-3-pro:streamGenerateContent", Some("gemini-3-pro")),
             ("/v1beta/models/gemini%E9:streamGenerateContent", Some("gemini\u{fffd}")),
             ("/openai/deployments/my-gpt/chat/completions", Some("my-gpt")),
+            ("/openai/Deployments/my-gpt/chat/completions", Some("my-gpt")),
+            ("/v1beta/tunedModels/mine:generateContent", Some("mine")),
+            ("/model/anthropic.claude-opus-4-v1%3A0/converse", Some("anthropic.claude-opus-4-v1:0")),
+            ("/model/anthropic.claude-opus-4-v1:0/converse-stream", Some("anthropic.claude-opus-4-v1:0")),
+            ("/model/m", None),
             ("/models/v1/chat/completions", None),
             ("/v1/chat/completions", None),
             ("/v1/models", None),

@@ -193,6 +193,12 @@ impl ResponseMeter {
         self.tally.has_unknown_usage && self.tally.reported.is_none()
     }
 
+    /// Return whether the response is no event stream and has not reported its usage. A client may have requested only a
+    /// part of the response, such as with the query parameter `fields` of Gemini.
+    pub fn is_document_without_usage(&self) -> bool {
+        matches!(self.framing, Framing::Documents) && self.tally.reported.is_none()
+    }
+
     /// Return a lower bound of the number of output tokens so far: the reported number or the number of deltas,
     /// whichever is larger.
     pub fn min_output(&self) -> u64 {

@@ -103,6 +103,8 @@ struct UsageObject<'a> {
     cache_read_input_tokens: Count,
     cache_creation: Option<CacheCreation>,
     #[serde(borrow)]
+    iterations: Option<Vec<Iteration<'a>>>,
+    #[serde(borrow)]
     service_tier: Option<Cow<'a, str>>,
     // Fields of Gemini.
     #[serde(rename = "promptTokenCount")]
@@ -149,10 +151,39 @@ struct Details {
     reasoning_tokens: Count,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, Deserialize)]
 #[serde(default)]
 struct CacheCreation {
     ephemeral_1h_input_tokens: Count,
+}
+
+/// A part of a response of Anthropic. The counts of the whole response do not include parts of the type `compaction`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Iteration<'a> {
+    #[serde(borrow)]
+    r#type: Option<Cow<'a, str>>,
+    input_tokens: Count,
+    output_tokens: Count,
+    cache_creation_input_tokens: Count,
+    cache_read_input_tokens: Count,
+    cache_creation: Option<CacheCreation>,
+}
+
+impl Iteration<'_> {
+    fn tokens(&self) -> Option<TokenUsage> {
+        let cache_read = self.cache_read_input_tokens.get()?;
+        let cache_write = self.cache_creation_input_tokens.get()?;
+        let one_hour = self.cache_creation.unwrap_or_default().ephemeral_1h_input_tokens.get()?;
+        Some(TokenUsage {
+            input: self.input_tokens.get()? + cache_write + cache_read,
+            cached_input: cache_read,
+            cache_write_5m: cache_write.saturating_sub(one_hour),
+            cache_write_1h: one_hour.min(cache_write),
+            output: self.output_tokens.get()?,
+            ..TokenUsage::default()
+        })
+    }
 }
 
 /// The tokens of one kind of content in the format of Gemini.
@@ -172,6 +203,18 @@ struct Units {
 }
 
 impl TokenUsage {
+    /// Add the tokens of another part of a response of Anthropic.
+    fn plus(self, other: TokenUsage) -> TokenUsage {
+        TokenUsage {
+            input: self.input + other.input,
+            cached_input: self.cached_input + other.cached_input,
+            cache_write_5m: self.cache_write_5m + other.cache_write_5m,
+            cache_write_1h: self.cache_write_1h + other.cache_write_1h,
+            output: self.output + other.output,
+            ..self
+        }
+    }
+
     /// Set the parts of the input and the output that OpenAI reports as details.
     fn with_details(self, input: Option<Details>, output: Option<Details>) -> Option<Self> {
         let (input, output) = (input.unwrap_or_default(), output.unwrap_or_default());
@@ -217,18 +260,20 @@ impl UsageObject<'_> {
             TokenUsage { input, cached_input, output, ..TokenUsage::default() }
                 .with_details(self.prompt_tokens_details, self.completion_tokens_details)?
         } else if self.input_tokens.is_present() || self.output_tokens.is_present() {
-            let cache_read = self.cache_read_input_tokens.get()?;
-            let cache_write = self.cache_creation_input_tokens.get()?;
-            let one_hour = self.cache_creation.unwrap_or_default().ephemeral_1h_input_tokens.get()?;
-            TokenUsage {
-                input: self.input_tokens.get()? + cache_write + cache_read,
-                cached_input: cache_read,
-                cache_write_5m: cache_write.saturating_sub(one_hour),
-                cache_write_1h: one_hour.min(cache_write),
-                output: self.output_tokens.get()?,
-                ..TokenUsage::default()
-            }
-            .with_details(self.input_tokens_details, self.output_tokens_details)?
+            let response = Iteration {
+                r#type: None,
+                input_tokens: self.input_tokens,
+                output_tokens: self.output_tokens,
+                cache_creation_input_tokens: self.cache_creation_input_tokens,
+                cache_read_input_tokens: self.cache_read_input_tokens,
+                cache_creation: self.cache_creation,
+            };
+            let iterations = self.iterations.iter().flatten();
+            let others = iterations.filter(|iteration| iteration.r#type.as_deref() == Some("compaction"));
+            others
+                .map(Iteration::tokens)
+                .try_fold(response.tokens()?, |sum, other| Some(sum.plus(other?)))?
+                .with_details(self.input_tokens_details, self.output_tokens_details)?
         } else if self.bedrock_input.is_present() || self.bedrock_output.is_present() {
             total = self.bedrock_total;
             let (cache_read, cache_write) = (self.bedrock_cache_read.get()?, self.bedrock_cache_write.get()?);
@@ -544,6 +589,13 @@ mod tests {
                 r#"{"prompt_tokens":9,"completion_tokens":12,"prompt_tokens_details":{"cached_tokens":4,"audio_tokens":0},
                     "completion_tokens_details":{"reasoning_tokens":8}}"#,
                 usage(9, 4, 12),
+            ),
+            (
+                "anthropic, compaction",
+                r#"{"input_tokens":23000,"output_tokens":1000,"iterations":[
+                    {"type":"compaction","input_tokens":180000,"output_tokens":3500},
+                    {"type":"message","input_tokens":23000,"output_tokens":1000}]}"#,
+                usage(203_000, 0, 4500),
             ),
             (
                 "xai, reasoning outside completion_tokens",
