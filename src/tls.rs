@@ -11,7 +11,6 @@ use std::time::Duration;
 use arc_swap::{ArcSwap, ArcSwapOption};
 use aws_lc_rs::digest::{SHA256, digest};
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair};
-use rustls::RootCertStore;
 use rustls::client::verify_server_name;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
 use rustls::pki_types::pem::PemObject;
@@ -22,6 +21,7 @@ use rustls::server::{
     WebPkiClientVerifier,
 };
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{RootCertStore, SignatureAlgorithm, SignatureScheme};
 use tokio::sync::Notify;
 use tokio_rustls::TlsAcceptor;
 use x509_parser::certificate::{Validity, X509Certificate};
@@ -131,8 +131,9 @@ pub enum CertificateSource {
 /// Selects the certificate for a connection by its server name.
 #[derive(Debug)]
 enum SniResolver {
-    /// Select the first certificate that is valid for the server name. If no certificate matches, or if the client
-    /// sends no server name, use the first certificate.
+    /// Select a certificate that is valid for the server name and whose key the client supports; see
+    /// [`select_for_client`]. If no certificate matches, or if the client sends no server name, select from all
+    /// certificates.
     Files(Vec<ArcSwap<Certificate>>),
     /// Select the managed certificate for the server name; see [`ManagedCertificates::resolve`]. The names are those of
     /// the listener.
@@ -148,10 +149,35 @@ impl ResolvesServerCert for SniResolver {
             }
         };
         let name = client_hello.server_name().and_then(|name| ServerName::try_from(name).ok());
-        let mut loaded = certificates.iter().map(ArcSwap::load);
-        let matching = name.and_then(|name| loaded.find(|certificate| certificate.matches_server_name(&name)));
-        matching.or_else(|| certificates.first().map(ArcSwap::load)).map(|found| found.certified_key.clone())
+        let offered = client_hello.signature_schemes();
+        let loaded = || certificates.iter().map(ArcSwap::load_full);
+        let matching = name.and_then(|name| {
+            select_for_client(loaded().filter(|certificate| certificate.matches_server_name(&name)), offered)
+        });
+        matching.or_else(|| select_for_client(loaded(), offered)).map(|found| found.certified_key.clone())
     }
+}
+
+/// Select the first certificate whose key supports one of the signature schemes that the client offers. rustls has
+/// already removed the schemes that the cipher suites of a TLS 1.2 client exclude. Prefer other keys to RSA keys, as
+/// HAProxy and Envoy do, because their signatures are cheaper. If the client supports no key, select the first
+/// certificate: the handshake then fails with the alert that belongs to it.
+fn select_for_client(
+    certificates: impl Iterator<Item = Arc<Certificate>>,
+    offered: &[SignatureScheme],
+) -> Option<Arc<Certificate>> {
+    let (mut first, mut rsa) = (None, None);
+    for certificate in certificates {
+        let key = &certificate.certified_key.key;
+        if key.choose_scheme(offered).is_some() {
+            if key.algorithm() != SignatureAlgorithm::RSA {
+                return Some(certificate);
+            }
+            rsa.get_or_insert_with(|| certificate.clone());
+        }
+        first.get_or_insert(certificate);
+    }
+    rsa.or(first)
 }
 
 impl ClientVerifier {
@@ -421,6 +447,30 @@ impl Certificate {
             if names.is_empty() { vec![certificate.subject().to_string()] } else { names }
         });
         names.unwrap_or_default()
+    }
+
+    /// Return whether both keys have the same type, for example RSA or ECDSA with the curve P-256.
+    pub(crate) fn has_key_type_of(&self, other: &Certificate) -> bool {
+        /// One scheme for each type of key.
+        const SCHEMES: [SignatureScheme; 6] = [
+            SignatureScheme::RSA_PSS_SHA256,
+            SignatureScheme::ECDSA_NISTP256_SHA256,
+            SignatureScheme::ECDSA_NISTP384_SHA384,
+            SignatureScheme::ECDSA_NISTP521_SHA512,
+            SignatureScheme::ED25519,
+            SignatureScheme::ED448,
+        ];
+        let supports =
+            |certificate: &Certificate, scheme| certificate.certified_key.key.choose_scheme(&[scheme]).is_some();
+        SCHEMES.into_iter().any(|scheme| supports(self, scheme) && supports(other, scheme))
+    }
+
+    /// Return whether this certificate is valid for a name of another certificate, which may be a wildcard.
+    pub(crate) fn covers(&self, name: &str) -> bool {
+        match ServerName::try_from(name) {
+            Ok(name) => self.matches_server_name(&name),
+            Err(_) => self.names().iter().any(|own| own.eq_ignore_ascii_case(name)),
+        }
     }
 
     /// Return the issuer of the certificate.

@@ -190,7 +190,8 @@ pub struct Listener {
 #[serde(default)]
 pub struct ListenerTls {
     /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first certificate
-    /// that matches the SNI name of the client, or the first in the list if none matches.
+    /// that matches the SNI name of the client and whose key the client supports, and prefers ECDSA keys to RSA keys. If
+    /// none matches the name, the gateway selects from all certificates.
     pub certificates: Vec<Spanned<Certificate>>,
     /// Obtain the certificates by ACME with the settings in `[acme]`, instead of `certificates` ([certificates by
     /// ACME](../how-to/acme.md)).

@@ -265,6 +265,9 @@ impl CompiledConfig {
                     warnings.push((WarningSubject::Certificate(index, certificate_index), text));
                 }
             }
+            for (certificate_index, text) in tls.iter().flat_map(shadowed_certificates) {
+                warnings.push((WarningSubject::Certificate(index, certificate_index), text));
+            }
             if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
                 continue;
             }
@@ -282,6 +285,31 @@ impl CompiledConfig {
         }
         warnings
     }
+}
+
+/// Return the certificates that the gateway does not serve for some of their names, because an earlier certificate of
+/// the listener is valid for the same name and has the same type of key.
+fn shadowed_certificates(tls: &ListenerTls) -> Vec<(usize, String)> {
+    let certificates: Vec<_> = tls.tls.certificates().zip(&tls.certificates).collect();
+    let mut shadowed = Vec::new();
+    for (index, (certificate, [file, _])) in certificates.iter().enumerate() {
+        let earlier = &certificates[..index];
+        let shadow = |name: &str| {
+            earlier.iter().find(|(earlier, _)| earlier.has_key_type_of(certificate) && earlier.covers(name))
+        };
+        let names = certificate.names();
+        let hidden: Vec<_> = names.iter().filter_map(|name| Some((name, shadow(name)?))).collect();
+        let Some((_, (_, [first_file, _]))) = hidden.first() else { continue };
+        let hidden_names: Vec<_> = hidden.iter().map(|(name, _)| format!("`{name}`")).collect();
+        let (path, first_path) = (file.path.display(), first_file.path.display());
+        let text = format!(
+            "{path} is never served for {}: {first_path} is listed before it, is valid for the same name and has the \
+             same type of key",
+            hidden_names.join(", ")
+        );
+        shadowed.push((index, text));
+    }
+    shadowed
 }
 
 // === `[acme]`, and the certificate names of the listeners that use it ===

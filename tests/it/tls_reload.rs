@@ -3,6 +3,7 @@
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use crate::support::certificates::{FUTURE, NOW, PAST, Pair, TlsClient, tls};
@@ -10,6 +11,8 @@ use crate::support::gateway::Gateway;
 use crate::support::{eventually, signal};
 use rustls::ClientConfig;
 use rustls::HandshakeKind;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 use rustls::version::{TLS12, TLS13};
 
 const NAME: &str = "gate.test";
@@ -234,4 +237,74 @@ fn sessions_are_resumed_by_every_worker() {
             assert_eq!(resumed, count > 0, "{layout}, {version:?}, connection {count}");
         }
     }
+}
+
+/// Return the certificate that OpenSSL gets, or `None` if the handshake fails. `name` is the server name that it sends.
+fn openssl(gateway: &Gateway, name: Option<&str>, options: &[&str]) -> Option<CertificateDer<'static>> {
+    let address = gateway.address.to_string();
+    let server_name = name.map_or(vec!["-noservername"], |name| vec!["-servername", name]);
+    let arguments = [&["s_client", "-connect", &address][..], &server_name, options].concat();
+    let output = Command::new("openssl").args(&arguments).stdin(Stdio::null()).output().unwrap();
+    CertificateDer::from_pem_slice(&output.stdout).ok()
+}
+
+#[test]
+fn client_gets_the_certificate_whose_key_it_supports() {
+    const ECDSA: &str = "ecdsa_secp256r1_sha256";
+    const RSA: &str = "rsa_pss_rsae_sha256:rsa_pkcs1_sha256";
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let pair = |name: &str| {
+        format!("{{ cert = \"{}\", key = \"{}\" }}", path(&format!("{name}.pem")), path(&format!("{name}.key")))
+    };
+    let put_pair = |name: &str, pair: &Pair| {
+        put(folder.path(), &format!("{name}.key"), &pair.key);
+        put(folder.path(), &format!("{name}.pem"), &pair.cert);
+    };
+    let (rsa, ecdsa, other) = (Pair::rsa_server(NAME, NOW), Pair::server(NAME, NOW), Pair::server("other.test", NOW));
+    for (name, pair) in [("rsa", &rsa), ("ecdsa", &ecdsa), ("other", &other)] {
+        put_pair(name, pair);
+    }
+    let config = |certificates: [&str; 3]| {
+        format!(
+            "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{}]\n\
+             [[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = {{ status = 200 }}\n",
+            certificates.map(pair).join(", ")
+        )
+    };
+    let check = |gateway: &Gateway, rsa: &Pair, ecdsa: &Pair| {
+        let cases: [(Option<&str>, &[&str], Option<&Pair>); 10] = [
+            (Some(NAME), &["-sigalgs", RSA], Some(rsa)),
+            (Some(NAME), &["-sigalgs", ECDSA], Some(ecdsa)),
+            (Some(NAME), &["-sigalgs", "rsa_pss_rsae_sha256:ecdsa_secp256r1_sha256"], Some(ecdsa)),
+            (Some(NAME), &["-sigalgs", RSA, "-alpn", "h2"], Some(rsa)),
+            (Some(NAME), &["-sigalgs", RSA, "-tls1_2"], Some(rsa)),
+            // A client of TLS 1.2 restricts the keys by its cipher suites as well (RFC 5246 §7.4.2).
+            (Some(NAME), &["-tls1_2", "-cipher", "ECDHE-RSA-AES128-GCM-SHA256"], Some(rsa)),
+            (Some(NAME), &["-tls1_2", "-cipher", "ECDHE-ECDSA-AES128-GCM-SHA256"], Some(ecdsa)),
+            // The key of the certificate for this name has another type.
+            (Some("other.test"), &["-sigalgs", RSA, "-tls1_3"], None),
+            (Some("other.test"), &[], Some(&other)),
+            (None, &["-sigalgs", RSA], Some(rsa)),
+        ];
+        for (name, options, expected) in cases {
+            let found = openssl(gateway, name, options);
+            assert!(found.as_ref() == expected.map(|pair| &pair.der), "{name:?} {options:?}");
+        }
+    };
+    let gateway = Gateway::start(&config(["rsa", "ecdsa", "other"]));
+    check(&gateway, &rsa, &ecdsa);
+    // Each of the certificates is replaced for its clients.
+    let (new_rsa, new_ecdsa) = (Pair::rsa_server(NAME, NOW), Pair::server(NAME, NOW));
+    put_pair("rsa", &new_rsa);
+    put_pair("ecdsa", &new_ecdsa);
+    eventually("both certificates are replaced", || {
+        is_used(&gateway, &new_ecdsa) && {
+            openssl(&gateway, Some(NAME), &["-sigalgs", RSA]).as_ref() == Some(&new_rsa.der)
+        }
+    });
+    check(&gateway, &new_rsa, &new_ecdsa);
+    // The order of the list decides only between keys of one type.
+    let gateway = Gateway::start(&config(["other", "ecdsa", "rsa"]));
+    check(&gateway, &new_rsa, &new_ecdsa);
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyPair, SanType, date_time_ymd,
+    KeyPair, PKCS_RSA_SHA256, RsaKeySize, SanType, date_time_ymd,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
@@ -117,10 +117,18 @@ impl Pair {
 
     /// Issue a self-signed server certificate.
     pub fn server(name: &str, years: [i32; 2]) -> Pair {
+        Pair::self_signed(name, years, &KeyPair::generate().unwrap())
+    }
+
+    /// Issue a self-signed server certificate with an RSA key.
+    pub fn rsa_server(name: &str, years: [i32; 2]) -> Pair {
+        Pair::self_signed(name, years, &KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_2048).unwrap())
+    }
+
+    fn self_signed(name: &str, years: [i32; 2], key: &KeyPair) -> Pair {
         let mut params = parameters(&[(DnType::CommonName, name)], years);
         params.subject_alt_names = vec![alternative(name)];
-        let key = KeyPair::generate().unwrap();
-        Pair::new(&params.self_signed(&key).unwrap(), &key)
+        Pair::new(&params.self_signed(key).unwrap(), key)
     }
 }
 
