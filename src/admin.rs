@@ -4,6 +4,7 @@
 pub mod api;
 mod configuration;
 mod connections;
+pub mod current;
 mod events;
 mod metrics;
 mod request;

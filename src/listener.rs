@@ -40,8 +40,9 @@ use crate::listener::metrics::{HandshakeFailure, ListenerMetrics};
 use crate::listener::stream::ReclaimableStream;
 use crate::proxy::Gateway;
 use crate::proxy::request::Peer;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::listeners::Listener;
 use crate::snapshot::settings::ServerSettings;
-use crate::snapshot::{CompiledConfig, Listener};
 use crate::upstream::connector::ProxiedConnection;
 
 /// Length of the accept queue (backlog) of each listening socket.

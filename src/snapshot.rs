@@ -2,8 +2,8 @@
 //! further validation.
 
 pub mod auth;
+mod consumers;
 pub mod cost;
-pub mod current;
 mod header_rules;
 mod identities;
 pub(crate) mod limits;
@@ -22,13 +22,11 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::hash::RandomState;
-use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
-use http::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -39,28 +37,25 @@ use crate::config::file::{ParsedFile, UnsetVariables};
 use crate::config::gateway::Config;
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::{hashed_config, redacted_config};
-use crate::config::sources::FileSnapshot;
 use crate::http::headers::{ProtectedHeaders, TrailerFilter};
-use crate::identity::access::{AccessRules, NetworkFile};
+use crate::identity::access::NetworkFile;
 use crate::identity::auth::{AuthProvider, TierSource};
 use crate::identity::consumer::{ANONYMOUS_TIER, ConsumerDirectory};
-use crate::identity::spec::{ClientIpResolver, Descriptor, IdentitySpec};
+use crate::identity::spec::{ClientIpResolver, Descriptor, OnMissing};
 use crate::limiter::key::IdentityHasher;
-use crate::limiter::redis::{RedisDeployment, RedisSettings};
-use crate::limiter::spec::LimitSpec;
 use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
-use crate::snapshot::cost::{Cost, CostContext, InspectBounds, LLM_INSPECT_BODY, RefundOn};
+use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
 use crate::snapshot::identities::NetworkFiles;
-use crate::snapshot::listeners::{Acme, AcmeListeners};
+use crate::snapshot::limits::CompiledLimit;
+use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, WarningSubject};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::Route;
-use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings};
+use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings, StoreSettings};
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
-use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::settings::UpstreamSettings;
 
 /// The compiled configuration, which the gateway uses to handle requests.
@@ -130,63 +125,6 @@ pub struct BodyInspection {
     pub reads_messages: bool,
     /// Whether a limit counts the tokens of an LLM API.
     pub reads_tokens: bool,
-}
-
-/// `[[listener]]`
-#[derive(Debug)]
-pub struct Listener {
-    /// Name of the listener. `None` if it has no name.
-    pub name: Option<Box<str>>,
-    /// Address and port.
-    pub address: SocketAddr,
-    /// Whether connections must start with a PROXY protocol header from a trusted proxy.
-    pub proxy_protocol: bool,
-    /// TLS settings. `None` for plaintext.
-    pub tls: Option<ListenerTls>,
-    /// Client networks that may use the listener. `None` = all.
-    pub access: Option<AccessRules>,
-}
-
-/// `tls` of a listener
-#[derive(Debug)]
-pub struct ListenerTls {
-    /// TLS configuration for new connections.
-    pub tls: DownstreamTls,
-    /// The files of each certificate and its private key, as they were when the configuration was loaded.
-    pub certificates: Vec<[FileSnapshot; 2]>,
-    /// The file with the CA certificates that verify client certificates, as it was when the configuration was loaded.
-    /// [`ClientAuth`] tells whether clients must send a certificate.
-    pub client_ca: Option<(FileSnapshot, ClientAuth)>,
-}
-
-/// `[store]`
-#[derive(Debug, Clone)]
-pub struct StoreSettings {
-    /// Redis deployment and settings. `None` selects the memory of this process.
-    pub redis: Option<(RedisDeployment, RedisSettings)>,
-    /// Name of the store for logs. It contains no credentials.
-    pub name: String,
-    /// Maximum time for a rate limit check.
-    pub timeout: Duration,
-    /// Maximum number of cached denials. 0 disables the cache.
-    pub denial_cache: usize,
-    /// Maximum number of rate limit states in the memory of this process.
-    pub max_memory_states: usize,
-}
-
-/// A limit, with the identity and the cost of requests.
-#[derive(Debug, Clone)]
-pub struct CompiledLimit {
-    /// The limit with its compiled rules.
-    pub limit: Arc<LimitSpec>,
-    /// Identity that the limit uses.
-    pub identity_spec: IdentitySpec,
-    /// Cost of a request. If `None`, the cost of the route applies.
-    pub cost: Option<Cost>,
-    /// Statuses for which the charge is refunded.
-    pub refund_on: RefundOn,
-    /// Status of the responses to requests that the limit denies.
-    pub status: StatusCode,
 }
 
 impl CompiledConfig {
@@ -280,8 +218,9 @@ impl CompiledConfig {
         let path = &file.file.path;
         let others = files.iter().enumerate().filter(|(other, _)| *other != index);
         let others = ConsumerDirectory(others.map(|(_, other)| other.consumers.load_full()).collect());
-        let names = identities::KnownNames::new(&self.limits, &self.routes, &self.auth.tier_source, others);
-        let consumers = identities::read(path, content, &names, &self.hasher, environment);
+        let routes = self.routes.iter().map(|route| &*route.name).collect();
+        let names = consumers::KnownNames::new(&self.limits, routes, &self.auth.tier_source, others);
+        let consumers = consumers::read(path, content, &names, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
             false => Ok(loaded.consumers),
@@ -291,10 +230,68 @@ impl CompiledConfig {
         Ok(())
     }
 
+    /// Replace the networks of a network file with those in `content`. `index` is the index of the file.
+    ///
+    /// # Errors
+    /// The file has errors, or is empty. An empty file may be one that a program is still writing. After an error, the
+    /// active networks do not change.
+    pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
+        let NetworkFile { file, networks, .. } = &*self.network_files[index];
+        let parsed = match content.trim_ascii().is_empty() {
+            true => Err(FileIssues::from_message(
+                &file.path,
+                "the file is empty: if it lists no networks intentionally, write a comment into it",
+            )),
+            false => identities::parse_network_file(&file.path, content),
+        };
+        networks.store(Arc::new(parsed.map_err(|faulty| ConfigError { files: vec![faulty] })?));
+        Ok(())
+    }
+
+    /// Return warnings about settings that are valid, but may not have the intended effect.
+    pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
+        let of_upstream =
+            |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
+        let trust = |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.trust_warning()?));
+        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        warnings.extend(self.upstream_tls.iter().filter_map(trust));
+        warnings.extend(self.auth.key_warnings(now));
+        if let Some(acme) = &self.acme {
+            warnings.extend(acme.warnings().map(|text| (WarningSubject::Acme, text)));
+        }
+        for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
+            let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
+            for (certificate_index, (certificate, [file, _])) in certificates {
+                if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
+                    let text = format!("{}: {error}; clients will reject the certificate", file.path.display());
+                    warnings.push((WarningSubject::Certificate(index, certificate_index), text));
+                }
+            }
+            for (certificate_index, text) in tls.iter().flat_map(listeners::shadowed_certificates) {
+                warnings.push((WarningSubject::Certificate(index, certificate_index), text));
+            }
+            if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
+                continue;
+            }
+            for compiled in self.limits.values() {
+                let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
+                if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
+                    let text = format!(
+                        "`{}` counts by client-cert, but {address} has no tls.client_ca: the limit rejects every \
+                         request on this listener",
+                        compiled.limit.name
+                    );
+                    warnings.push((WarningSubject::Listener(index), text));
+                }
+            }
+        }
+        warnings
+    }
+
     /// Return the tiers that consumers can choose with `tier`. The result is empty if `[tiers]` selects another source.
     pub fn consumer_tiers(&self) -> BTreeSet<&str> {
         match self.auth.tier_source {
-            TierSource::ApiKey => identities::tiers(&self.limits).filter(|tier| *tier != ANONYMOUS_TIER).collect(),
+            TierSource::ApiKey => consumers::tiers(&self.limits).filter(|tier| *tier != ANONYMOUS_TIER).collect(),
             TierSource::Jwt(_) | TierSource::Forward(_) => BTreeSet::new(),
         }
     }

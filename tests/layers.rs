@@ -31,7 +31,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["events"],
             &["metrics"],
             &["state"],
-            &["connections", "response", "usage"],
+            &["connections", "current", "response", "usage"],
         ],
     ),
     (
@@ -132,6 +132,20 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["config_snapshot", "rejection"],
             &["metrics"],
             &["mirror_state"],
+        ],
+    ),
+    (
+        "snapshot",
+        &[
+            &["settings"],
+            &["routes"],
+            &["auth"],
+            &["consumers"],
+            &["limits"],
+            &["listeners", "notify", "route_match", "route_retry"],
+            &["header_rules", "identities", "remote_auth", "route_action"],
+            &["cost", "upstreams"],
+            &["validator"],
         ],
     ),
     (

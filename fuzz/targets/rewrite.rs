@@ -5,7 +5,7 @@ use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
 use sluicegate::http::target::canonical_path;
 use sluicegate::routing::pattern::PathPattern;
-use sluicegate::snapshot::routes::{Redirect, RedirectTarget, Rewrite};
+use sluicegate::snapshot::route_action::{Redirect, RedirectTarget, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";
 

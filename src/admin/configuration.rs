@@ -7,11 +7,11 @@ use http::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::admin::current::{ConfigChange, FileKind, ReloadCause, ReloadFailure};
 use crate::admin::request::ApiContext;
 use crate::admin::response::{AdminResponse, format_rfc3339, json_response};
 use crate::clock::unix_us;
 use crate::config::include::ConfigFiles;
-use crate::snapshot::current::{ConfigChange, FileKind, ReloadCause, ReloadFailure};
 
 /// Response body of `/api/config`.
 #[derive(Debug, Serialize)]

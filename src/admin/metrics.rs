@@ -8,6 +8,7 @@ use std::fs;
 use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
 
+use crate::admin::current::FileKind;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, LostCost, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
@@ -16,7 +17,6 @@ use crate::proxy::metrics::{
     AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
 };
 use crate::proxy::mirror_state::{CopyResult, DropReason};
-use crate::snapshot::current::FileKind;
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
 use crate::upstream::error::FailureReason;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
+use crate::admin::current::ConfigHandle;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
 use crate::limiter::notify::{DeliveryStats, EventQueue};
@@ -15,8 +16,7 @@ use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::metrics::RequestMetrics;
-use crate::snapshot::Listener;
-use crate::snapshot::current::ConfigHandle;
+use crate::snapshot::listeners::Listener;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
 

@@ -12,7 +12,8 @@ use crate::identity::display::{IdentityInput, IdentityInputError};
 use crate::identity::spec::Descriptor;
 use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
-use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::limits::CompiledLimit;
 
 /// The label, in text output, of cost whose LLM model is not recorded: the model is not known, or the month already has
 /// totals of the maximum number of models.

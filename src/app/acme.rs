@@ -16,6 +16,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use crate::admin::current::ConfigHandle;
 use crate::app::AppError;
 use crate::app::acme::order::{CaClient, OrderContext, OrderError, SuggestedRenewal, publish_challenges};
 use crate::app::acme::storage::{
@@ -27,7 +28,6 @@ use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::store::RedisStore;
-use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::listeners::{Acme, AcmeSettings};
 use crate::tls::{Certificate, ChallengeKind, TlsError};
 

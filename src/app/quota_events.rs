@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use uuid::Uuid;
 
+use crate::admin::current::ConfigHandle;
 use crate::admin::usage::consumer_name;
 use crate::app::AppError;
 use crate::app::maintenance::with_jitter;
@@ -38,7 +39,6 @@ use crate::limiter::redis::commands::{EventClaim, StreamEntry};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::notify::{EventDestination, EventStream, Webhook};
 use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;

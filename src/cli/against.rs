@@ -17,7 +17,8 @@ use crate::config::diff::Difference;
 use crate::identity::auth::TierSource;
 use crate::identity::consumer::{Caller, ConsumerDirectory};
 use crate::identity::display::IdentityInput;
-use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::limits::CompiledLimit;
 
 /// Maximum number of identities in the report.
 const MAX_IDENTITIES: usize = 20;

@@ -31,7 +31,8 @@ use crate::limiter::key::Identity;
 use crate::limiter::overrides::{OverrideQuota, OverrideTable, Overrides};
 use crate::limiter::verdict::Verdict;
 use crate::proxy::request::Peer;
-use crate::snapshot::{CompiledConfig, Listener};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::listeners::Listener;
 use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters, empty_overrides};
 use crate::tools::explain::report::{

@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
+use crate::admin::current::{ConfigHandle, ReloadCause};
 use crate::app::hot_restart::HotRestart;
 use crate::app::{App, AppError, hot_restart};
 use crate::cli::shared::env_var;
@@ -19,7 +20,6 @@ use crate::config::file::UnsetVariables;
 use crate::config::include::ConfigFiles;
 use crate::config::value_path::value_span;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;
 use crate::tools::check;
 

@@ -32,8 +32,9 @@ use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection};
 use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest};
 use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::listeners::Listener;
 use crate::snapshot::routes::{Route, RouteLimits};
-use crate::snapshot::{CompiledConfig, Listener};
 
 /// Path of HTTP-01 challenges, without the token at its end (RFC 8555 §8.3).
 const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";

@@ -15,7 +15,8 @@ use crate::payload::json::body::{JsonError, JsonPointer};
 use crate::payload::json::rpc::RpcError;
 use crate::payload::llm::request::RequestError;
 use crate::snapshot::cost::CostError;
-use crate::snapshot::routes::{RedirectError, RouteLimits};
+use crate::snapshot::route_action::RedirectError;
+use crate::snapshot::routes::RouteLimits;
 use crate::upstream::error::UpstreamError;
 
 /// Reasons why the gateway sends a local reply instead of a response from an upstream or a route.

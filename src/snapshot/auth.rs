@@ -22,8 +22,9 @@ use crate::identity::consumer::{ConsumerDirectory, ConsumerKey, Consumers};
 use crate::identity::jwt::{JwtVerifier, KeySet, RequiredClaim};
 use crate::identity::spec::Descriptor;
 use crate::limiter::key::IdentityHasher;
-use crate::snapshot::CompiledLimit;
-use crate::snapshot::identities::{self, KnownNames, LimitsByName};
+use crate::snapshot::consumers;
+use crate::snapshot::consumers::KnownNames;
+use crate::snapshot::limits::{CompiledLimit, LimitsByName};
 use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::remote_auth;
 use crate::snapshot::remote_auth::{InternalUpstreams, KeyUrl};
@@ -313,7 +314,7 @@ fn consumers(
         return known.consumers.clone();
     }
     let names = KnownNames::written(limits, config, &compiled.tier_source, compiled.consumers());
-    let (consumers, file) = identities::load(text, &names, hasher, reader);
+    let (consumers, file) = consumers::load(text, &names, hasher, reader);
     let consumers = Arc::new(ArcSwap::from_pointee(consumers));
     if let Some(file) = file {
         compiled.consumers_files.push(ConsumersFile { file, consumers: consumers.clone() });

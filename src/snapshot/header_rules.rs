@@ -16,7 +16,6 @@ use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{
     Direction, HeaderAliases, HeaderMutations, ParsedValue, TemplateError, ValueTemplate, Variable, reserved_reason,
 };
-use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
 
 /// Maximum length in bytes of an unknown variable that an error message quotes. Longer text in braces may be part of a
@@ -132,11 +131,13 @@ const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POS
 /// Item in a list of `cors` that means all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route. Move `expose_header` from `limits` into the policy, so that the header is not
-/// sent twice.
-pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
+/// Compile the CORS policy of a route. `of_limits` lists the RateLimit headers, which the policy exposes as well.
+pub(super) fn cors_policy(
+    route: &Route,
+    of_limits: Option<&HeaderValue>,
+    reader: &mut Validator<'_>,
+) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
-    let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());
     let (span, cors) = (written.span(), written.get_ref());
     let credentials = cors.credentials.as_ref().is_some_and(|value| *value.get_ref());
     let origins = origins(cors, reader);
@@ -171,7 +172,7 @@ pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut 
             AllowedNames::Listed(list_value(names.iter().map(|name| name.as_str())))
         }
     };
-    let expose = expose(cors, of_limits.as_ref(), credentials, reader);
+    let expose = expose(cors, of_limits, credentials, reader);
     let private_network = cors.private_network.as_ref().is_some_and(|value| *value.get_ref());
     let max_age = max_age(cors.max_age.as_ref(), reader);
     Some(CorsPolicy { origins, methods, headers, credentials, max_age, expose, private_network })

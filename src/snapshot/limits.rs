@@ -29,11 +29,32 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalSh
 use crate::limiter::usage::UsageDays;
 use crate::payload::json::rpc::CountedMessages;
 use crate::payload::llm::usage::NamePattern;
+use crate::snapshot::cost;
 use crate::snapshot::cost::{Cost, CostContext, RefundOn, ToolCosts};
+use crate::snapshot::identities;
+use crate::snapshot::notify;
+use crate::snapshot::remote_auth;
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
 use crate::upstream::settings::UpstreamSettings;
+
+/// A limit, with the identity and the cost of requests.
+#[derive(Debug, Clone)]
+pub struct CompiledLimit {
+    /// The limit with its compiled rules.
+    pub limit: Arc<LimitSpec>,
+    /// Identity that the limit uses.
+    pub identity_spec: IdentitySpec,
+    /// Cost of a request. If `None`, the cost of the route applies.
+    pub cost: Option<Cost>,
+    /// Statuses for which the charge is refunded.
+    pub refund_on: RefundOn,
+    /// Status of the responses to requests that the limit denies.
+    pub status: StatusCode,
+}
+
+/// Compiled limits by name.
+pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;
 
 /// Time added to the response timeout of the slowest upstream. The sum is the TTL of a concurrency permit. Permits are
 /// renewed while their request is in flight.

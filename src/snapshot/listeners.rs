@@ -20,13 +20,11 @@ use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;
-use crate::identity::spec::{Descriptor, OnMissing};
+use crate::identity::access::AccessRules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::upstreams;
-use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledConfig, Listener, ListenerTls};
 use crate::tls::{
     Certificate, CertificateSource, ChallengeKind, ClientAuth, ClientVerifier, DownstreamTls, ManagedCertificates,
     TlsError, TrustRoots,
@@ -35,6 +33,33 @@ use crate::tls::{
 const ACME_EXAMPLE: &str = "tls = { acme = true, names = [\"api.example.com\"] }";
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
+
+/// `[[listener]]`
+#[derive(Debug)]
+pub struct Listener {
+    /// Name of the listener. `None` if it has no name.
+    pub name: Option<Box<str>>,
+    /// Address and port.
+    pub address: SocketAddr,
+    /// Whether connections must start with a PROXY protocol header from a trusted proxy.
+    pub proxy_protocol: bool,
+    /// TLS settings. `None` for plaintext.
+    pub tls: Option<ListenerTls>,
+    /// Client networks that may use the listener. `None` = all.
+    pub access: Option<AccessRules>,
+}
+
+/// `tls` of a listener
+#[derive(Debug)]
+pub struct ListenerTls {
+    /// TLS configuration for new connections.
+    pub tls: DownstreamTls,
+    /// The files of each certificate and its private key, as they were when the configuration was loaded.
+    pub certificates: Vec<[FileSnapshot; 2]>,
+    /// The file with the CA certificates that verify client certificates, as it was when the configuration was loaded.
+    /// [`ClientAuth`] tells whether clients must send a certificate.
+    pub client_ca: Option<(FileSnapshot, ClientAuth)>,
+}
 
 /// Compile all listeners.
 pub(super) fn listeners(
@@ -245,51 +270,9 @@ pub enum WarningSubject {
     Acme,
 }
 
-impl CompiledConfig {
-    /// Return warnings about settings that are valid, but may not have the intended effect.
-    pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
-        let of_upstream =
-            |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
-        let trust = |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.trust_warning()?));
-        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
-        warnings.extend(self.upstream_tls.iter().filter_map(trust));
-        warnings.extend(self.auth.key_warnings(now));
-        if let Some(acme) = &self.acme {
-            warnings.extend(acme.warnings().map(|text| (WarningSubject::Acme, text)));
-        }
-        for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
-            let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
-            for (certificate_index, (certificate, [file, _])) in certificates {
-                if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
-                    let text = format!("{}: {error}; clients will reject the certificate", file.path.display());
-                    warnings.push((WarningSubject::Certificate(index, certificate_index), text));
-                }
-            }
-            for (certificate_index, text) in tls.iter().flat_map(shadowed_certificates) {
-                warnings.push((WarningSubject::Certificate(index, certificate_index), text));
-            }
-            if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
-                continue;
-            }
-            for compiled in self.limits.values() {
-                let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
-                if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
-                    let text = format!(
-                        "`{}` counts by client-cert, but {address} has no tls.client_ca: the limit rejects every \
-                         request on this listener",
-                        compiled.limit.name
-                    );
-                    warnings.push((WarningSubject::Listener(index), text));
-                }
-            }
-        }
-        warnings
-    }
-}
-
 /// Return the certificates that the gateway does not serve for some of their names, because an earlier certificate of
 /// the listener is valid for the same name and has the same type of key.
-fn shadowed_certificates(tls: &ListenerTls) -> Vec<(usize, String)> {
+pub(super) fn shadowed_certificates(tls: &ListenerTls) -> Vec<(usize, String)> {
     let certificates: Vec<_> = tls.tls.certificates().zip(&tls.certificates).collect();
     let mut shadowed = Vec::new();
     for (index, (certificate, [file, _])) in certificates.iter().enumerate() {

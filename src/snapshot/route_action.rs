@@ -1,21 +1,25 @@
 //! Compiles the action of a route: weighted upstreams, direct response or redirect. Also compiles path rewriting and
 //! mirroring.
 
+use std::borrow::Cow;
+use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
+use http::header::{CONTENT_TYPE, LOCATION};
 use http::uri::PathAndQuery;
-use http::{HeaderValue, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::shorthand::UpstreamWeights;
 use crate::config::spanned::{Spanned, Text};
-use crate::http::target::forwarded_path;
+use crate::http::body::Body;
+use crate::http::target::{PathError, canonical_path, forwarded_path, request_host};
 use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
-use crate::snapshot::routes::{DirectResponse, Redirect, RedirectTarget, Rewrite, RouteAction};
+
 use crate::snapshot::upstreams::host_policy;
 use crate::snapshot::validator::Validator;
 use crate::upstream::connector::Protocol;
@@ -26,6 +30,186 @@ const MAX_WEIGHT: i64 = 1_000_000;
 
 /// Status codes for which clients follow `Location` automatically (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
+
+/// The action of a route.
+#[derive(Debug)]
+pub enum RouteAction {
+    /// Forward to one of the upstreams.
+    Forward(WeightedUpstreams),
+    /// Send a fixed response, without an upstream.
+    DirectResponse(DirectResponse),
+    /// Redirect the client.
+    Redirect(Redirect),
+}
+
+/// Change of the path before the request is forwarded.
+#[derive(Debug)]
+pub enum Rewrite {
+    /// Remove this prefix from the path.
+    StripPrefix(Box<str>),
+    /// Replace the path with an expanded template.
+    Template(RewriteTemplate),
+}
+
+/// A redirect.
+#[derive(Debug)]
+pub struct Redirect {
+    /// The target of the redirect.
+    pub to: RedirectTarget,
+    /// Status of the response.
+    pub status: StatusCode,
+}
+
+/// The target of a redirect.
+#[derive(Debug)]
+pub enum RedirectTarget {
+    /// Another path, or a URL, from a template.
+    Template {
+        /// Scheme and host. Empty if the redirect is relative to the request.
+        origin: Box<str>,
+        /// Path and query of the target.
+        template: RewriteTemplate,
+    },
+    /// A URL with the host, path and query of the request, but another scheme or port.
+    Scheme {
+        /// `http` or `https`.
+        scheme: &'static str,
+        /// The port. `None` for the default port of the scheme.
+        port: Option<u16>,
+    },
+    /// The path of the request with the trailing slash added or removed.
+    OtherSlash,
+}
+
+/// A fixed response that the gateway sends without an upstream.
+#[derive(Debug)]
+pub struct DirectResponse {
+    /// Status of the response.
+    pub status: StatusCode,
+    /// Body of the response.
+    pub body: Bytes,
+    /// Content type of the body.
+    pub content_type: HeaderValue,
+}
+
+impl DirectResponse {
+    /// Return the response to a request of the route.
+    pub fn response(&self) -> Response<Body> {
+        let mut response = Response::new(Body::full(self.body.clone()));
+        *response.status_mut() = self.status;
+        // Responses with these statuses have no content, and therefore no content type (RFC 9110 §15.3.5, §15.3.6,
+        // §15.4.5).
+        if !matches!(self.status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED) {
+            response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
+        }
+        response
+    }
+}
+
+impl Redirect {
+    /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Browsers cannot
+    /// mistake a part of the location's path for a host name, because this path and expanded templates never contain
+    /// `//` or a backslash.
+    ///
+    /// # Errors
+    /// The location needs a host, but the request has none. Or the named groups of a regular expression result in a
+    /// path that is not canonical.
+    pub fn response<B>(
+        &self,
+        request: &Request<B>,
+        pattern: &PathPattern,
+        path: &str,
+    ) -> Result<Response<Body>, RedirectError> {
+        let query = request.uri().query();
+        let (mut location, target) = match &self.to {
+            RedirectTarget::Template { origin, template } => {
+                (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
+            }
+            RedirectTarget::Scheme { scheme, port } => {
+                // The host is valid, because it was checked before routing. It contains no port and no user name.
+                let host = request_host(request.uri(), request.headers(), request.version());
+                let host = host.map_err(RedirectError::Host)?;
+                if host.is_empty() {
+                    return Err(RedirectError::Host("the request has no Host"));
+                }
+                let port = port.map(|port| format!(":{port}")).unwrap_or_default();
+                (format!("{scheme}://{host}{port}"), with_query(path, query))
+            }
+            RedirectTarget::OtherSlash => {
+                let other = path.strip_suffix('/').map_or_else(|| format!("{path}/"), str::to_owned);
+                (String::new(), with_query(&other, query))
+            }
+        };
+        for byte in target.bytes() {
+            // Percent-encode characters that are not valid in URIs (RFC 3986 §2). Clients may send them in queries.
+            if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
+                location.push(char::from(byte));
+            } else {
+                // Writing to a string cannot fail.
+                let _ = write!(location, "%{byte:02X}");
+            }
+        }
+        let mut response = Response::new(Body::full(""));
+        *response.status_mut() = self.status;
+        // All characters are graphic ASCII characters, so the conversion cannot fail.
+        response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
+        Ok(response)
+    }
+}
+
+fn with_query(path: &str, query: Option<&str>) -> String {
+    query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
+}
+
+/// Return the path from which to extract the parameters. A regular expression matches the canonical path, whose
+/// delimiters are encoded differently from those in the forwarded path. Both paths have the same segments.
+fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
+    if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
+}
+
+/// Why a request cannot be redirected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RedirectError {
+    /// The host of the request is missing or malformed. Contains the problem detail.
+    Host(&'static str),
+    /// The path of the location would not be canonical.
+    Path(PathError),
+}
+
+/// Expand a template for a path in its forwarded form. The pattern must match this path.
+fn expanded(
+    template: &RewriteTemplate,
+    pattern: &PathPattern,
+    path: &str,
+    query: Option<&str>,
+) -> Result<String, PathError> {
+    if !pattern.is_regex() {
+        return Ok(template.expand(pattern, path, query));
+    }
+    let target = template.expand(pattern, &captured_path(pattern, path), query);
+    let path = target.split('?').next().unwrap_or_default();
+    if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
+}
+
+impl Rewrite {
+    /// Return the request target for the upstream. `path` is the path of the request in its forwarded form, and must
+    /// match the pattern.
+    ///
+    /// # Errors
+    /// The named groups of a regular expression result in a path that is not canonical, for example with dot segments.
+    /// Parameters of a path pattern are whole segments, so they always result in a canonical path.
+    pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
+        match self {
+            Rewrite::Template(template) => expanded(template, pattern, path, query),
+            Rewrite::StripPrefix(prefix) => {
+                // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
+                // literal in the prefix.
+                let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
+                Ok(with_query(if end == path.len() { "/" } else { &path[end..] }, query))
+            }
+        }
+    }
+}
 
 /// Compile the action of a route. A route must have exactly one action.
 pub(super) fn route_action(

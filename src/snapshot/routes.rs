@@ -1,27 +1,22 @@
 //! Compiled routes: matching, actions, limits and header changes.
 
-use std::borrow::Cow;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fmt::Write;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION, STRICT_TRANSPORT_SECURITY};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, STRICT_TRANSPORT_SECURITY};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
 
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::gateway::Config;
-use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
 use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::http::ratelimit_headers;
 use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers, limit_status};
-use crate::http::target::{PathError, canonical_path, forwarded_path, request_host};
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::identity::spec::Descriptor;
@@ -30,17 +25,16 @@ use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Status};
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
-use crate::routing::pattern::{PathPattern, RewriteTemplate};
+use crate::routing::pattern::PathPattern;
 use crate::routing::{RouteMatch, RouteTable};
-use crate::snapshot::CompiledLimit;
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
 use crate::snapshot::cost::{Cost, RefundOn, UnknownOperation};
 use crate::snapshot::header_rules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
-use crate::snapshot::limits::check_cost_fits;
+use crate::snapshot::limits::{CompiledLimit, check_cost_fits};
 use crate::snapshot::route_action::{
-    Mirror, WeightedUpstreams, mirror, rewrite, route_action, upstream_host, websocket,
+    Mirror, Redirect, RedirectTarget, Rewrite, RouteAction, mirror, rewrite, route_action, upstream_host, websocket,
 };
 use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::route_retry::{Fallback, fallback, retry_rules};
@@ -277,186 +271,6 @@ impl RouteLimits {
     }
 }
 
-/// The action of a route.
-#[derive(Debug)]
-pub enum RouteAction {
-    /// Forward to one of the upstreams.
-    Forward(WeightedUpstreams),
-    /// Send a fixed response, without an upstream.
-    DirectResponse(DirectResponse),
-    /// Redirect the client.
-    Redirect(Redirect),
-}
-
-/// Change of the path before the request is forwarded.
-#[derive(Debug)]
-pub enum Rewrite {
-    /// Remove this prefix from the path.
-    StripPrefix(Box<str>),
-    /// Replace the path with an expanded template.
-    Template(RewriteTemplate),
-}
-
-/// A redirect.
-#[derive(Debug)]
-pub struct Redirect {
-    /// The target of the redirect.
-    pub to: RedirectTarget,
-    /// Status of the response.
-    pub status: StatusCode,
-}
-
-/// The target of a redirect.
-#[derive(Debug)]
-pub enum RedirectTarget {
-    /// Another path, or a URL, from a template.
-    Template {
-        /// Scheme and host. Empty if the redirect is relative to the request.
-        origin: Box<str>,
-        /// Path and query of the target.
-        template: RewriteTemplate,
-    },
-    /// A URL with the host, path and query of the request, but another scheme or port.
-    Scheme {
-        /// `http` or `https`.
-        scheme: &'static str,
-        /// The port. `None` for the default port of the scheme.
-        port: Option<u16>,
-    },
-    /// The path of the request with the trailing slash added or removed.
-    OtherSlash,
-}
-
-/// A fixed response that the gateway sends without an upstream.
-#[derive(Debug)]
-pub struct DirectResponse {
-    /// Status of the response.
-    pub status: StatusCode,
-    /// Body of the response.
-    pub body: Bytes,
-    /// Content type of the body.
-    pub content_type: HeaderValue,
-}
-
-impl DirectResponse {
-    /// Return the response to a request of the route.
-    pub fn response(&self) -> Response<Body> {
-        let mut response = Response::new(Body::full(self.body.clone()));
-        *response.status_mut() = self.status;
-        // Responses with these statuses have no content, and therefore no content type (RFC 9110 §15.3.5, §15.3.6,
-        // §15.4.5).
-        if !matches!(self.status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED) {
-            response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
-        }
-        response
-    }
-}
-
-impl Redirect {
-    /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Browsers cannot
-    /// mistake a part of the location's path for a host name, because this path and expanded templates never contain
-    /// `//` or a backslash.
-    ///
-    /// # Errors
-    /// The location needs a host, but the request has none. Or the named groups of a regular expression result in a
-    /// path that is not canonical.
-    pub fn response<B>(
-        &self,
-        request: &Request<B>,
-        pattern: &PathPattern,
-        path: &str,
-    ) -> Result<Response<Body>, RedirectError> {
-        let query = request.uri().query();
-        let (mut location, target) = match &self.to {
-            RedirectTarget::Template { origin, template } => {
-                (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
-            }
-            RedirectTarget::Scheme { scheme, port } => {
-                // The host is valid, because it was checked before routing. It contains no port and no user name.
-                let host = request_host(request.uri(), request.headers(), request.version());
-                let host = host.map_err(RedirectError::Host)?;
-                if host.is_empty() {
-                    return Err(RedirectError::Host("the request has no Host"));
-                }
-                let port = port.map(|port| format!(":{port}")).unwrap_or_default();
-                (format!("{scheme}://{host}{port}"), with_query(path, query))
-            }
-            RedirectTarget::OtherSlash => {
-                let other = path.strip_suffix('/').map_or_else(|| format!("{path}/"), str::to_owned);
-                (String::new(), with_query(&other, query))
-            }
-        };
-        for byte in target.bytes() {
-            // Percent-encode characters that are not valid in URIs (RFC 3986 §2). Clients may send them in queries.
-            if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
-                location.push(char::from(byte));
-            } else {
-                // Writing to a string cannot fail.
-                let _ = write!(location, "%{byte:02X}");
-            }
-        }
-        let mut response = Response::new(Body::full(""));
-        *response.status_mut() = self.status;
-        // All characters are graphic ASCII characters, so the conversion cannot fail.
-        response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
-        Ok(response)
-    }
-}
-
-fn with_query(path: &str, query: Option<&str>) -> String {
-    query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
-}
-
-/// Return the path from which to extract the parameters. A regular expression matches the canonical path, whose
-/// delimiters are encoded differently from those in the forwarded path. Both paths have the same segments.
-fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
-    if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
-}
-
-/// Why a request cannot be redirected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RedirectError {
-    /// The host of the request is missing or malformed. Contains the problem detail.
-    Host(&'static str),
-    /// The path of the location would not be canonical.
-    Path(PathError),
-}
-
-/// Expand a template for a path in its forwarded form. The pattern must match this path.
-fn expanded(
-    template: &RewriteTemplate,
-    pattern: &PathPattern,
-    path: &str,
-    query: Option<&str>,
-) -> Result<String, PathError> {
-    if !pattern.is_regex() {
-        return Ok(template.expand(pattern, path, query));
-    }
-    let target = template.expand(pattern, &captured_path(pattern, path), query);
-    let path = target.split('?').next().unwrap_or_default();
-    if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
-}
-
-impl Rewrite {
-    /// Return the request target for the upstream. `path` is the path of the request in its forwarded form, and must
-    /// match the pattern.
-    ///
-    /// # Errors
-    /// The named groups of a regular expression result in a path that is not canonical, for example with dot segments.
-    /// Parameters of a path pattern are whole segments, so they always result in a canonical path.
-    pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
-        match self {
-            Rewrite::Template(template) => expanded(template, pattern, path, query),
-            Rewrite::StripPrefix(prefix) => {
-                // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
-                // literal in the prefix.
-                let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
-                Ok(with_query(if end == path.len() { "/" } else { &path[end..] }, query))
-            }
-        }
-    }
-}
-
 impl Route {
     /// Return whether the route uses this limit.
     pub fn has_limit(&self, limit: &Arc<LimitSpec>) -> bool {
@@ -545,7 +359,12 @@ pub(super) fn routes(
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
         let access =
             identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
-        let cors = header_rules::cors_policy(written, &mut rate_limits, reader);
+        let exposed = rate_limits.expose_header.as_ref().filter(|_| !rate_limits.limits.is_empty());
+        let cors = header_rules::cors_policy(written, exposed, reader);
+        if cors.is_some() {
+            // The policy sends the header.
+            rate_limits.expose_header = None;
+        }
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let mirror = mirror(written, upstreams, reader);

@@ -20,17 +20,32 @@ use crate::config::shorthand::{AccessLog, AccessLogTable};
 use crate::config::spanned::{Spanned, Text};
 use crate::http::error_pages::ErrorPages;
 use crate::http::url::HttpUrl;
-use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
+use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::snapshot::cost::InspectBounds;
 use crate::snapshot::header_rules;
+use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{Listener, StoreSettings};
 use crate::telemetry::log::{FACILITIES, Journald, LogFormat, Syslog, SyslogProtocol};
+
+/// `[store]`
+#[derive(Debug, Clone)]
+pub struct StoreSettings {
+    /// Redis deployment and settings. `None` selects the memory of this process.
+    pub redis: Option<(RedisDeployment, RedisSettings)>,
+    /// Name of the store for logs. It contains no credentials.
+    pub name: String,
+    /// Maximum time for a rate limit check.
+    pub timeout: Duration,
+    /// Maximum number of cached denials. 0 disables the cache.
+    pub denial_cache: usize,
+    /// Maximum number of rate limit states in the memory of this process.
+    pub max_memory_states: usize,
+}
 
 /// Minimum of `max_header_size` in bytes. hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;

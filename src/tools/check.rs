@@ -31,12 +31,15 @@ use crate::identity::spec::{Descriptor, OnMissing};
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
 use crate::routing::condition::{Condition, ValueTest};
+use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::Cost;
+use crate::snapshot::limits::CompiledLimit;
+use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
+use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_match::foreign_path_hint;
-use crate::snapshot::routes::{Route, RouteAction};
-use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};
+use crate::snapshot::routes::Route;
 use crate::upstream::dns::DnsResolver;
 use crate::upstream::settings::UpstreamSettings;
 

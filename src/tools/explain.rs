@@ -39,7 +39,8 @@ use crate::proxy::rejection::{Rejection, UnreadBody};
 use crate::proxy::request::{Peer, RequestHead, RequestTarget, TargetedRequest, origin_form};
 use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::{Route, RouteAction};
+use crate::snapshot::route_action::RouteAction;
+use crate::snapshot::routes::Route;
 use crate::tools::explain::limits::{Counters, PeekedLimits};
 use crate::tools::explain::report::{
     AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport, UpstreamReport,

@@ -17,8 +17,9 @@ use crate::limiter::key::{Identity, StateName};
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 use crate::limiter::spec::LimitVariant;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::limits::CompiledLimit;
 use crate::snapshot::limits::invalid_quota_hint;
-use crate::snapshot::{CompiledConfig, CompiledLimit};
 
 /// The identity in a request to the API: a hash, or the values of its parts.
 #[derive(Debug, Deserialize)]

@@ -17,13 +17,13 @@ use std::time::Duration;
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::{info, warn};
 
+use crate::admin::current::{ConfigHandle, FileKind, ReloadCause};
 use crate::clock;
 use crate::config::include::ConfigFiles;
 use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::current::{ConfigHandle, FileKind, ReloadCause};
 
 /// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);

@@ -7,8 +7,9 @@ use crate::config::error::Issue;
 use crate::config::spanned::Text;
 use crate::config::unknown_keys::closest_name;
 use crate::identity::spec::Descriptor;
-use crate::snapshot::CompiledLimit;
-use crate::snapshot::routes::{Route, RouteAction};
+use crate::snapshot::limits::CompiledLimit;
+use crate::snapshot::route_action::RouteAction;
+use crate::snapshot::routes::Route;
 use crate::snapshot::settings::AdminSettings;
 use crate::tools::check::LintInput;
 

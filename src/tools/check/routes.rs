@@ -13,7 +13,8 @@ use crate::routing::RouteRequest;
 use crate::routing::condition::{Condition, ConditionSource, RouteBody, ValueTest};
 use crate::routing::explain::Candidate;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::{RedirectTarget, Route, RouteAction};
+use crate::snapshot::route_action::{RedirectTarget, RouteAction};
+use crate::snapshot::routes::Route;
 use crate::tools::check::LintInput;
 
 /// The host of sample requests for routes without `hosts`. The top-level domain `invalid` is reserved, so no host has

@@ -22,8 +22,9 @@ use crate::routing::RouteRequest;
 use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_action::WeightedUpstreams;
-use crate::snapshot::routes::{Route, RouteAction};
+use crate::snapshot::routes::Route;
 use crate::tools::explain::limits::PeekedLimits;
 use crate::tools::explain::report::{
     HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,

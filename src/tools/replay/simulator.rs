@@ -14,8 +14,9 @@ use crate::limiter::settlement::Deferred;
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::limits::CompiledLimit;
 use crate::snapshot::limits::invalid_quota_hint;
-use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit, SeenIdentities};
 
 /// Capacity of the memory store, so large that the store evicts no state.
