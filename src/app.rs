@@ -468,7 +468,7 @@ fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppErro
         AccessLogTarget::Syslog(syslog) => (syslog.socket.clone(), LogDestination::Syslog(syslog.clone())),
         AccessLogTarget::Journald(journald) => (journald.socket.clone(), LogDestination::Journald(journald.clone())),
     };
-    let access_log = AccessLog::start(log.access_format, log.access_sample, destination);
+    let access_log = AccessLog::start(log.access_format.clone(), log.access_sample, destination);
     access_log.map(Some).map_err(|source| AppError::AccessLog { path, source })
 }
 

@@ -148,6 +148,7 @@ impl Gateway {
             GatewayIo { limiter: &self.limiter, snapshot: &snapshot, peer, flow, record, body: &mut body, time: None };
         let admission = admission::admit(&mut io, facts, (&*request).into(), peer.origin(request.headers())).await;
         *request.body_mut() = body;
+        exchange.record.consumer(&exchange.facts.credentials);
         // Render the values of response headers before the request is consumed.
         exchange.render_response_headers(&request);
         let result = match admission {
@@ -626,7 +627,15 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    fn reject(&self, rejection: Rejection<'_>) -> (Response<Body>, &'static str) {
+    fn reject(&mut self, rejection: Rejection<'_>) -> (Response<Body>, &'static str) {
+        match &rejection {
+            Rejection::Upstream(error) if !error.is_client_error() => self.record.reason(|| error.to_string()),
+            Rejection::StoreUnavailable(error) => self.record.reason(|| error.to_string()),
+            Rejection::Auth(rejection) if rejection.error.is_unavailable() => {
+                self.record.reason(|| rejection.error.to_string());
+            }
+            _ => {}
+        }
         let id = self.record.known_request_id();
         let request_id = id.as_ref().and_then(|id| id.to_str().ok());
         match &rejection {

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::Value;
+use sluicegate::telemetry::access_log::format::{AccessFormat, FieldSet};
 use sluicegate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
 };
-use sluicegate::telemetry::log::LogFormat;
 use support::gateway::{Gateway, binary};
 use support::{admin_listener, pages, pictures};
 
@@ -244,7 +244,7 @@ fn manual_lists_exactly_the_exported_metrics() {
 }
 
 /// Write an access log record in a format and return the line.
-fn access_log_line(format: LogFormat, record: &AccessRecord<'_>) -> String {
+fn access_log_line(format: AccessFormat, record: &AccessRecord<'_>) -> String {
     #[derive(Clone, Default)]
     struct Buffer(Arc<Mutex<Vec<u8>>>);
     impl Write for Buffer {
@@ -325,22 +325,36 @@ fn manual_lists_exactly_the_access_log_fields() {
         time: 1_764_000_000_123_456,
         client: [127, 0, 0, 1].into(),
         method: "GET",
+        scheme: "https",
+        host: None,
         path: "/a",
+        protocol: "HTTP/2.0",
         status: 200,
         bytes: 3,
+        bytes_received: None,
         complete: false,
         duration_ms: Duration::from_micros(12_345),
         route: None,
         outcome: "ok",
+        reason: None,
+        consumer: None,
         decision: None,
         model: None,
         upstream: None,
+        referer: None,
+        user_agent: None,
         request_id: "id",
         trace_id: None,
         sample_rate: None,
     };
     let all = AccessRecord {
+        host: Some("a.test"),
+        bytes_received: Some(5),
         route: Some("a"),
+        reason: Some("r"),
+        consumer: Some("alice"),
+        referer: Some("/b"),
+        user_agent: Some("curl"),
         decision: Some(&decision),
         model: Some("m"),
         upstream: Some(&upstream),
@@ -349,7 +363,8 @@ fn manual_lists_exactly_the_access_log_fields() {
         ..minimal
     };
     let page = pages::read("docs/reference/access-log.md");
-    let json = |record| serde_json::from_str::<Value>(&access_log_line(LogFormat::Json, record)).unwrap();
+    let json =
+        |record| serde_json::from_str::<Value>(&access_log_line(AccessFormat::Json(FieldSet::ALL), record)).unwrap();
     let (all_fields, minimal_fields) = (json(&all), json(&minimal));
     let rows = reference_rows(&page, 6);
     assert_fields(&rows, 4, &all_fields, &minimal_fields);
@@ -357,7 +372,7 @@ fn manual_lists_exactly_the_access_log_fields() {
     let limit_rows: Vec<_> = reference_rows(&page, 5);
     assert_fields(&limit_rows, 3, &limits[0], &limits[1]);
 
-    let text = access_log_line(LogFormat::Text, &all);
+    let text = access_log_line(AccessFormat::Text, &all);
     let words: Vec<_> = text.split(' ').collect();
     let mut named = BTreeSet::new();
     for row in &rows {

@@ -282,9 +282,10 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Format of the process log and the access log. Default: `"text"` for a log that is written to a terminal,
-    /// `"json"` for a file, a pipe or syslog. Does not apply to an access log with the destination `"journald"`: each
-    /// journal entry has the fields of the access log record.
+    /// Format of the process log and the access log. Default: `"text"` for a process log that is written to a terminal,
+    /// a short line per request for an access log that is written to a terminal, `"json"` for a file, a pipe or syslog.
+    /// Does not apply to an access log with the destination `"journald"`: each journal entry has the fields of the
+    /// access log record.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Minimum level of records in the process log. The process log is written to standard error.

@@ -234,6 +234,14 @@ pub struct AccessLogTable {
     /// ([sampling](access-log.md#sampling)).
     #[schemars(extend("exclusiveMinimum" = 0, "maximum" = 1, "default" = 1))]
     pub sample: Option<Spanned<f64>>,
+    /// Format of the access log, unless `to` is `"journald"`: `"json"`, `"text"`, `"combined"` (as nginx and Apache), or a
+    /// template in the syntax of nginx's `log_format`, such as `'$remote_addr "$request" $status'`
+    /// ([templates](access-log.md#templates)). Default: `format` of `[log]`; a short line per request on a terminal.
+    pub format: Option<Text>,
+    /// Fields of the records in `json` format and in the journal: names of [fields](access-log.md#fields), `"default"`
+    /// for the fields that records have by default, `"all"` for all fields.
+    #[schemars(extend("default" = ["default"]))]
+    pub fields: Option<Spanned<Vec<Text>>>,
 }
 
 /// `"/healthz"` or `{ path = "/healthz", … }`.

@@ -118,6 +118,8 @@ enum BodySource {
 #[derive(Debug, Default)]
 pub struct UploadProgress {
     frame_count: AtomicU64,
+    /// Number of bytes that were received from the client.
+    received: AtomicU64,
     stage: AtomicU8,
     response_started: AtomicBool,
     /// Total time for which the upstream connection has waited for data from the client, in µs.
@@ -159,6 +161,11 @@ impl UploadProgress {
     /// Return the number of frames that were passed to the upstream connection so far.
     pub fn frame_count(&self) -> u64 {
         self.frame_count.load(Ordering::Relaxed)
+    }
+
+    /// Return the number of bytes that were received from the client so far.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 
     /// Return whether the gateway waits for the client to send more of the body.
@@ -557,6 +564,8 @@ impl RequestBodyInner {
             Poll::Ready(Some(Ok(frame))) => {
                 let length = frame.data_ref().map_or(0, Bytes::len);
                 self.rate_timer.iter_mut().for_each(|timer| timer.received(length));
+                // Only the task that reads the body changes the number.
+                self.progress.received.store(self.progress.received() + length as u64, Ordering::Relaxed);
                 match self.remaining.checked_sub(length as u64) {
                     Some(remaining) => self.remaining = remaining,
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),

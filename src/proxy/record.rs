@@ -16,6 +16,8 @@ use crate::http::body_limits::RestPermit;
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
+use crate::identity::auth::Credentials;
+use crate::identity::consumer::Caller;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::settlement::Deferred;
 use crate::proxy::config_snapshot::ConfigSnapshot;
@@ -59,9 +61,7 @@ impl<'a> Record<'a> {
             instant: started_at,
             peer: peer.address,
             scheme: if peer.forwarded.scheme == "https" { "https" } else { "http" },
-            method: request.method(),
-            path: request.uri().path(),
-            headers: request.headers(),
+            request,
         };
         let mut record = Record {
             snapshot,
@@ -116,6 +116,24 @@ impl<'a> Record<'a> {
         let Some(route) = route else { return };
         log.route = Some(route.name.clone());
         log.path_template = log.trace.map(|_| route.path.clone());
+    }
+
+    /// Record the consumer: the owner of the API key, or the user of Basic authentication.
+    pub(super) fn consumer(&mut self, credentials: &Credentials<'_>) {
+        if let Some(log) = &mut self.log {
+            let consumer = match credentials.caller() {
+                Caller::Consumer(consumer) => Some(&*consumer.name),
+                Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => credentials.user(),
+            };
+            log.set_consumer(consumer);
+        }
+    }
+
+    /// Record the reason why the gateway responds with an error of a server.
+    pub(super) fn reason(&mut self, reason: impl FnOnce() -> String) {
+        if let Some(log) = &mut self.log {
+            log.reason = Some(reason().into());
+        }
     }
 
     /// Record the model of a request whose tokens are counted.

@@ -30,6 +30,7 @@ use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
 use crate::snapshot::validator::Validator;
+use crate::telemetry::access_log::format::{AccessFormat, COMBINED, Colors, FIELDS, FieldSet, Template, TemplateError};
 use crate::telemetry::log::{FACILITIES, Journald, LogFormat, Syslog, SyslogProtocol};
 
 /// `[store]`
@@ -148,7 +149,7 @@ pub struct LogSettings {
     /// Format of the process log.
     pub format: LogFormat,
     /// Format of the access log.
-    pub access_format: LogFormat,
+    pub access_format: AccessFormat,
     /// Level of the process log.
     pub level: Level,
     /// Destination of the access log.
@@ -243,8 +244,6 @@ fn default_max_connections(workers: usize) -> i64 {
 
 /// Compile `[log]`.
 pub(super) fn log(log: &gateway::Log, reader: &mut Validator<'_>) -> LogSettings {
-    // People read logs on a terminal. Programs read logs from a file or a pipe.
-    let by_terminal = |is_terminal| if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
         ("warn", Level::WARN),
@@ -254,14 +253,24 @@ pub(super) fn log(log: &gateway::Log, reader: &mut Validator<'_>) -> LogSettings
     ];
     let (access, access_sample) = access_log(log.access.as_ref(), reader);
     let formats = [("text", LogFormat::Text), ("json", LogFormat::Json)];
-    let format = reader.one_of(log.format.as_ref(), by_terminal(std::io::stderr().is_terminal()), &formats);
+    // People read logs on a terminal. Programs read logs from a file or a pipe.
+    let default = if std::io::stderr().is_terminal() { LogFormat::Text } else { LogFormat::Json };
+    let format = reader.one_of(log.format.as_ref(), default, &formats);
+    let access_format = match log.format {
+        Some(_) if format == LogFormat::Text => AccessFormat::Text,
+        None if access == AccessLogTarget::Stdout && std::io::stdout().is_terminal() => {
+            let is_plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+            AccessFormat::Terminal(if is_plain { Colors::Off } else { Colors::On })
+        }
+        Some(_) | None => AccessFormat::Json(FieldSet::DEFAULT),
+    };
+    let table = log.access.as_ref().and_then(|access| match access.get_ref() {
+        AccessLog::To(_) => None,
+        AccessLog::Table(table) => Some(&**table),
+    });
     LogSettings {
         format,
-        access_format: match access {
-            _ if log.format.is_some() => format,
-            AccessLogTarget::Stdout => by_terminal(std::io::stdout().is_terminal()),
-            _ => LogFormat::Json,
-        },
+        access_format: table.map_or(access_format.clone(), |table| written_format(table, access_format, reader)),
         level: reader.one_of(log.level.as_ref(), Level::INFO, &levels),
         access_log: access,
         access_sample,
@@ -302,6 +311,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         ("tag", &table.tag, is_syslog || is_journald, "\"syslog\" and \"journald\""),
         ("protocol", &table.protocol, is_syslog, "\"syslog\""),
         ("facility", &table.facility, is_syslog, "\"syslog\""),
+        ("format", &table.format, !is_journald, "\"stdout\", \"syslog\" or a file"),
     ];
     for (key, value, is_valid, destinations) in settings {
         if let Some(value) = value.as_ref().filter(|_| !is_valid) {
@@ -323,6 +333,66 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         path => AccessLogTarget::File(reader.resolve_relative(path, span)),
     };
     (target, sample)
+}
+
+/// Compile `format` and `fields` of the access log.
+fn written_format(table: &AccessLogTable, default: AccessFormat, reader: &mut Validator<'_>) -> AccessFormat {
+    let json =
+        AccessFormat::Json(table.fields.as_ref().map_or(FieldSet::DEFAULT, |list| fields(list.get_ref(), reader)));
+    let format = match &table.format {
+        None if table.fields.is_some() => json,
+        None => default,
+        Some(format) => match format.get_ref().as_str() {
+            "json" => json,
+            "text" => AccessFormat::Text,
+            "combined" => template(COMBINED, format, reader),
+            text if text.contains('$') => template(text, format, reader),
+            other => {
+                let issue = Issue::new(format.span(), format!("`{other}` is not a format of the access log"));
+                reader.push_issue(issue.with_hint(
+                    "write \"json\", \"text\", \"combined\", or a template such as '$remote_addr \"$request\" $status'",
+                ));
+                default
+            }
+        },
+    };
+    if let Some(list) = table.fields.as_ref().filter(|_| !matches!(format, AccessFormat::Json(_))) {
+        let issue = Issue::new(list.span(), "`fields` is valid only with the format \"json\"");
+        reader.push_issue(issue.with_hint("write the fields as variables of a template in `format`"));
+    }
+    format
+}
+
+fn template(text: &str, written: &Text, reader: &mut Validator<'_>) -> AccessFormat {
+    match Template::new(text) {
+        Ok(template) => return AccessFormat::Template(Arc::new(template)),
+        Err(TemplateError::Unknown(name)) => {
+            reader.unknown_name(written.span(), "variable", &name, Template::variable_names());
+        }
+        Err(error @ TemplateError::Control) => reader.push_issue(
+            Issue::new(written.span(), error.to_string())
+                .with_hint("each record is one line: write it without line breaks"),
+        ),
+    }
+    AccessFormat::Text
+}
+
+fn fields(list: &[Text], reader: &mut Validator<'_>) -> FieldSet {
+    let mut fields = FieldSet::EMPTY;
+    for name in list {
+        let known = FIELDS.iter().find(|(known, _)| known == name.get_ref());
+        fields = match (name.get_ref().as_str(), known) {
+            ("default", _) => fields.union(FieldSet::DEFAULT),
+            ("all", _) => FieldSet::ALL,
+            (_, Some((_, field))) => fields.with(*field),
+            (unknown, None) => {
+                let names = FIELDS.iter().map(|(name, _)| *name).chain(["default", "all"]);
+                reader.unknown_name(name.span(), "field", unknown, names);
+                fields
+            }
+        };
+    }
+    fields
 }
 
 /// Return the path of a log socket. The socket need not exist yet, because the daemon may start later. `span` is the

@@ -1,5 +1,7 @@
 //! The access log: one record per request, written in batches by a separate thread.
 
+pub mod format;
+
 use std::cell::RefCell;
 use std::io::Write;
 use std::net::IpAddr;
@@ -9,14 +11,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use std::{io, mem, thread};
 
-use http::{HeaderMap, Method};
+use http::header::{HeaderName, REFERER, USER_AGENT};
+use http::{Method, Request, Version};
 use jiff::Timestamp;
 use tracing::warn;
 
 use crate::clock::{LogThrottle, unix_us};
 use crate::http::problem::append_text;
+use crate::http::request_body::{RequestBody, UploadProgress};
+use crate::http::target::request_host;
 use crate::http::text::{Escape, escape_deceptive};
-use crate::telemetry::log::{Journald, LogFormat, LogSocket, Syslog, SyslogHeader, push_framed};
+use crate::telemetry::access_log::format::{AccessFormat, Field, FieldSet, write_terminal};
+use crate::telemetry::log::{Journald, LogSocket, Syslog, SyslogHeader, push_framed};
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
@@ -53,12 +59,20 @@ pub struct AccessRecord<'a> {
     pub client: IpAddr,
     /// Request method.
     pub method: &'a str,
+    /// `http` or `https`.
+    pub scheme: &'static str,
+    /// Canonical host of the request.
+    pub host: Option<&'a str>,
     /// Request path, without the query.
     pub path: &'a str,
+    /// HTTP version of the request, such as `HTTP/1.1`.
+    pub protocol: &'static str,
     /// Response status.
     pub status: u16,
     /// Number of bytes of the response body that were sent.
     pub bytes: u64,
+    /// Number of bytes of the request body that were received.
+    pub bytes_received: Option<u64>,
     /// Whether the whole response body was sent.
     pub complete: bool,
     /// Time from the start of the request to the end of its response. The log contains this time in ms.
@@ -67,12 +81,20 @@ pub struct AccessRecord<'a> {
     pub route: Option<&'a str>,
     /// Outcome of the request, such as `ok` or `rate-limited`.
     pub outcome: &'a str,
+    /// The reason of a response with the status 502, 503 or 504 that the gateway generated.
+    pub reason: Option<&'a str>,
+    /// Name of the consumer.
+    pub consumer: Option<&'a str>,
     /// The rate limit check, if the route has limits.
     pub decision: Option<&'a DecisionInfo>,
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<&'a str>,
     /// The request to the upstream, if the request was forwarded.
     pub upstream: Option<&'a UpstreamInfo>,
+    /// `Referer` of the request, without its query.
+    pub referer: Option<&'a str>,
+    /// `User-Agent` of the request.
+    pub user_agent: Option<&'a str>,
     /// Id of the request, or `-`.
     pub request_id: &'a str,
     /// Id of the trace. The log contains this id as 32 hexadecimal digits.
@@ -171,6 +193,8 @@ pub enum LogDestination {
 pub struct AccessLog {
     writer: BatchWriter<u8>,
     encoding: Encoding,
+    /// The fields of which the records contain the values.
+    fields: FieldSet,
     /// Selects the requests whose records are written. `None` if the records of all requests are written.
     sampler: Option<Arc<Sampler>>,
 }
@@ -179,11 +203,11 @@ pub struct AccessLog {
 #[derive(Debug, Clone)]
 enum Encoding {
     /// Each record is a line.
-    Line(LogFormat),
+    Line(AccessFormat),
     /// Each record is a syslog message, preceded by its length.
-    Syslog(LogFormat, Arc<SyslogHeader>),
+    Syslog(AccessFormat, Arc<SyslogHeader>),
     /// Each record is JSON, preceded by its length. The writer thread converts the JSON to journal entries.
-    Journald,
+    Journald(FieldSet),
 }
 
 /// Selects the successful requests whose records are written.
@@ -206,11 +230,12 @@ impl Sampler {
 
 impl AccessLog {
     /// Start the writer thread. `sample` is the share of successful requests whose records are written: greater than 0,
-    /// and at most 1. `format` does not apply to journald.
+    /// and at most 1. Only the fields of `format` apply to journald.
     ///
     /// # Errors
     /// The destination cannot be used, or the thread cannot be started.
-    pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
+    pub fn start(format: AccessFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
+        let fields = format.fields();
         let (encoding, writer) = match destination {
             LogDestination::Stream(mut out) => {
                 let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
@@ -224,10 +249,12 @@ impl AccessLog {
                 let header = Arc::new(SyslogHeader::new(&syslog));
                 (Encoding::Syslog(format, header), socket_writer(LogSocket::syslog(&syslog)?)?)
             }
-            LogDestination::Journald(journald) => (Encoding::Journald, socket_writer(LogSocket::journald(&journald)?)?),
+            LogDestination::Journald(journald) => {
+                (Encoding::Journald(fields), socket_writer(LogSocket::journald(&journald)?)?)
+            }
         };
         let sampler = (sample < 1.0).then(|| Arc::new(Sampler { rate: sample, counter: AtomicU64::new(0) }));
-        Ok(AccessLog { writer, encoding, sampler })
+        Ok(AccessLog { writer, encoding, fields, sampler })
     }
 
     /// Queue a record, unless the request was successful and the sampler does not select it.
@@ -248,16 +275,16 @@ impl AccessLog {
             text.clear();
             match &self.encoding {
                 Encoding::Line(format) => {
-                    record.write(*format, text);
+                    record.write(format, text);
                     text.push(b'\n');
                 }
                 Encoding::Syslog(format, header) => push_framed(text, |text| {
                     let written_at_us = record.time.saturating_add(record.duration_ms.as_micros() as u64);
                     // Ignore the result, because writing to a `Vec` cannot fail.
                     let _ = header.write(text, record.status, written_at_us);
-                    record.write(*format, text);
+                    record.write(format, text);
                 }),
-                Encoding::Journald => push_framed(text, |text| record.write(LogFormat::Json, text)),
+                Encoding::Journald(fields) => push_framed(text, |text| record.write_escaped_json(*fields, text)),
             }
             self.writer.push(|pending| pending.extend_from_slice(text));
         });
@@ -287,49 +314,88 @@ impl AccessRecord<'_> {
         is_ok && self.decision.is_none_or(|decision| decision.shadow_denied.is_empty())
     }
 
-    fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
+    fn write(&self, format: &AccessFormat, out: &mut Vec<u8>) {
         let start = out.len();
-        // Ignore the result, because writing to a `Vec` cannot fail.
-        let _ = match format {
-            LogFormat::Json => self.write_json(out),
-            LogFormat::Text => self.write_text(out),
-        };
-        escape_deceptive(out, start, if format == LogFormat::Json { Escape::Json } else { Escape::Percent });
-    }
-
-    fn write_json(&self, out: &mut Vec<u8>) -> io::Result<()> {
-        let mut json = JsonObject::start(out);
-        json.decimal(key!("time"), self.time, 6);
-        json.key(key!("client"));
-        write!(json.out, "\"{}\"", self.client)?;
-        json.text(key!("method"), self.method);
-        json.text(key!("path"), self.path);
-        json.number(key!("status"), self.status.into());
-        json.number(key!("bytes"), self.bytes);
-        json.boolean(key!("complete"), self.complete);
-        json.milliseconds(key!("duration_ms"), self.duration_ms);
-        self.route.iter().for_each(|route| json.text(key!("route"), route));
-        json.text(key!("outcome"), self.outcome);
-        if let Some(decision) = self.decision {
-            decision.write_json(&mut json);
-        }
-        self.model.iter().for_each(|model| json.text(key!("model"), model));
-        if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
-            json.text(key!("upstream"), upstream);
-            server.iter().for_each(|server| json.text(key!("server"), server));
-            upstream_status.iter().for_each(|status| json.number(key!("upstream_status"), u64::from(*status)));
-            json.milliseconds(key!("upstream_ms"), *duration);
-            if *retries > 0 {
-                json.number(key!("retries"), *retries);
+        // Ignore the results, because writing to a `Vec` cannot fail.
+        match format {
+            AccessFormat::Json(fields) => self.write_escaped_json(*fields, out),
+            AccessFormat::Text => {
+                let _ = self.write_text(out);
+                escape_deceptive(out, start, Escape::Percent);
+            }
+            AccessFormat::Template(template) => {
+                let _ = template.write(self, out);
+            }
+            AccessFormat::Terminal(colors) => {
+                let _ = write_terminal(self, *colors, out);
             }
         }
-        json.text(key!("request_id"), self.request_id);
-        self.trace_id.iter().for_each(|id| json.id(key!("trace_id"), *id));
-        if let Some(rate) = self.sample_rate {
+    }
+
+    fn write_escaped_json(&self, fields: FieldSet, out: &mut Vec<u8>) {
+        let start = out.len();
+        // Ignore the result, because writing to a `Vec` cannot fail.
+        let _ = self.write_json(fields, out);
+        escape_deceptive(out, start, Escape::Json);
+    }
+
+    fn write_json(&self, fields: FieldSet, out: &mut Vec<u8>) -> io::Result<()> {
+        let mut json = JsonObject::start(out);
+        self.write_request(fields, &mut json)?;
+        if let Some(decision) = self.decision {
+            decision.write_json(fields, &mut json);
+        }
+        json.optional(fields, Field::Model, key!("model"), self.model);
+        if let Some(upstream) = self.upstream {
+            upstream.write_json(fields, &mut json);
+        }
+        json.optional(fields, Field::Referer, key!("referer"), self.referer);
+        json.optional(fields, Field::UserAgent, key!("user_agent"), self.user_agent);
+        json.optional(fields, Field::RequestId, key!("request_id"), Some(self.request_id));
+        if let Some(id) = self.trace_id.filter(|_| fields.contains(Field::TraceId)) {
+            json.id(key!("trace_id"), id);
+        }
+        if let Some(rate) = self.sample_rate.filter(|_| fields.contains(Field::SampleRate)) {
             json.key(key!("sample_rate"));
             write!(json.out, "{rate}")?;
         }
         json.end();
+        Ok(())
+    }
+
+    /// Write the fields that describe the request and its response.
+    fn write_request(&self, fields: FieldSet, json: &mut JsonObject<'_>) -> io::Result<()> {
+        if fields.contains(Field::Time) {
+            json.decimal(key!("time"), self.time, 6);
+        }
+        if fields.contains(Field::Client) {
+            json.key(key!("client"));
+            write!(json.out, "\"{}\"", self.client)?;
+        }
+        json.optional(fields, Field::Method, key!("method"), Some(self.method));
+        json.optional(fields, Field::Scheme, key!("scheme"), Some(self.scheme));
+        json.optional(fields, Field::Host, key!("host"), self.host);
+        json.optional(fields, Field::Path, key!("path"), Some(self.path));
+        json.optional(fields, Field::Protocol, key!("protocol"), Some(self.protocol));
+        if fields.contains(Field::Status) {
+            json.number(key!("status"), self.status.into());
+        }
+        if fields.contains(Field::Bytes) {
+            json.number(key!("bytes"), self.bytes);
+        }
+        if let Some(received) = self.bytes_received.filter(|_| fields.contains(Field::BytesReceived)) {
+            json.number(key!("bytes_received"), received);
+        }
+        if fields.contains(Field::Complete) {
+            json.boolean(key!("complete"), self.complete);
+        }
+        if fields.contains(Field::DurationMs) {
+            json.milliseconds(key!("duration_ms"), self.duration_ms);
+        }
+        json.optional(fields, Field::Route, key!("route"), self.route);
+        json.optional(fields, Field::Outcome, key!("outcome"), Some(self.outcome));
+        json.optional(fields, Field::Reason, key!("reason"), self.reason);
+        json.optional(fields, Field::Consumer, key!("consumer"), self.consumer);
         Ok(())
     }
 
@@ -343,6 +409,9 @@ impl AccessRecord<'_> {
             "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
             to_milliseconds(self.duration_ms)
         )?;
+        if let Some(reason) = self.reason {
+            write!(out, " reason={}", one_word(reason))?;
+        }
         if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, limits, .. }) =
             self.decision
         {
@@ -371,9 +440,7 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // The client chose the model. Replace spaces and line breaks in it, because the record must remain one line
-            // with fields separated by spaces.
-            write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
+            write!(out, " model={}", one_word(model))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
             write!(out, " upstream={upstream} upstream_ms={}", to_milliseconds(*duration))?;
@@ -401,21 +468,47 @@ impl AccessRecord<'_> {
     }
 }
 
-impl DecisionInfo {
-    fn write_json(&self, json: &mut JsonObject<'_>) {
-        json.text(key!("decision"), self.decision);
-        self.decided_by.iter().for_each(|source| json.text(key!("decided_by"), source));
-        if let Some(EffectiveLimit { limit, remaining, identity }) = &self.effective_limit {
-            json.text(key!("limit"), limit);
-            json.number(key!("remaining"), *remaining);
-            json.id(key!("identity"), *identity);
+impl UpstreamInfo {
+    fn write_json(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
+        json.optional(fields, Field::Upstream, key!("upstream"), Some(&self.upstream));
+        json.optional(fields, Field::Server, key!("server"), self.server.as_deref());
+        if let Some(status) = self.upstream_status.filter(|_| fields.contains(Field::UpstreamStatus)) {
+            json.number(key!("upstream_status"), u64::from(status));
         }
-        json.milliseconds(key!("decision_ms"), self.duration);
-        self.decided_at.iter().for_each(|us| json.decimal(key!("decided_at"), *us, 6));
-        if !self.shadow_denied.is_empty() {
+        if fields.contains(Field::UpstreamMs) {
+            json.milliseconds(key!("upstream_ms"), self.duration);
+        }
+        if self.retries > 0 && fields.contains(Field::Retries) {
+            json.number(key!("retries"), self.retries);
+        }
+    }
+}
+
+impl DecisionInfo {
+    fn write_json(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
+        json.optional(fields, Field::Decision, key!("decision"), Some(self.decision));
+        json.optional(fields, Field::DecidedBy, key!("decided_by"), self.decided_by);
+        if let Some(EffectiveLimit { limit, remaining, identity }) = &self.effective_limit {
+            json.optional(fields, Field::Limit, key!("limit"), Some(limit));
+            if fields.contains(Field::Remaining) {
+                json.number(key!("remaining"), *remaining);
+            }
+            if fields.contains(Field::Identity) {
+                json.id(key!("identity"), *identity);
+            }
+        }
+        if fields.contains(Field::DecisionMs) {
+            json.milliseconds(key!("decision_ms"), self.duration);
+        }
+        if let Some(us) = self.decided_at.filter(|_| fields.contains(Field::DecidedAt)) {
+            json.decimal(key!("decided_at"), us, 6);
+        }
+        if !self.shadow_denied.is_empty() && fields.contains(Field::ShadowDenied) {
             json.array(key!("shadow_denied"), &self.shadow_denied, |out, limit| append_text(out, limit));
         }
-        json.array(key!("limits"), &self.limits, LimitInfo::write_json);
+        if fields.contains(Field::Limits) {
+            json.array(key!("limits"), &self.limits, LimitInfo::write_json);
+        }
     }
 }
 
@@ -438,6 +531,11 @@ impl LimitInfo {
     }
 }
 
+/// Replace spaces and line breaks, because a record in text format must remain one line with fields separated by spaces.
+fn one_word(text: &str) -> String {
+    text.replace(|c: char| c.is_whitespace() || c.is_control(), "_")
+}
+
 /// Return a duration in ms, with a resolution of 1 µs.
 fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
@@ -454,13 +552,16 @@ struct JsonObject<'a> {
 }
 
 impl<'a> JsonObject<'a> {
-    /// Start an object, which must have at least one member.
+    /// Start an object.
     fn start(out: &'a mut Vec<u8>) -> Self {
         JsonObject { start: out.len(), out }
     }
 
     fn end(self) {
         // The key of the first member also begins with a comma.
+        if self.out.len() == self.start {
+            self.out.push(b'{');
+        }
         self.out[self.start] = b'{';
         self.out.push(b'}');
     }
@@ -473,6 +574,14 @@ impl<'a> JsonObject<'a> {
     fn text(&mut self, key: &str, text: &str) {
         self.key(key);
         append_text(self.out, text);
+    }
+
+    /// Write a text if it is present and its field is selected.
+    #[inline]
+    fn optional(&mut self, fields: FieldSet, field: Field, key: &str, text: Option<&str>) {
+        if let Some(text) = text.filter(|_| fields.contains(field)) {
+            self.text(key, text);
+        }
     }
 
     fn number(&mut self, key: &str, number: u64) {
@@ -542,7 +651,6 @@ pub struct TelemetrySinks {
 }
 
 /// The data of a request that are known when the request arrives.
-#[derive(Debug)]
 pub struct RequestStart<'a> {
     /// Time when the request arrived.
     pub instant: Instant,
@@ -550,12 +658,51 @@ pub struct RequestStart<'a> {
     pub peer: IpAddr,
     /// `http` or `https`.
     pub scheme: &'static str,
-    /// Request method.
-    pub method: &'a Method,
-    /// Request path, without the query.
-    pub path: &'a str,
-    /// Request headers.
-    pub headers: &'a HeaderMap,
+    /// The request.
+    pub request: &'a Request<RequestBody>,
+}
+
+/// Values of fields that are collected only if the access log contains them.
+#[derive(Debug, Default)]
+struct SelectedValues {
+    host: Option<Box<str>>,
+    referer: Option<Box<str>>,
+    user_agent: Option<Box<str>>,
+    consumer: Option<Box<str>>,
+    /// The progress of the request body. `None` if the body is empty.
+    upload: Option<Arc<UploadProgress>>,
+}
+
+impl SelectedValues {
+    fn new(fields: FieldSet, request: &Request<RequestBody>) -> Self {
+        let headers = request.headers();
+        let text = |name: &HeaderName| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
+        let host = || request_host(request.uri(), headers, request.version()).ok().filter(|host| !host.is_empty());
+        let referer = || text(&REFERER).map(|referer| without_query(&referer).into());
+        SelectedValues {
+            host: fields.contains(Field::Host).then(host).flatten().map(Into::into),
+            referer: fields.contains(Field::Referer).then(referer).flatten(),
+            user_agent: fields.contains(Field::UserAgent).then(|| text(&USER_AGENT)).flatten().map(Into::into),
+            consumer: None,
+            upload: fields.contains(Field::BytesReceived).then(|| request.body().progress()).flatten(),
+        }
+    }
+}
+
+/// Return a URL without its query and fragment, which may contain secrets.
+fn without_query(url: &str) -> &str {
+    url.split(['?', '#']).next().unwrap_or_default()
+}
+
+/// Return the name of an HTTP version, as in a request line.
+fn protocol(version: Version) -> &'static str {
+    match version {
+        Version::HTTP_09 => "HTTP/0.9",
+        Version::HTTP_10 => "HTTP/1.0",
+        Version::HTTP_2 => "HTTP/2.0",
+        Version::HTTP_3 => "HTTP/3.0",
+        _ => "HTTP/1.1",
+    }
 }
 
 /// The record of a request in progress.
@@ -567,6 +714,11 @@ pub struct RequestRecord {
     scheme: &'static str,
     method: Method,
     path: Box<str>,
+    version: Version,
+    /// Values that only some access logs contain. `None` if the access log contains none of them.
+    selected: Option<Box<SelectedValues>>,
+    /// The reason of a response with the status 502, 503 or 504 that the gateway generated.
+    pub reason: Option<Box<str>>,
     /// Status of the response to the request.
     pub status: u16,
     /// Outcome of the request, such as `ok` or `rate-limited`.
@@ -609,18 +761,24 @@ impl RequestRecord {
         if sinks.access_log.is_none() && sinks.trace_exporter.is_none() {
             return None;
         }
-        let parent = TraceParent::from_headers(start.headers);
+        let RequestStart { request, .. } = start;
+        let parent = TraceParent::from_headers(request.headers());
         let trace = sinks.trace_exporter.as_ref().and_then(|_| TraceContext::from_parent(parent));
         if sinks.access_log.is_none() && trace.is_none() {
             return None;
         }
+        let fields = sinks.access_log.as_ref().map_or(FieldSet::EMPTY, |log| log.fields);
+        let selects = fields.intersects(FieldSet::COPIED);
         Some(Box::new(RequestRecord {
             sinks: sinks.clone(),
             started_at: start.instant,
             peer: start.peer,
             scheme: start.scheme,
-            method: start.method.clone(),
-            path: start.path.into(),
+            method: request.method().clone(),
+            path: request.uri().path().into(),
+            version: request.version(),
+            selected: selects.then(|| Box::new(SelectedValues::new(fields, request))),
+            reason: None,
             status: 0,
             outcome: "ok",
             trace_id: trace.map(|trace| trace.trace_id).or(parent.map(|parent| parent.trace_id)),
@@ -633,6 +791,14 @@ impl RequestRecord {
             trace,
             request_id: "-".into(),
         }))
+    }
+
+    /// Record the name of the consumer, if the access log contains it.
+    pub fn set_consumer(&mut self, consumer: Option<&str>) {
+        let Some(log) = &self.sinks.access_log else { return };
+        if let Some(selected) = self.selected.as_mut().filter(|_| log.fields.contains(Field::Consumer)) {
+            selected.consumer = consumer.map(Into::into);
+        }
     }
 
     /// Return the time from the arrival of the request to `instant`.
@@ -651,20 +817,29 @@ impl RequestRecord {
     /// the response body that were sent. `complete` is true if the whole body was sent.
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let duration = self.started_at.elapsed();
+        let selected = self.selected.as_deref();
         let record = AccessRecord {
             time: unix_us().saturating_sub(duration.as_micros() as u64),
             client: self.client,
             method: self.method.as_str(),
+            scheme: self.scheme,
+            host: selected.and_then(|selected| selected.host.as_deref()),
             path: &self.path,
+            protocol: protocol(self.version),
             status: self.status,
             bytes: bytes_sent,
+            bytes_received: selected.map(|selected| selected.upload.as_ref().map_or(0, |upload| upload.received())),
             complete: complete || self.method == Method::HEAD,
             duration_ms: duration,
             route: self.route.as_deref(),
             outcome: self.outcome,
+            reason: self.reason.as_deref(),
+            consumer: selected.and_then(|selected| selected.consumer.as_deref()),
             decision: self.decision.as_ref(),
             model: self.model.as_deref(),
             upstream: self.upstream.as_ref(),
+            referer: selected.and_then(|selected| selected.referer.as_deref()),
+            user_agent: selected.and_then(|selected| selected.user_agent.as_deref()),
             request_id: &self.request_id,
             trace_id: self.trace_id,
             sample_rate: None,
@@ -824,15 +999,23 @@ mod tests {
         time: 0,
         client: IpAddr::V4(Ipv4Addr::LOCALHOST),
         method: "GET",
+        scheme: "http",
+        host: None,
         path: "/",
+        protocol: "HTTP/1.1",
         status: 200,
         bytes: 0,
+        bytes_received: None,
         complete: true,
         duration_ms: Duration::ZERO,
         route: None,
         outcome: "ok",
+        reason: None,
+        consumer: None,
         decision: None,
         upstream: None,
+        referer: None,
+        user_agent: None,
         request_id: "-",
         trace_id: None,
         model: None,
@@ -888,10 +1071,11 @@ mod tests {
             request_id: "id",
             trace_id: Some(1),
             sample_rate: Some(0.25),
+            ..SUCCESS
         };
         let hash = "00000000000000000000000000000abc";
         let mut json = Vec::new();
-        record.write_json(&mut json).unwrap();
+        record.write_json(FieldSet::DEFAULT, &mut json).unwrap();
         assert_eq!(
             String::from_utf8(json).unwrap(),
             format!(
@@ -922,13 +1106,13 @@ mod tests {
     #[test]
     fn texts_of_clients_cannot_change_how_a_record_is_shown() {
         let record = AccessRecord { path: "/a\u{202e}", model: Some("m\u{9b}"), request_id: "\u{2066}id", ..SUCCESS };
-        let written = |format| {
+        let written = |format: &AccessFormat| {
             let mut out = b"\xe2\x80\xae".to_vec();
             record.write(format, &mut out);
             String::from_utf8(out).unwrap()
         };
-        let json = written(LogFormat::Json);
-        let text = written(LogFormat::Text);
+        let json = written(&AccessFormat::Json(FieldSet::DEFAULT));
+        let text = written(&AccessFormat::Text);
         let value: serde_json::Value = serde_json::from_str(json.strip_prefix('\u{202e}').unwrap()).unwrap();
         for (key, expected) in [("path", record.path), ("model", "m\u{9b}"), ("request_id", record.request_id)] {
             assert_eq!(value[key], expected);

@@ -12,7 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::Client;
 use crate::support::frames::{Http2, RST_STREAM, frame};
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
 use crate::support::upstream::{Upstream, read_request, serve};
 use crate::support::{SetOnDrop, eventually};
@@ -201,6 +201,168 @@ fn text_format_has_the_same_fields() {
         ),
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
+    }
+}
+
+/// Values of clients with quotes, backslashes, line breaks and characters that change how a line is shown.
+const HOSTILE_AGENT: &str = "a\" 200 1 \"-\" \\x \t\u{9b}31m\u{202e}b";
+
+#[test]
+fn selected_fields_are_logged_and_replay_reads_them() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start_with(
+        &format!(
+            "[log]\naccess = {{ to = \"access.log\", fields = [\"default\", \"host\", \"scheme\", \"protocol\", \"user_agent\", \"referer\", \"consumer\", \"bytes_received\"] }}\n\
+             [auth.keys]\nkind = \"api-key\"\nheader = \"x-api-key\"\nconsumers = \"consumers.toml\"\n\
+             [upstream.api]\nservers = [\"{}\"]\n[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+             [limit.l]\nby = \"header:user-agent\"\nquota = \"9/hour\"\n\
+             [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\nrequire = [\"keys\"]\nlimits = [\"l\"]\n\
+             [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n",
+            upstream.url()
+        ),
+        &[(
+            "consumers.toml",
+            "[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c\"]\n",
+        )],
+    );
+    let mut client = gateway.client();
+    client.send(
+        format!(
+            "POST /up?q=secret HTTP/1.1\r\nHost: API.test:80\r\nX-Api-Key: demo-key\r\n\
+             User-Agent: {HOSTILE_AGENT}\r\nReferer: https://a.test/from?token=secret#part\r\nContent-Length: 5\r\n\r\nhello"
+        )
+        .as_bytes(),
+    );
+    assert_eq!(client.reply().unwrap().status, 200);
+    assert_eq!(client.get("/gone").status, 502);
+    let mut second = Http2::connect(gateway.address, &[]);
+    second.get(1, "/gone");
+    let lines = lines(&gateway, 3);
+    let fields = ["host", "scheme", "protocol", "user_agent", "referer", "consumer", "bytes_received", "reason"];
+    let found = |line: &Value| json!(fields.map(|field| line[field].clone()));
+    let expected = json!(["api.test", "http", "HTTP/1.1", HOSTILE_AGENT, "https://a.test/from", "alice", 5, null]);
+    assert_eq!(found(&lines[0]), expected, "{:#}", lines[0]);
+    assert!(lines[0]["upstream_status"] == 200 && lines[0]["upstream_ms"].as_f64().unwrap() > 0.0, "{:#}", lines[0]);
+    assert_eq!(lines[2]["protocol"], "HTTP/2.0");
+    for line in &lines[1..] {
+        let reason = line["reason"].as_str().unwrap();
+        assert!(reason.contains("upstream `gone`") && reason.contains("onnection refused"), "{line:#}");
+    }
+    let log = written(&gateway);
+    assert!(log.is_ascii() && !log.contains("secret"), "{log}");
+    let mut command = binary();
+    command.args(["replay", "--json", "--config"]).arg(gateway.directory().join("gateway.toml"));
+    let output = command.arg(gateway.directory().join("access.log")).output().unwrap();
+    let report = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{report}{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["limits"]["l"]["requests"], 1, "the log has the identity of the limit: {report:#}");
+}
+
+#[test]
+fn only_the_selected_fields_are_logged() {
+    for (fields, expected) in
+        [("[\"status\", \"path\"]", vec!["path", "status"]), ("[\"host\"]", vec!["host"]), ("[\"retries\"]", vec![])]
+    {
+        let gateway = Gateway::start(&format!(
+            "[log]\naccess = {{ to = \"access.log\", fields = {fields} }}\n\
+             [[route]]\nname = \"r\"\npath = \"/\"\nrespond.status = 200\n"
+        ));
+        assert_eq!(gateway.client().get("/").status, 200);
+        let lines = lines(&gateway, 1);
+        let names: Vec<_> = lines[0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(names, expected);
+    }
+}
+
+/// A template, the line that it writes, and the format with which `replay` reads the log.
+#[test]
+fn templates_write_lines_that_replay_reads() {
+    let template = "'$client $msec \"$method $path\" $status $user_agent $outcome $duration_ms'";
+    for (format, agent, replayed) in [
+        ("\"combined\"", "\"a\\x22 200 1 \\x22-\\x22 \\x5Cx \\x09\\xC2\\x9B31m\\xE2\\x80\\xAEb\"", None),
+        (
+            template,
+            " a\\x22\\x20200\\x201\\x20\\x22-\\x22\\x20\\x5Cx\\x20\\x09\\xC2\\x9B31m\\xE2\\x80\\xAEb ok ",
+            Some(template),
+        ),
+    ] {
+        let gateway = Gateway::start(&format!(
+            "[log]\naccess = {{ to = \"access.log\", format = {format} }}\n\
+             [limit.l]\nby = \"header:user-agent\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
+             [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond.status = 200\nlimits = [\"l\"]\n"
+        ));
+        let mut client = gateway.client();
+        for (path, agent, status) in [("/a%22b", HOSTILE_AGENT, 200), ("/c", HOSTILE_AGENT, 429), ("/d", "curl", 200)] {
+            client.send(format!("GET {path}?q=secret HTTP/1.1\r\nHost: a\r\nUser-Agent: {agent}\r\n\r\n").as_bytes());
+            assert_eq!(client.reply().unwrap().status, status);
+        }
+        eventually("the lines are written", || written(&gateway).lines().count() == 3);
+        let log = written(&gateway);
+        assert!(log.is_ascii() && !log.contains("secret") && log.starts_with("127.0.0.1 "), "{log}");
+        assert!(log.lines().next().unwrap().contains(agent), "{log}");
+        assert!(log.contains("GET /c") && log.contains("curl"), "{log}");
+        let mut command = binary();
+        command.args(["replay", "--json", "--config"]).arg(gateway.directory().join("gateway.toml"));
+        if let Some(format) = replayed {
+            command.args(["--format", format.trim_matches('\'')]);
+        }
+        let output = command.arg(gateway.directory().join("access.log")).output().unwrap();
+        let report = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{report}{}", String::from_utf8_lossy(&output.stderr));
+        let report: Value = serde_json::from_str(&report).unwrap();
+        let limit = &report["limits"]["l"];
+        assert_eq!((&limit["requests"], &limit["denied"]), (&json!(3), &json!(1)), "{report:#}");
+    }
+}
+
+/// Gives the gateway a terminal as its standard output, and copies what the gateway writes to it to a file.
+const TERMINAL: &str = "
+import os, sys
+master, slave = os.openpty()
+if os.fork() == 0:
+    os.close(slave)
+    with open(sys.argv[1], 'wb', 0) as out:
+        try:
+            while data := os.read(master, 65536):
+                out.write(data)
+        except OSError:
+            pass
+    os._exit(0)
+os.close(master)
+os.dup2(slave, 1)
+os.execv(sys.argv[2], sys.argv[2:])
+";
+
+#[test]
+fn terminal_shows_one_colored_line_per_request() {
+    for (no_color, green, yellow, end) in [(None, "\u{1b}[32m", "\u{1b}[33m", "\u{1b}[0m"), (Some("1"), "", "", "")] {
+        let directory = tempfile::tempdir().unwrap();
+        let shown = directory.path().join("terminal");
+        let config = "[log]\nlevel = \"info\"\n[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\n\
+                      [[route]]\nname = \"r\"\npath = \"/{*rest}\"\nrespond.status = 200\nlimits = [\"hour\"]\n";
+        let gateway = Gateway::start_by(config, |path| {
+            let mut command = Command::new("python3");
+            command.args(["-c", TERMINAL]).arg(&shown).arg(binary().get_program()).arg("--config").arg(path);
+            match no_color {
+                Some(value) => command.env("NO_COLOR", value),
+                None => command.env_remove("NO_COLOR"),
+            };
+            command
+        });
+        let mut client = gateway.client();
+        assert_eq!(client.get("/a").status, 200);
+        client.send("GET /\u{9b}31m\u{202e}b HTTP/1.1\r\nHost: a\r\n\r\n".as_bytes());
+        assert_eq!(client.reply().unwrap().status, 429);
+        let text = || fs::read_to_string(&shown).unwrap_or_default();
+        eventually("both lines are shown", || text().matches("\r\n").count() == 2);
+        let text = text();
+        let lines: Vec<_> = text.split("\r\n").collect();
+        assert!(lines[0].contains(&format!("Z {green}200{end} ")), "{text:?}");
+        assert!(lines[0].ends_with("ms GET /a 0B 127.0.0.1 r hour=0"), "{text:?}");
+        let expected = String::from(" GET /\\xC2\\x9B31m\\xE2\\x80\\xAEb ");
+        assert!(lines[1].contains(&format!("{yellow}429{end}")) && lines[1].contains(&expected), "{text:?}");
+        assert!(lines[1].contains(&format!("{yellow}rate-limited{end}")), "{text:?}");
     }
 }
 

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use http::HeaderName;
+use http::header::{REFERER, USER_AGENT};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -13,6 +14,13 @@ use crate::tools::replay::format::{
 
 /// The value that Caddy logs instead of credentials.
 const REDACTED: &str = "REDACTED";
+
+fn into_bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
+    match text {
+        Cow::Borrowed(text) => Cow::Borrowed(text.as_bytes()),
+        Cow::Owned(text) => Cow::Owned(text.into_bytes()),
+    }
+}
 
 /// Parser of Caddy logs.
 #[derive(Debug, Clone, Default)]
@@ -74,15 +82,11 @@ impl CaddyFormat {
             CaddyTime::Seconds(number) => seconds_to_us(number),
             CaddyTime::Text(text) => text.strip_suffix('s')?.parse().ok().and_then(seconds_to_us),
         });
-        let bytes = |text: Cow<'l, str>| match text {
-            Cow::Borrowed(text) => Cow::Borrowed(text.as_bytes()),
-            Cow::Owned(text) => Cow::Owned(text.into_bytes()),
-        };
         let mut headers = Vec::new();
         for (name, values) in request.headers {
             let Ok(name) = HeaderName::from_bytes(name.as_bytes()) else { continue };
             let values = values.into_iter().filter(|value| value != REDACTED);
-            headers.extend(values.map(|value| (name.clone(), bytes(value))));
+            headers.extend(values.map(|value| (name.clone(), into_bytes(value))));
         }
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
@@ -94,10 +98,10 @@ impl CaddyFormat {
             duration_us,
             client: request.remote_ip.and_then(|text| parse_address(text.as_bytes())),
             method: request.method.as_bytes(),
-            target: bytes(request.uri),
-            host: request.host.filter(|host| !host.is_empty()).map(bytes),
+            target: into_bytes(request.uri),
+            host: request.host.filter(|host| !host.is_empty()).map(into_bytes),
             status: status.filter(|status| *status > 0),
-            certificate_subject: request.tls.and_then(|tls| tls.client_common_name).map(bytes),
+            certificate_subject: request.tls.and_then(|tls| tls.client_common_name).map(into_bytes),
             headers,
             ..LogEntry::default()
         }))
@@ -158,8 +162,14 @@ struct NativeLine<'l> {
     #[serde(borrow)]
     method: &'l str,
     #[serde(borrow)]
+    host: Option<Cow<'l, str>>,
+    #[serde(borrow)]
     path: Cow<'l, str>,
     status: u16,
+    #[serde(borrow)]
+    referer: Option<Cow<'l, str>>,
+    #[serde(borrow)]
+    user_agent: Option<Cow<'l, str>>,
     #[serde(borrow)]
     route: Option<Cow<'l, str>>,
     #[serde(borrow)]
@@ -194,15 +204,20 @@ impl NativeFormat {
             duration_ms,
             client,
             method,
+            host,
             path,
             status,
+            referer,
+            user_agent,
             route,
             outcome,
             limits,
             sample_rate,
         } = native_line;
         let received_us = seconds_to_us(time).ok_or(LineError::InvalidTime)?;
-        let mut headers = Vec::new();
+        let logged = [(REFERER, referer), (USER_AGENT, user_agent)];
+        let mut headers: Vec<_> =
+            logged.into_iter().filter_map(|(name, text)| Some((name, into_bytes(text?)))).collect();
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
         }
@@ -221,11 +236,8 @@ impl NativeFormat {
             duration_us: duration_ms.and_then(|ms| seconds_to_us(ms / 1000.0)),
             client: parse_address(client.as_bytes()),
             method: method.as_bytes(),
-            target: match path {
-                Cow::Borrowed(path) => Cow::Borrowed(path.as_bytes()),
-                Cow::Owned(path) => Cow::Owned(path.into_bytes()),
-            },
-            host: None,
+            target: into_bytes(path),
+            host: host.map(into_bytes),
             status: Some(status),
             certificate_subject: None,
             headers,
@@ -239,18 +251,24 @@ impl NativeFormat {
 }
 
 pub(super) fn native_capabilities(sample: &[&[u8]]) -> FormatCapabilities {
-    let has_hashes =
-        |line: &&[u8]| serde_json::from_slice(line).is_ok_and(|line: NativeLine<'_>| !line.limits.is_empty());
+    let lines: Vec<NativeLine<'_>> = sample.iter().filter_map(|line| serde_json::from_slice(line).ok()).collect();
+    let mut headers = Vec::new();
+    if lines.iter().any(|line| line.referer.is_some()) {
+        headers.push(REFERER);
+    }
+    if lines.iter().any(|line| line.user_agent.is_some()) {
+        headers.push(USER_AGENT);
+    }
     FormatCapabilities {
         client: true,
-        host: false,
+        host: lines.iter().any(|line| line.host.is_some()),
         query: false,
         certificate_subject: false,
         duration: true,
         status: true,
-        headers: LoggedHeaders::Listed(Vec::<HeaderName>::new()),
+        headers: LoggedHeaders::Listed(headers),
         route: true,
-        identity_hashes: sample.iter().any(has_hashes),
+        identity_hashes: lines.iter().any(|line| !line.limits.is_empty()),
     }
 }
 

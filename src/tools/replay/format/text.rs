@@ -8,7 +8,7 @@ use percent_encoding::percent_decode;
 
 use crate::tools::replay::format::{
     FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, TimestampCache, TimestampFormat,
-    closing_quote, non_empty, parse_address, parse_iso8601, parse_status, parse_unix, unescape,
+    closing_quote, non_empty, parse_address, parse_iso8601, parse_status, parse_unix, seconds_to_us, unescape,
 };
 
 pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent"#;
@@ -49,6 +49,8 @@ enum FieldRole {
     /// The time at which the request started. [`FieldRole::Time`] is the time at which it ended.
     StartTime,
     Duration,
+    /// The duration in ms, in logs of the gateway.
+    Milliseconds,
     Request,
     Method,
     Target,
@@ -133,7 +135,9 @@ impl NginxFormat {
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
-            duration: self.has(FieldRole::Duration) || self.has(FieldRole::StartTime),
+            duration: self.has(FieldRole::Duration)
+                || self.has(FieldRole::Milliseconds)
+                || self.has(FieldRole::StartTime),
             status: self.has(FieldRole::Status),
             headers: LoggedHeaders::Listed(headers),
             route: false,
@@ -154,7 +158,10 @@ impl NginxFormat {
             is_quoted = variable.delimiter.last() == Some(&b'"');
             match variable.role {
                 FieldRole::Other => {}
-                FieldRole::Client => entry.client = parse_address(value),
+                FieldRole::Client => {
+                    entry.client = parse_address(value);
+                    entry.is_client_resolved = variable.name == "client";
+                }
                 FieldRole::Time(time_format) if time_format == self.time_format => {
                     line_time_us = Some(self.timestamp_cache.parse(time_format, value).ok_or(LineError::InvalidTime)?);
                 }
@@ -163,6 +170,7 @@ impl NginxFormat {
                     start_time_us = non_empty(value).and_then(crate::tools::replay::format::parse_iso8601)
                 }
                 FieldRole::Duration => entry.duration_us = non_empty(value).and_then(parse_unix),
+                FieldRole::Milliseconds => entry.duration_us = non_empty(value).and_then(parse_milliseconds),
                 FieldRole::Request => entry.set_request_line(unescape(value)),
                 FieldRole::Method => entry.method = value,
                 FieldRole::Target => entry.target = unescape(value),
@@ -199,25 +207,34 @@ impl NginxFormat {
     }
 }
 
+/// Return a number of ms in µs.
+fn parse_milliseconds(text: &[u8]) -> Option<u64> {
+    seconds_to_us(std::str::from_utf8(text).ok()?.parse::<f64>().ok()? / 1000.0)
+}
+
 impl Variable {
     fn new(name: &str, delimiter: &str) -> Self {
         let role = match name {
-            "remote_addr" | "client_port" => FieldRole::Client,
+            "remote_addr" | "client_port" | "client" => FieldRole::Client,
             "time_local" => FieldRole::Time(TimestampFormat::Local),
             "time_iso8601" => FieldRole::Time(TimestampFormat::Iso8601),
             "msec" => FieldRole::Time(TimestampFormat::Unix),
             "request_creation_time" => FieldRole::StartTime,
             "request_time" => FieldRole::Duration,
             "request" => FieldRole::Request,
-            "request_method" => FieldRole::Method,
-            "request_uri" | "uri" => FieldRole::Target,
+            "duration_ms" => FieldRole::Milliseconds,
+            "request_method" | "method" => FieldRole::Method,
+            "request_uri" | "uri" | "path" => FieldRole::Target,
             "args" | "query_string" => FieldRole::Query,
             "host" | "http_host" => FieldRole::Host,
             "status" | "elb_status_code" => FieldRole::Status,
             "ssl_client_s_dn" => FieldRole::Subject,
             _ => FieldRole::Other,
         };
-        let field = name.strip_prefix("http_").filter(|field| *field != "host");
+        let field = match name {
+            "user_agent" | "referer" => Some(name),
+            _ => name.strip_prefix("http_").filter(|field| *field != "host"),
+        };
         let cookie = name.strip_prefix("cookie_").map(str::to_owned);
         let header = match (&cookie, field) {
             (Some(_), _) => Some(COOKIE),
