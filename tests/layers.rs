@@ -1,7 +1,8 @@
 //! Rules that the compiler does not check: modules import only from lower layers, the limiter imports no modules outside
-//! the limiter except the clock, and no catch-all arm handles a new algorithm, route action or provider kind.
+//! the limiter except the clock, no catch-all arm handles a new algorithm, route action or provider kind, lists of them
+//! are complete, and code reads every key of the configuration.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The layers from top to bottom. Modules in the same row must not import each other.
@@ -352,4 +353,95 @@ fn features_have_no_catch_all_arms() {
     }
     assert!(checked > 25, "too few matches were found: {checked}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Places that construct or list each variant of an enum. The compiler does not report a variant that they lack.
+const LISTS: [(&str, &str, &[&str]); 4] = [
+    (
+        "Rule",
+        "src/limiter/algorithm.rs",
+        &[
+            "src/snapshot/limits.rs",
+            "tests/support/stores.rs",
+            "tests/support/random.rs",
+            "tests/support/pictures.rs",
+            "tests/support/fixtures.rs",
+            "tests/it/invariants.rs",
+            "tests/simulation/schedule.rs",
+            "tests/simulation/store.rs",
+            "tests/simulation/invariants.rs",
+            "benches/memory.rs",
+        ],
+    ),
+    ("AlgorithmKind", "src/limiter/algorithm.rs", &["src/limiter/redis/script.rs"]),
+    ("ProviderKind", "src/identity/auth.rs", &["src/snapshot/auth.rs"]),
+    ("RouteAction", "src/snapshot/route_action.rs", &["src/snapshot/route_action.rs", "src/proxy.rs"]),
+];
+
+fn read(file: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+}
+
+/// Return the names that begin the lines of a type's definition: variants of an enum.
+fn variants(code: &str, name: &str) -> Vec<String> {
+    let definition = code.split(&format!("enum {name} {{")).nth(1).unwrap().split("\n}").next().unwrap();
+    let names = definition.lines().filter_map(|line| line.strip_prefix("    "));
+    let names = names.map(|line| line.split(|c: char| !c.is_alphanumeric()).next().unwrap().to_owned());
+    names.filter(|name| name.starts_with(|c: char| c.is_ascii_uppercase())).collect()
+}
+
+#[test]
+fn lists_name_every_variant() {
+    let mut missing = Vec::new();
+    for (name, declared_in, files) in LISTS {
+        let variants = variants(&read(declared_in), name);
+        assert!(variants.len() > 2, "too few variants of `{name}` were found: {variants:?}");
+        for file in files {
+            let code = read(file);
+            let is_named = |variant: &&String| {
+                let path = format!("{name}::{variant}");
+                let uses = code.match_indices(&path);
+                let mut ends = uses.map(|(at, text)| code[at + text.len()..].chars().next());
+                ends.any(|next| next.is_none_or(|c| !c.is_alphanumeric()))
+            };
+            missing.extend(
+                variants
+                    .iter()
+                    .filter(|variant| !is_named(variant))
+                    .map(|variant| format!("{file} lacks `{name}::{variant}`")),
+            );
+        }
+    }
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
+/// The files that declare the keys of the configuration.
+const KEY_FILES: [&str; 3] = ["src/config/gateway.rs", "src/config/tables.rs", "src/config/shorthand.rs"];
+
+#[test]
+fn every_configuration_key_is_read() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    files.retain(|file| !KEY_FILES.iter().any(|declaring| file.ends_with(declaring)));
+    let code: String = files.iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
+    let code: String =
+        code.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| line.to_owned() + "\n").collect();
+    let words: BTreeSet<_> = code.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
+    let (mut checked, mut unread) = (0, Vec::new());
+    for file in KEY_FILES {
+        for line in read(file).lines() {
+            let Some((key, _)) = line.strip_prefix("    pub ").and_then(|field| field.split_once(": ")) else {
+                continue;
+            };
+            if key.contains(' ') {
+                continue;
+            }
+            checked += 1;
+            if !words.contains(key) {
+                unread.push(format!("{file}: no code reads the key `{key}`"));
+            }
+        }
+    }
+    assert!(checked > 200, "too few keys were found: {checked}");
+    assert!(unread.is_empty(), "{}", unread.join("\n"));
 }
