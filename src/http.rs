@@ -6,6 +6,7 @@ pub mod body_limits;
 pub mod cors;
 pub mod error_pages;
 pub mod flow;
+pub mod grpc;
 pub mod headers;
 pub(crate) mod problem;
 pub mod ratelimit_headers;

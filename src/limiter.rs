@@ -139,8 +139,56 @@ impl Limiter {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
             // Box this future, because requests without a queue policy do not need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
-            None => self.check_now(checks).await,
+            None => self.check_now(checks, monotonic).await,
         }
+    }
+
+    /// Perform all checks of a request as [`check`](Self::check) does, without a wait queue. The decision is made before
+    /// `deadline`, even if the timeout of the store is longer.
+    ///
+    /// # Errors
+    /// See [`check`](Self::check).
+    pub async fn check_before<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        deadline: Instant,
+    ) -> Result<Decision<'a>, StoreUnavailable> {
+        self.check_now(checks, || self.started_for(deadline)).await
+    }
+
+    /// Refund the costs of these checks, of which the limiter does not know when they were charged. Return the outcome
+    /// of each check. If the store does not answer before `deadline`, return an empty list: the refund is then made
+    /// later.
+    pub async fn refund_before(&self, checks: &[LimitCheck<'_, '_>], deadline: Instant) -> Vec<Outcome> {
+        let operation = Operation::Refund { charged_at: unix_us() };
+        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+        if let Some(denials) = &self.store_handle.denials {
+            checks.iter().for_each(|check| denials.remove(check.key().local_hash()));
+        }
+        match self.store_handle.call(DecidedBy::Store, self.started_for(deadline), operation, &charges).await {
+            Ok(verdict) => verdict.outcomes,
+            Err(error) => {
+                self.settlements.deliver_after(&error, operation, charges);
+                Vec::new()
+            }
+        }
+    }
+
+    /// Charge the costs of checks that the store has denied: their limits go into debt. If the store does not answer
+    /// before `deadline`, the charge is made later.
+    pub async fn charge_before(&self, checks: &[&LimitCheck<'_, '_>], decided_by: DecidedBy, deadline: Instant) {
+        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+        let started_at = self.started_for(deadline);
+        if let Err(error) = self.store_handle.call(decided_by, started_at, Operation::Charge, &charges).await {
+            self.settlements.deliver_after(&error, Operation::Charge, charges);
+        }
+    }
+
+    /// Return the start of a call to the store that times out at `deadline`, but not after the usual timeout.
+    fn started_for(&self, deadline: Instant) -> Instant {
+        let now = monotonic();
+        let Store::Redis { store, .. } = &self.store_handle.store else { return now };
+        deadline.checked_sub(store.timeout()).map_or(now, |started_at| started_at.min(now))
     }
 
     /// Refund unused prefetched tokens. Return when these refunds, the permit releases and the deferred charges are
@@ -164,7 +212,7 @@ impl Limiter {
         let key = queued_check.key().local_hash();
         // Check without queuing only if no requests are queued, because queued requests come first.
         if !self.wait_queues.has_waiters(key) {
-            let decision = self.check_now(checks).await?;
+            let decision = self.check_now(checks, monotonic).await?;
             if decision.retry_delay(arrived_at).is_none() {
                 return Ok(decision);
             }
@@ -179,7 +227,7 @@ impl Limiter {
         // Hold `_head` until the decision: this request stays first in the queue, so that later requests wait.
         let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
-            let decision = self.check_now(checks).await?;
+            let decision = self.check_now(checks, monotonic).await?;
             match decision.retry_delay(arrived_at) {
                 Some(pause) => sleep(pause).await,
                 None => return Ok(decision),
@@ -188,8 +236,13 @@ impl Limiter {
     }
 
     /// Perform all checks without waiting in a queue: use prefetched tokens, a cached denial, or a call to the store.
-    /// If the store does not reply, each limit follows its `on_store_error`.
-    async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
+    /// If the store does not reply, each limit follows its `on_store_error`. The timeout of the store begins at the time
+    /// that `started_at` returns.
+    async fn check_now<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        started_at: impl FnOnce() -> Instant,
+    ) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
         }
@@ -220,7 +273,7 @@ impl Limiter {
             permits = Some(if is_recovering { requested.with_local_count() } else { requested });
         }
         let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id)).collect();
-        let asked_at = monotonic();
+        let asked_at = started_at();
         let result = match singleflight_group {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
                 let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();

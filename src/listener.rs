@@ -234,13 +234,14 @@ impl Server {
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
+        let serves = listener.protocol;
         // Release the configuration snapshot, because the connection may last longer than this configuration.
         drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
         let new_connection =
-            |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
+            |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, serves, buffer_budget, drain };
         // Box the future, because the task would otherwise reserve space for it until the connection is closed.
         let close_reason = match acceptor {
             None => {

@@ -7,6 +7,8 @@ pub mod json {
     pub mod rpc;
 }
 
+pub mod envoy;
+
 pub mod form;
 
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.

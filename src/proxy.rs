@@ -12,6 +12,7 @@ pub mod metrics;
 pub mod mirror;
 pub mod mirror_state;
 pub mod rate_limit;
+mod ratelimit_service;
 pub mod record;
 pub mod rejection;
 pub mod request;
@@ -26,6 +27,7 @@ use http::header::{CONTENT_LENGTH, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
+use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
@@ -56,6 +58,7 @@ use crate::proxy::holdings::{Held, Holdings};
 use crate::proxy::llm::LlmRequest;
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::RequestMetrics;
+use crate::proxy::ratelimit_service::RateLimitService;
 use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
@@ -107,6 +110,12 @@ impl Gateway {
     /// Return the current configuration.
     pub fn config(&self) -> Arc<CompiledConfig> {
         self.snapshot.load().config.clone()
+    }
+
+    /// Answer a call on a listener of the rate limit service. `is_draining` is true while the gateway shuts down.
+    pub async fn answer_call(&self, request: Request<Incoming>, peer: &Peer, is_draining: bool) -> Response<Body> {
+        let snapshot = self.snapshot.load_full();
+        RateLimitService { limiter: &self.limiter, snapshot: &snapshot }.answer(request, peer, is_draining).await
     }
 
     /// Record the response to a request that the HTTP parser has rejected.

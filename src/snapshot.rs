@@ -4,6 +4,7 @@
 pub mod auth;
 mod consumers;
 pub mod cost;
+pub mod descriptors;
 mod header_rules;
 mod identities;
 pub(crate) mod limits;
@@ -47,6 +48,7 @@ use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
+use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::CompiledLimit;
 use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, WarningSubject};
@@ -110,6 +112,8 @@ pub struct CompiledConfig {
     pub routes: Vec<Arc<Route>>,
     /// The routes, indexed for lookup.
     pub table: RouteTable<Arc<Route>>,
+    /// The descriptors, indexed for lookup.
+    pub descriptors: DescriptorTable,
     /// Values of the keys that require a restart when they change.
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
@@ -325,6 +329,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
     let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
+    let descriptors = descriptors::descriptors(config, &limits, reader);
     let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, &mut network_files, reader);
     upstreams.extend(internal.settings);
     upstream_tls.extend(internal.tls);
@@ -346,7 +351,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();
     let read_headers = identity_headers.chain(auth_headers).chain(table.matched_headers().cloned());
     let guarded = ProtectedHeaders::new(trusted_headers, read_headers);
-    let store = settings::store(&config.store, &routes, reader);
+    let store = settings::store(&config.store, &routes, &descriptors, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     CompiledConfig {
         files: ConfigFiles::from_sources(&file.sources),
@@ -375,6 +380,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         event_destinations,
         routes,
         table,
+        descriptors,
         restart_only_keys: fixed,
     }
 }

@@ -42,7 +42,7 @@ fn complete(block: &str) -> String {
     if block.contains("upstream = \"api\"") && !block.contains("[upstream.api]") {
         file.push_str("\n[upstream.api]\nservers = [\"http://127.0.0.1:9000\"]\n");
     }
-    if !block.contains("[[route]]") {
+    if !block.contains("[[route]]") && !block.contains("[[descriptor]]") {
         let limits = block.lines().filter_map(|line| line.strip_prefix("[limit.")?.strip_suffix(']'));
         let limits: Vec<_> = limits.collect();
         let to = if block.contains("[upstream.api]") { "upstream = \"api\"" } else { "respond = { status = 200 }" };

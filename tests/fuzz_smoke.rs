@@ -44,6 +44,8 @@ mod llm;
 mod origins;
 #[path = "../fuzz/targets/proxy.rs"]
 mod proxy;
+#[path = "../fuzz/targets/ratelimit_call.rs"]
+mod ratelimit_call;
 #[path = "../fuzz/targets/rewrite.rs"]
 mod rewrite;
 
@@ -546,6 +548,31 @@ fn key_sets() {
         "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
+}
+
+#[test]
+fn ratelimit_calls() {
+    let examples: [&[u8]; 3] = [
+        b"\n\x04edge\x12\x14\n\x12\n\x0bgeneric_key\x12\x03all",
+        b"\n\x01d\x12\x12\n\x06\n\x01k\x12\x01v\x12\x04\x08\x05\x10\x02\x1a\0 \x01\x18\x07",
+        b"\n(envoy.service.ratelimit.v3.RateLimitService",
+    ];
+    let tokens = [
+        "\n",
+        "\x12",
+        "\x1a",
+        "\x08",
+        "\x10",
+        "\x18",
+        " \x01",
+        "\0",
+        "\x7f",
+        "\u{80}\x01",
+        "\n\0",
+        "\x12\0",
+        "\n\x01k",
+    ];
+    fuzz("rate limit calls", &examples, &tokens, ratelimit_call::run);
 }
 
 #[test]

@@ -86,7 +86,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "http",
         &[
-            &["error_pages"],
+            &["error_pages", "grpc"],
             &["problem", "request_body"],
             &["body"],
             &["flow"],
@@ -123,7 +123,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "proxy",
         &[
-            &["record"],
+            &["ratelimit_service", "record"],
             &["holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],
@@ -139,7 +139,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "snapshot",
         &[
             &["settings"],
-            &["routes"],
+            &["descriptors", "routes"],
             &["auth"],
             &["consumers"],
             &["limits"],

@@ -14,7 +14,8 @@ use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, LostCost,
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::proxy::metrics::{
-    AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
+    AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_descriptor_name,
+    split_token_counter_name,
 };
 use crate::proxy::mirror_state::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
@@ -199,6 +200,19 @@ impl AdminState {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (limit_decision, count) in LimitDecision::ALL.iter().zip(counts) {
                 writer.write_counter(&[("limit", &limit), ("decision", limit_decision.label())], count)?;
+            }
+        }
+        let mut writer = exposition.counter(
+            "descriptor_decisions",
+            "Decisions of the rate limit service by domain and descriptor; if a request is denied, only the descriptors \
+             that denied it are counted",
+        )?;
+        for (name, counters) in self.request_metrics.descriptors.all() {
+            let (domain, entries) = split_descriptor_name(&name);
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (limit_decision, count) in LimitDecision::ALL.iter().zip(counts) {
+                let labels = [("domain", domain), ("descriptor", entries), ("decision", limit_decision.label())];
+                writer.write_counter(&labels, count)?;
             }
         }
         let tokens: Vec<_> = self.request_metrics.tokens.all();

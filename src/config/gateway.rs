@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::schema;
 use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames, TokenWeights};
 use crate::config::spanned::{Spanned, Text};
-use crate::config::tables::{ErrorPages, Limit, LimitVariant, Notify, Route, Upstream};
+use crate::config::tables::{Descriptor, ErrorPages, Limit, LimitVariant, Notify, Route, Upstream};
 
 /// `gateway.toml`.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -64,6 +64,9 @@ pub struct Config {
     /// Routes: the requests that the route matches, their upstream, and their limits. If several routes match, the most
     /// specific route wins. The order in the file does not matter.
     pub route: Vec<Spanned<Route>>,
+    /// Descriptors: the limits of requests about which a proxy such as Envoy asks a listener with
+    /// `protocol = "ratelimit"`. The most specific descriptor wins. The order in the file does not matter.
+    pub descriptor: Vec<Spanned<Descriptor>>,
 }
 
 /// `[server]`
@@ -170,6 +173,10 @@ pub struct Listener {
     /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. The listener serves HTTP/1.x and HTTP/2 with prior
     /// knowledge on this port. A second gateway process with the same address does not start.
     pub address: Option<Text>,
+    /// What the listener serves. `"http"`: requests, by the routes. `"ratelimit"`: calls of Envoy's rate limit service
+    /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)).
+    #[schemars(extend("enum" = ["http", "ratelimit"], "default" = "http"))]
+    pub protocol: Option<Text>,
     /// Require a PROXY protocol header (version 1 or 2) at the start of every connection. The peer must be a proxy in
     /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]

@@ -15,11 +15,10 @@ use crate::config::sources::{FileSnapshot, Sources, read_main, utf8_text};
 use crate::config::unknown_keys::closest_name;
 
 /// The tables that an included file may contain. Their entries are added to the tables of the including file.
-const INCLUDED_TABLES: [&str; 5] = ["route", "limit", "upstream", "auth", "prices"];
+const INCLUDED_TABLES: [&str; 6] = ["route", "descriptor", "limit", "upstream", "auth", "prices"];
 
 /// Hint that lists the tables that an included file may contain, in TOML notation.
-const TABLE_FORMS: &str =
-    "an included file may contain only [[route]], [limit.NAME], [upstream.NAME], [auth.NAME] and [prices.NAME]";
+const TABLE_FORMS: &str = "an included file may contain only [[route]], [[descriptor]], [limit.NAME], [upstream.NAME], [auth.NAME] and [prices.NAME]";
 
 /// Read the files that a configuration includes. Return the texts of all files, and the issues of `include`.
 ///

@@ -94,7 +94,7 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
 
 /// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if
 /// it is in upper case.
-pub const IDENTITY_SOURCES: [&str; 22] = [
+pub const IDENTITY_SOURCES: [&str; 23] = [
     "api-key",
     "group:LEVEL",
     "ip",
@@ -116,6 +116,7 @@ pub const IDENTITY_SOURCES: [&str; 22] = [
     "mcp:tool",
     "mcp:method",
     "jsonrpc:method",
+    "entry:KEY",
     "global",
 ];
 

@@ -299,10 +299,10 @@ pub struct Limit {
     /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the verified user name), `basic:user` (the user name
     /// that the client sends, not verified), `auth:HEADER` (a header from an authentication server), `host`, `route`,
     /// `method`, `json:POINTER` (a value in the JSON body, such as `json:/model`), `form:NAME` (a field of an HTML form
-    /// in the body), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `global`, or a list of these. With a list, each
-    /// combination of values is a separate identity. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need an
-    /// authentication provider that verifies this credential, in `require` or `identify` of the route. If several
-    /// providers verify a credential, the first one determines the identity.
+    /// in the body), `mcp:tool`, `mcp:method`, `jsonrpc:method`, `entry:KEY` (an entry of a `[[descriptor]]`), `global`,
+    /// or a list of these. With a list, each combination of values is a separate identity. `api-key`, `jwt:CLAIM`,
+    /// `basic` and `auth:HEADER` need an authentication provider that verifies this credential, in `require` or
+    /// `identify` of the route. If several providers verify a credential, the first one determines the identity.
     pub by: Option<Spanned<OneOrMany>>,
     /// Algorithm of the limit. `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` supports quotas
     /// of up to 10,000. `concurrency` limits the number of requests in flight: `quota = "20"`.
@@ -368,6 +368,11 @@ pub struct Limit {
     /// of the first one in `limits` of the route. gRPC calls get `grpc-status: 8`.
     #[schemars(range(min = 400, max = 599), extend("default" = 429))]
     pub status: Option<Spanned<i64>>,
+    /// What a limit of a `[[descriptor]]` charges. `"admitted"`: the cost of admitted requests. `"always"`: also the cost
+    /// of requests that the limit itself denies, so that it goes into debt ([token
+    /// quotas](../how-to/envoy.md#quotas-that-are-charged-at-the-end-of-a-stream)).
+    #[schemars(extend("enum" = ["admitted", "always"], "default" = "admitted"))]
+    pub charge: Option<Text>,
     /// Response statuses for which the charge is refunded, such as `["5xx", "404"]`. Default: none. With `cost.llm`,
     /// the default is `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
@@ -392,6 +397,24 @@ pub struct Limit {
     /// identity, threshold and window ([quota events](../how-to/events.md)). Not available for `concurrency`. Default:
     /// no events.
     pub notify: Option<Spanned<LimitNotify>>,
+}
+
+/// `[[descriptor]]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["domain", "entries"]))]
+pub struct Descriptor {
+    /// Domain that the proxy is configured with.
+    pub domain: Option<Text>,
+    /// Entries in the order in which the proxy sends them: `["generic_key=login", "remote_address"]`. `KEY=VALUE`
+    /// matches one value, and `*` in the value matches any number of characters. `KEY` matches every value. A
+    /// descriptor of the proxy matches if it has the same number of entries, and all of them match.
+    pub entries: Option<Spanned<Vec<Text>>>,
+    /// Names of limits. Their `by` refers to the values of entries: `by = "entry:remote_address"`.
+    pub limits: Vec<Text>,
+    /// Admit all requests with this descriptor, instead of `limits`.
+    #[schemars(extend("default" = false))]
+    pub unlimited: Option<Spanned<bool>>,
 }
 
 /// `[notify.NAME]`: a destination of quota events. Either `webhook` or `stream` is set.

@@ -91,6 +91,8 @@ pub struct Body {
 
 enum BodyKind {
     Full(Option<Bytes>),
+    /// The answer to a gRPC call: a message and its trailers.
+    Message(Option<Bytes>, Option<HeaderMap>),
     Upstream(UpstreamBody),
     /// A tunnel after a protocol upgrade, through which bytes flow in both directions. The guard holds the request
     /// permit of the upstream endpoint.
@@ -125,6 +127,11 @@ impl Body {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
         Body::new(BodyKind::Full((!complete).then_some(bytes)), complete)
+    }
+
+    /// Create the body of an answer to a gRPC call.
+    pub fn with_trailers(bytes: Bytes, trailers: HeaderMap) -> Self {
+        Body::new(BodyKind::Message(Some(bytes), Some(trailers)), false)
     }
 
     /// Create a body from an upstream response. `read_bound` limits the reads from an upstream connection that carries
@@ -248,6 +255,10 @@ impl HttpBody for Body {
         let multiplexed = flow.filter(|flow| flow.is_multiplexed());
         let polled = match kind {
             BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            BodyKind::Message(bytes, trailers) => {
+                let frame = bytes.take().map(Frame::data).or_else(|| trailers.take().map(Frame::trailers));
+                Poll::Ready(frame.map(Ok))
+            }
             BodyKind::Upstream(upstream) => {
                 let ready = ready!(upstream.poll_ready(multiplexed.map(|flow| &**flow), *bytes_sent, cx));
                 let polled = match ready {
@@ -326,6 +337,7 @@ impl HttpBody for Body {
     fn is_end_stream(&self) -> bool {
         match &self.kind {
             BodyKind::Full(bytes) => bytes.is_none(),
+            BodyKind::Message(_, trailers) => trailers.is_none(),
             BodyKind::Upstream(upstream) => {
                 upstream.incoming.is_end_stream() && !self.on_complete.as_ref().is_some_and(|hook| hook.holds_data())
             }
@@ -336,6 +348,7 @@ impl HttpBody for Body {
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             BodyKind::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            BodyKind::Message(bytes, _) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             BodyKind::Upstream(upstream) => upstream.incoming.size_hint(),
             BodyKind::Tunnel { .. } => SizeHint::with_exact(0),
         }
@@ -354,7 +367,7 @@ impl BodyKind {
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
-            BodyKind::Full(_) | BodyKind::Tunnel { .. } => None,
+            BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => None,
         }
     }
 }
@@ -450,7 +463,7 @@ impl Drop for Body {
                     runtime.spawn(rest.read());
                 }
             }
-            BodyKind::Upstream(_) | BodyKind::Full(_) | BodyKind::Tunnel { .. } => {
+            BodyKind::Upstream(_) | BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => {
                 hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
             }
         }

@@ -89,6 +89,7 @@ impl Descriptor {
             Descriptor::Rpc(RpcSource::McpTool) => "mcp:tool".into(),
             Descriptor::Rpc(RpcSource::McpMethod) => "mcp:method".into(),
             Descriptor::Rpc(RpcSource::Method) => "jsonrpc:method".into(),
+            Descriptor::Entry(key) => format!("entry:{key}").into(),
             Descriptor::Global => "global".into(),
             Descriptor::Route => "route".into(),
         }
@@ -137,6 +138,12 @@ impl IdentityDisplay {
 }
 
 impl IdentitySpec {
+    /// Return the parts of an identity without their values.
+    pub fn display_hidden(&self) -> IdentityDisplay {
+        let part = |descriptor: &Descriptor| DisplayPart { label: descriptor.label().into(), value: None };
+        IdentityDisplay(self.descriptors.iter().map(part).collect())
+    }
+
     /// Return the identity of a request in the form that is shown to administrators.
     pub fn display(&self, request: &RequestAttributes<'_>, client_ip: &ClientIpResolver) -> IdentityDisplay {
         let network = |label: &str| DisplayPart {

@@ -180,6 +180,26 @@ impl IdentitySpec {
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(source) if is_mcp(source)))
     }
 
+    /// Return the identity that the entries of a descriptor have, or `None` if it is exempt. `value` returns the value of
+    /// the entry with a key.
+    pub fn identify_entries<'v>(
+        &self,
+        value: impl Fn(&str) -> &'v [u8],
+        hasher: &IdentityHasher,
+        encoder: &mut IdentityEncoder,
+    ) -> Option<Identity> {
+        encoder.clear();
+        for descriptor in &self.descriptors {
+            // All other parts are errors in the configuration of a descriptor.
+            let value = if let Descriptor::Entry(key) = descriptor { value(key) } else { b"" };
+            if self.exemptions.values.iter().any(|(of, exempt)| of == descriptor && exempt.as_bytes() == value) {
+                return None;
+            }
+            encoder.push(descriptor.tag(), value);
+        }
+        Some(hasher.hash(encoder.as_bytes()))
+    }
+
     /// Return the identity of a request, or `None` if the limit does not apply.
     ///
     /// # Errors
@@ -307,6 +327,8 @@ pub enum Descriptor {
     Form(Box<str>),
     /// A part of a JSON-RPC message in the body.
     Rpc(RpcSource),
+    /// Value of the entry with this key in a descriptor of Envoy's rate limit service.
+    Entry(Box<str>),
     /// One identity for all clients.
     Global,
     /// Name of the route.
@@ -362,6 +384,7 @@ impl fmt::Display for Descriptor {
             Descriptor::Rpc(RpcSource::McpTool) => f.write_str("MCP tool"),
             Descriptor::Rpc(RpcSource::McpMethod) => f.write_str("MCP method"),
             Descriptor::Rpc(RpcSource::Method) => f.write_str("JSON-RPC method"),
+            Descriptor::Entry(key) => write!(f, "entry `{key}` of a descriptor"),
             Descriptor::Global | Descriptor::Route => f.write_str("route"),
         }
     }
@@ -421,7 +444,7 @@ impl Descriptor {
             | Descriptor::Basic
             | Descriptor::Forward(_) => None,
             Descriptor::Host | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
-            Descriptor::Json(_) | Descriptor::Form(_) | Descriptor::Rpc(_) => None,
+            Descriptor::Json(_) | Descriptor::Form(_) | Descriptor::Rpc(_) | Descriptor::Entry(_) => None,
             // The upstream's scheme of the header, not this limit, decides who may send it.
             Descriptor::ClaimedUser => None,
         }
@@ -448,6 +471,7 @@ impl Descriptor {
             | Descriptor::Json(_)
             | Descriptor::Form(_)
             | Descriptor::Rpc(_)
+            | Descriptor::Entry(_)
             | Descriptor::Global
             | Descriptor::Route => false,
         }
@@ -476,6 +500,7 @@ impl Descriptor {
             Descriptor::ClaimedUser => b'l',
             Descriptor::Rpc(RpcSource::McpTool) => b't',
             Descriptor::Rpc(RpcSource::McpMethod | RpcSource::Method) => b'v',
+            Descriptor::Entry(_) => b'y',
             Descriptor::Global => b'g',
             Descriptor::Route => b'r',
         }
@@ -592,6 +617,8 @@ impl Descriptor {
                     false => Err(IdentityError::Mixed(self.clone())),
                 }
             }
+            // Requests on a route have no descriptor, and the limits of routes have no such part.
+            Descriptor::Entry(_) => Ok(missing()),
             Descriptor::Global => Ok(IdentityPart::Value(b'g', Cow::Borrowed(b""))),
             Descriptor::Route => Ok(IdentityPart::Value(b'r', Cow::Borrowed(request.route_name.as_bytes()))),
         }

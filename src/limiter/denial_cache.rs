@@ -72,6 +72,11 @@ impl DenialCache {
         self.0.clear();
     }
 
+    /// Remove the cached denial of a state, because a refund may have made it wrong.
+    pub fn remove(&self, key: u128) {
+        self.0.remove(&key);
+    }
+
     /// Insert a denial that has just arrived from the store. Its check began at `asked_at`.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;

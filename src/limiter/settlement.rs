@@ -168,6 +168,16 @@ impl SettlementQueue {
         let _ = sender.send(QueuedSettlement { settlement, tracked: self.store_handle.tasks.token() });
     }
 
+    /// Make a call again that failed with this error, if the store has certainly not executed it. Otherwise count its
+    /// cost as lost.
+    pub fn deliver_after(&self, error: &StoreError, operation: Operation, charges: Vec<OwnedCharge>) {
+        if error.is_not_executed() {
+            self.push(Settlement::Deliver { decided_by: DecidedBy::Store, operation, charges });
+        } else {
+            self.store_handle.give_up(DecidedBy::Store, operation, &charges, error);
+        }
+    }
+
     /// Let the queued calls begin before the caller continues. On one thread, they then precede the calls of the caller:
     /// a request on the connection of an earlier one is checked after the release of the permit of the earlier one.
     pub async fn begin_queued(&self) {

@@ -32,6 +32,7 @@ use crate::listener::handshake::{LOG_INTERVAL, Protocol};
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;
 use crate::proxy::request::Peer;
+use crate::snapshot::listeners::ListenerProtocol;
 use crate::snapshot::settings::ServerSettings;
 
 /// The default of hyper's `max_headers`. With the default, hyper parses headers on the stack. With an explicit maximum,
@@ -55,6 +56,10 @@ const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 /// checks this. The connections of busy clients are rarely idle for so long, so they are not suspended and resumed again
 /// and again.
 const SUSPEND_AFTER: Duration = Duration::from_secs(5);
+
+/// Response to HTTP/1.x on a listener of the rate limit service.
+const HTTP1_REFUSED: &[u8] = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\n\
+    content-length: 64\r\nconnection: close\r\n\r\nthis listener serves gRPC: use HTTP/2 with prior knowledge, h2c\n";
 
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
@@ -101,6 +106,8 @@ pub(super) struct HttpConnection {
     /// The settings at the time when the connection was accepted.
     pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<ConnectionActivity>,
+    /// What the listener of the connection serves.
+    pub(super) serves: ListenerProtocol,
     /// Memory budget of all connections.
     pub(super) buffer_budget: Arc<BufferBudget>,
     /// A token that is cancelled when draining starts.
@@ -179,6 +186,12 @@ impl HttpConnection {
         let stream = MonitoredStream::new(stream, protocol, self.activity.clone(), settings.proxy_status);
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
+            Protocol::Http1 if self.serves == ListenerProtocol::RateLimit => {
+                self.gateway.record_unparsed(StatusCode::HTTP_VERSION_NOT_SUPPORTED);
+                let mut stream = stream;
+                stream.write_all(HTTP1_REFUSED).await?;
+                Ok(CloseReason::RequestUnread)
+            }
             Protocol::Http1 => {
                 let keeper = ConnectionKeeper { flow: &flow, drain: &self.drain };
                 let service = service_fn(|request: Request<Incoming>| {
@@ -230,11 +243,34 @@ impl HttpConnection {
         let streams = executor.0.clone();
         let max = self.settings.http2_max_streams as usize;
         let is_refused = move || streams.abandoned.load(Ordering::Relaxed) >= max;
-        let request = serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused);
+        let request = match self.serves {
+            ListenerProtocol::Http => {
+                serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused)
+            }
+            ListenerProtocol::RateLimit => self.serve_call(in_flight, request, is_refused),
+        };
         // The connection of a trusted proxy carries the requests of many clients.
         let counts_resets = !self.peer.forwarded.trusted;
         let keeper = StreamKeeper { flow, streams: executor.0.clone(), activity, started_at, counts_resets };
         ServedRequest { request: Some(request), keeper }
+    }
+
+    /// Serve a call of the rate limit service.
+    fn serve_call(
+        &self,
+        in_flight: InFlightRequest,
+        request: Request<Incoming>,
+        is_refused: impl FnOnce() -> bool + Send + 'static,
+    ) -> Pin<Box<HandledRequest>> {
+        let (gateway, peer, drain) = (self.gateway.clone(), self.peer.clone(), self.drain.clone());
+        Box::pin(async move {
+            if is_refused() {
+                return Err(h2::Reason::REFUSED_STREAM.into());
+            }
+            let mut response = gateway.answer_call(request, &peer, drain.is_cancelled()).await;
+            complete_response(in_flight, &mut response);
+            Ok(response)
+        })
     }
 
     /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. The

@@ -7,12 +7,12 @@ use bytes::Bytes;
 use http::header::{
     ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
 };
-use http::{HeaderMap, Method, Response, StatusCode};
-use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use http::{Method, Response, StatusCode};
 use serde_json::Value;
 
 use crate::http::body::Body;
 use crate::http::error_pages::ErrorPage;
+use crate::http::grpc::{Code, set_status_headers};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::problem;
 use crate::http::problem::{NO_STORE, Problem};
@@ -486,39 +486,25 @@ fn set_grpc_status(response: &mut Response<Body>) {
     }
     let Some(document) = response.body_mut().take_content() else { return };
     let document: Value = serde_json::from_slice(&document).unwrap_or_default();
-    // The numbers of https://grpc.io/docs/guides/status-codes/.
     let code = match response.status() {
-        StatusCode::BAD_REQUEST => 3,                                   // INVALID_ARGUMENT
-        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => 4, // DEADLINE_EXCEEDED
-        StatusCode::FORBIDDEN => 7,                                     // PERMISSION_DENIED
+        StatusCode::BAD_REQUEST => Code::InvalidArgument,
+        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => Code::DeadlineExceeded,
+        StatusCode::FORBIDDEN => Code::PermissionDenied,
         StatusCode::PAYLOAD_TOO_LARGE
         | StatusCode::URI_TOO_LONG
         | StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
-        | StatusCode::TOO_MANY_REQUESTS => GRPC_RESOURCE_EXHAUSTED,
-        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => 12, // UNIMPLEMENTED
-        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::MISDIRECTED_REQUEST => 14, // UNAVAILABLE
-        StatusCode::UNAUTHORIZED => 16, // UNAUTHENTICATED
-        _ => 2,                         // UNKNOWN
+        | StatusCode::TOO_MANY_REQUESTS => Code::ResourceExhausted,
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => Code::Unimplemented,
+        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::MISDIRECTED_REQUEST => {
+            Code::Unavailable
+        }
+        StatusCode::UNAUTHORIZED => Code::Unauthenticated,
+        _ => Code::Unknown,
     };
     *response.status_mut() = StatusCode::OK;
     let detail = document["detail"].as_str().unwrap_or_default();
-    set_grpc_headers(response.headers_mut(), code, detail);
+    set_status_headers(response.headers_mut(), code, detail);
 }
-
-/// gRPC status of a request that exceeds a limit or a maximum size.
-const GRPC_RESOURCE_EXHAUSTED: u64 = 8;
-
-fn set_grpc_headers(headers: &mut HeaderMap, code: u64, message: &str) {
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    headers.insert(CACHE_CONTROL, NO_STORE);
-    headers.insert("grpc-status", HeaderValue::from(code));
-    // Percent-encode the message, as gRPC over HTTP/2 defines for `grpc-message`.
-    let message = utf8_percent_encode(message, &GRPC_MESSAGE_ESCAPES).to_string();
-    headers.extend(HeaderValue::from_str(&message).ok().map(|text| (HeaderName::from_static("grpc-message"), text)));
-}
-
-/// The characters that gRPC escapes: all except space to `~`, and `%`. Bytes that are not ASCII are always escaped.
-const GRPC_MESSAGE_ESCAPES: AsciiSet = CONTROLS.add(b'%');
 
 fn denial_detail(decision: &Decision<'_>) -> String {
     match decision.retry_us() {
@@ -564,7 +550,7 @@ fn retry_detail(seconds: u64) -> String {
 /// `grpc-status`, and would map a 429 to UNAVAILABLE.
 fn resource_exhausted_response(message: &str) -> Response<Body> {
     let mut response = Response::new(Body::full(Bytes::new()));
-    set_grpc_headers(response.headers_mut(), GRPC_RESOURCE_EXHAUSTED, message);
+    set_status_headers(response.headers_mut(), Code::ResourceExhausted, message);
     response
 }
 

@@ -24,6 +24,7 @@ use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::descriptors::DescriptorRule;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::upstream::error::{FailureReason, UpstreamError};
 use crate::upstream::retry::{AttemptLog, RetryReason};
@@ -169,6 +170,8 @@ pub struct RequestMetrics {
     /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]). The first counter contains reserved
     /// costs, the others contain settled costs by [`SETTLED_BY`].
     pub tokens: MetricFamily<Counter<4>>,
+    /// Decisions by descriptor (see [`split_descriptor_name`]) and [`LimitDecision`].
+    pub descriptors: MetricFamily<Counter<6>>,
     /// Requests that at least one limit denied, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
@@ -233,6 +236,16 @@ pub fn split_token_counter_name(name: &str) -> (&str, &str) {
     name.split_once(' ').unwrap_or((name, ""))
 }
 
+/// Return the name of the counters of a descriptor: its domain and its entries, separated by a line break.
+fn descriptor_name(domain: &str, entries: &str) -> String {
+    format!("{domain}\n{entries}")
+}
+
+/// Split a name in [`RequestMetrics::descriptors`] into the domain and the entries.
+pub fn split_descriptor_name(name: &str) -> (&str, &str) {
+    name.split_once('\n').unwrap_or((name, ""))
+}
+
 /// Number of responses, for each entry of [`COUNTED_STATUSES`].
 pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 
@@ -266,6 +279,7 @@ pub(super) struct WorkerMetrics {
     /// Responses to requests that match no route.
     unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
+    descriptors: Vec<DescriptorMetrics>,
     /// Counters of [`AuthResult`] by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
@@ -273,6 +287,12 @@ pub(super) struct WorkerMetrics {
     pub(super) inspected_by_network: Arc<UsageByNetwork>,
     pub(super) rests: Arc<RestCounter>,
     pub(super) parser_permits: Arc<Semaphore>,
+}
+
+#[derive(Debug)]
+struct DescriptorMetrics {
+    decisions: Arc<Counter<6>>,
+    limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
 }
 
 #[derive(Debug)]
@@ -369,6 +389,18 @@ impl WorkerMetrics {
             retries: request_metrics.retries.get_or_create(name, worker),
             failures: request_metrics.upstream_failures.get_or_create(name, worker),
         };
+        let descriptor_metrics = |rule: &DescriptorRule| DescriptorMetrics {
+            decisions: request_metrics.descriptors.get_or_create(&descriptor_name(&rule.domain, &rule.name), worker),
+            limits: rule
+                .limits
+                .iter()
+                .map(|limit| {
+                    let name = &limit.limit.name;
+                    let decisions = request_metrics.limits.get_or_create(name, worker);
+                    (decisions, request_metrics.top_denied.get_or_create(name, worker))
+                })
+                .collect(),
+        };
         let mirror = |route: &crate::snapshot::routes::Route| {
             route.mirror.as_ref().map(|_| request_metrics.mirrors.get_or_create(&route.name, worker))
         };
@@ -390,6 +422,7 @@ impl WorkerMetrics {
                 })
                 .collect(),
             unmatched: responses(""),
+            descriptors: config.descriptors.rules.iter().map(descriptor_metrics).collect(),
             upstreams: config.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
             forward_auth: config
                 .auth
@@ -480,6 +513,30 @@ impl WorkerMetrics {
     pub(super) fn record_forward_auth(&self, provider: usize, result: AuthResult) {
         if let Some(Some(counter)) = self.forward_auth.get(provider) {
             counter.increment(result as usize);
+        }
+    }
+
+    /// Record the duration of the checks of a call of the rate limit service.
+    pub(super) fn record_check_duration(&self, elapsed: Duration) {
+        self.check_durations.observe(elapsed);
+    }
+
+    /// Record the effect of a limit of a descriptor. `rule_index` is the index of the descriptor, and `limit_index` the
+    /// index of the limit in the descriptor.
+    pub(super) fn record_descriptor(
+        &self,
+        (rule_index, limit_index): (usize, usize),
+        effect: Option<LimitDecision>,
+        identity: Identity,
+        name: impl Fn() -> IdentityDisplay,
+    ) {
+        let DescriptorMetrics { decisions, limits } = &self.descriptors[rule_index];
+        let Some(effect) = effect else { return };
+        let (counter, top_denied) = &limits[limit_index];
+        decisions.increment(effect as usize);
+        counter.increment(effect as usize);
+        if effect.is_denial() {
+            top_denied.record(identity, monotonic(), 1, name);
         }
     }
 

@@ -156,6 +156,7 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
         Some(("jwt", name)) if !name.is_empty() => return Some(Descriptor::Jwt(name.into())),
         Some(("path", name)) if !name.is_empty() => return Some(Descriptor::Path(name.into())),
         Some(("form", name)) if !name.is_empty() => return Some(Descriptor::Form(name.into())),
+        Some(("entry", key)) if !key.is_empty() => return Some(Descriptor::Entry(key.into())),
         Some(("basic", "user")) => return Some(Descriptor::ClaimedUser),
         Some(("json", pointer)) => return json_pointer(pointer, span, reader).map(Descriptor::Json),
         Some(("mcp", "tool")) => return Some(Descriptor::Rpc(RpcSource::McpTool)),

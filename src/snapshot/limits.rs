@@ -47,10 +47,21 @@ pub struct CompiledLimit {
     pub identity_spec: IdentitySpec,
     /// Cost of a request. If `None`, the cost of the route applies.
     pub cost: Option<Cost>,
+    /// What the limit charges.
+    pub charge: ChargePolicy,
     /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
     /// Status of the responses to requests that the limit denies.
     pub status: StatusCode,
+}
+
+/// `charge` of a limit
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChargePolicy {
+    /// The cost of admitted requests.
+    Admitted,
+    /// Also the cost of requests that the limit itself denies.
+    Always,
 }
 
 /// Compiled limits by name.
@@ -114,6 +125,8 @@ pub(super) fn limits(
         let unit = quota_unit(limit, reader);
         let prefetch = reader.number(limit.prefetch.as_ref(), 0..1 << 32, 0) as u64;
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
+        let policies = [("admitted", ChargePolicy::Admitted), ("always", ChargePolicy::Always)];
+        let charge = reader.one_of(limit.charge.as_ref(), ChargePolicy::Admitted, &policies);
         let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
         check_conflicts(limit, cost.as_ref(), identity_spec.counted_messages(), &rule, reader);
@@ -153,8 +166,10 @@ pub(super) fn limits(
             }
             _ => {}
         }
-        limits
-            .insert(name.clone(), CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, refund_on, status });
+        limits.insert(
+            name.clone(),
+            CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, charge, refund_on, status },
+        );
     }
     limits
 }
@@ -382,6 +397,7 @@ fn check_conflicts(
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
     let refund = limit.refund_on.iter().flatten().next().map(|status| status.span());
     let unit = limit.unit.as_ref().map(|unit| unit.span());
+    let always = limit.charge.as_ref().filter(|charge| charge.get_ref() == "always").map(|charge| charge.span());
     let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|prefetch| prefetch.span());
     let pairs = [
         (
@@ -420,6 +436,11 @@ fn check_conflicts(
             prefetch,
             counted.is_some(),
             "a JSON-RPC batch costs the number of its messages: `prefetch` cannot be combined with `mcp:` and `jsonrpc:`",
+        ),
+        (
+            always,
+            rule.stores_each_token() || concurrency,
+            "the debt of this algorithm would have no bound: `charge` cannot be combined with sliding-log and concurrency",
         ),
         (
             cost.clone().filter(|_| is_llm),

@@ -41,12 +41,23 @@ pub struct Listener {
     pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
+    /// What the listener serves.
+    pub protocol: ListenerProtocol,
     /// Whether connections must start with a PROXY protocol header from a trusted proxy.
     pub proxy_protocol: bool,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<ListenerTls>,
     /// Client networks that may use the listener. `None` = all.
     pub access: Option<AccessRules>,
+}
+
+/// `protocol` of a listener
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ListenerProtocol {
+    /// Requests, by the routes.
+    Http,
+    /// Calls of Envoy's rate limit service, by the descriptors.
+    RateLimit,
 }
 
 /// `tls` of a listener
@@ -97,6 +108,8 @@ pub(super) fn listeners(
                         of the gateway";
             reader.push_missing_elsewhere(Issue::new(value.span(), message).with_hint(hint));
         }
+        let protocols = [("http", ListenerProtocol::Http), ("ratelimit", ListenerProtocol::RateLimit)];
+        let protocol = reader.one_of(listener.protocol.as_ref(), ListenerProtocol::Http, &protocols);
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
         let Some(address) = reader.address(text) else { continue };
@@ -108,7 +121,7 @@ pub(super) fn listeners(
             None => {
                 spans.push((address, text.span()));
                 let name = listener.name.as_ref().map(|name| name.get_ref().as_str().into());
-                compiled.push(Listener { name, address, proxy_protocol, tls, access });
+                compiled.push(Listener { name, address, protocol, proxy_protocol, tls, access });
             }
         }
     }

@@ -32,7 +32,7 @@ use crate::snapshot::cost::{Cost, RefundOn, UnknownOperation};
 use crate::snapshot::header_rules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
-use crate::snapshot::limits::{CompiledLimit, check_cost_fits};
+use crate::snapshot::limits::{ChargePolicy, CompiledLimit, check_cost_fits};
 use crate::snapshot::route_action::{
     Mirror, Redirect, RedirectTarget, Rewrite, RouteAction, mirror, rewrite, route_action, upstream_host, websocket,
 };
@@ -323,7 +323,7 @@ pub(super) fn routes(
     network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
-    if config.route.is_empty() {
+    if config.route.is_empty() && config.descriptor.is_empty() {
         reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
     }
     let mut names: HashMap<&str, Range<usize>> = HashMap::new();
@@ -451,12 +451,22 @@ fn route_limits(
             }
             continue;
         };
-        let CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on, status } = compiled;
+        let CompiledLimit { limit, identity_spec, cost: limit_cost, charge, refund_on, status } = compiled;
         if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
             reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
         }
+        if *charge == ChargePolicy::Always {
+            let message = format!("`{limit_name}` has `charge`, which only descriptors have");
+            let hint = "a cost that the response determines (`cost.response_header`) is always charged";
+            reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
+        }
         for descriptor in &identity_spec.descriptors {
+            if let Descriptor::Entry(_) = descriptor {
+                let message = format!("`{limit_name}` counts by {}, which only descriptors have", descriptor.label());
+                let hint = "use the limit in `limits` of a [[descriptor]], or choose another `by`";
+                reader.push_missing(Issue::new(text.span(), message).with_hint(hint));
+            }
             if let Descriptor::Path(parameter) = descriptor
                 && path.is_some_and(|path| !path.has_parameter(parameter))
             {

@@ -24,6 +24,7 @@ use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::snapshot::cost::InspectBounds;
+use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::header_rules;
 use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::addresses_conflict;
@@ -551,8 +552,14 @@ pub(super) fn gateway_count(store: &gateway::Store, reader: &mut Validator<'_>) 
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
-/// Compile `[store]`. `routes` determine the algorithms that the Lua scripts must support.
-pub(super) fn store(store: &gateway::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
+/// Compile `[store]`. The limits of the routes and descriptors determine the algorithms that the Lua scripts must
+/// support.
+pub(super) fn store(
+    store: &gateway::Store,
+    routes: &[Arc<Route>],
+    descriptors: &DescriptorTable,
+    reader: &mut Validator<'_>,
+) -> StoreSettings {
     let defaults = RedisSettings::default();
     let timeout = reader.duration(store.timeout.as_ref(), defaults.timeout);
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), defaults.connect_timeout).max(timeout);
@@ -596,9 +603,11 @@ pub(super) fn store(store: &gateway::Store, routes: &[Arc<Route>], reader: &mut 
     match parse_redis_url(url, &access) {
         Ok((name, servers)) => {
             settings.name = name;
-            let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);
-            let counts_usage = limits.clone().any(|route_limit| route_limit.limit.usage.is_some());
-            let algorithms = AlgorithmSet::for_rules(limits.map(|route_limit| &route_limit.limit.default_variant.rule));
+            let limits =
+                routes.iter().flat_map(|route| &route.rate_limits.limits).map(|route_limit| &route_limit.limit);
+            let limits = limits.chain(descriptors.limits());
+            let counts_usage = limits.clone().any(|limit| limit.usage.is_some());
+            let algorithms = AlgorithmSet::for_rules(limits.map(|limit| &limit.default_variant.rule));
             let algorithms = algorithms.with_usage(counts_usage);
             let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, ..defaults };
             settings.redis = Some((servers, redis));

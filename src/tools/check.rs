@@ -934,8 +934,8 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     }
     for compiled in input.config.limits.values() {
         let routes = routes_by_limit.remove(&*compiled.limit.name).unwrap_or_default();
-        if routes.is_empty() {
-            let name = &compiled.limit.name;
+        let name = &compiled.limit.name;
+        if routes.is_empty() && !input.config.descriptors.uses(name) {
             let span = input.span_of(name, |_| None::<&Text>);
             issues.push(
                 Issue::new(span, format!("no route uses `{name}`"))

@@ -72,6 +72,7 @@ mod protocols;
 mod proxy_protocol;
 mod proxy_status;
 mod quota_events;
+mod ratelimit_service;
 mod real_servers;
 mod received_headers;
 mod recovery;

@@ -166,7 +166,9 @@ fn every_key() -> Value {
         "prices": { "p": { "m": { "input": 1, "long_context": { "above": 1 } } } },
         "limit": {
             "l": { "by": "ip", "quota": "1/s" },
+            "of_entry": { "by": "entry:k", "quota": "1/s" },
         },
+        "descriptor": [{ "domain": "d", "entries": ["k"], "limits": ["of_entry"] }],
         "upstream": {
             "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health_check": { "path": "/" }, "outlier_detection": {} },
         },

@@ -269,6 +269,7 @@ fn identity_part_reports(
             | Descriptor::Json(_)
             | Descriptor::Form(_)
             | Descriptor::Rpc(_)
+            | Descriptor::Entry(_)
             | Descriptor::Route => format!("the {descriptor}"),
         };
         IdentityPartReport {

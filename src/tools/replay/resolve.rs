@@ -543,6 +543,7 @@ pub(super) fn missing_identity_input(
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
         Descriptor::ClaimedUser => header(&http::header::AUTHORIZATION),
         Descriptor::Json(_) | Descriptor::Form(_) | Descriptor::Rpc(_) => Some(format!("the {descriptor} of the body")),
+        Descriptor::Entry(_) => Some(format!("the {descriptor}")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)

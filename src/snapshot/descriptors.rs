@@ -1,0 +1,376 @@
+//! Compiles `[[descriptor]]`, and finds the descriptor that matches the entries of a call.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::config;
+use crate::config::error::Issue;
+use crate::config::gateway::Config;
+use crate::config::spanned::{Spanned, Text};
+use crate::identity::spec::{Descriptor, IdentitySpec};
+use crate::limiter::spec::LimitSpec;
+use crate::snapshot::limits::{ChargePolicy, CompiledLimit};
+use crate::snapshot::validator::Validator;
+
+/// Maximum number of limits of a descriptor.
+const MAX_LIMITS: usize = 16;
+
+/// Maximum number of entries of a descriptor.
+const MAX_ENTRIES: usize = 32;
+
+/// The descriptors of the configuration.
+#[derive(Debug, Default)]
+pub struct DescriptorTable {
+    /// All descriptors, in the order of the configuration.
+    pub rules: Vec<DescriptorRule>,
+    /// The descriptors by domain and entries.
+    domains: HashMap<Box<[u8]>, Node>,
+}
+
+/// A descriptor of the configuration.
+#[derive(Debug)]
+pub struct DescriptorRule {
+    /// Domain of the descriptor.
+    pub domain: Box<str>,
+    /// Entries as written, separated by `/`: the name of the descriptor in metrics.
+    pub name: Box<str>,
+    /// The limits. Empty if requests with this descriptor are not limited.
+    pub limits: Vec<DescriptorLimit>,
+}
+
+/// A limit of a descriptor.
+#[derive(Debug)]
+pub struct DescriptorLimit {
+    /// The limit.
+    pub limit: Arc<LimitSpec>,
+    /// The parts of the identity: entries of the descriptor.
+    pub identity_spec: IdentitySpec,
+    /// What the limit charges.
+    pub charge: ChargePolicy,
+}
+
+/// The descriptors whose first entries are the same.
+#[derive(Debug, Default)]
+struct Node {
+    /// Index of the descriptor that ends here.
+    rule: Option<usize>,
+    /// The next entries, by key.
+    keys: HashMap<Box<[u8]>, Branch>,
+}
+
+/// The descriptors whose next entries have the same key.
+#[derive(Debug, Default)]
+struct Branch {
+    /// Entries that match one value.
+    exact: HashMap<Box<[u8]>, Node>,
+    /// Entries with `*` in their value. The most specific entry is the first.
+    patterns: Vec<(ValuePattern, Node)>,
+    /// The entry that matches every value.
+    any: Option<Box<Node>>,
+}
+
+/// A value in which `*` matches any number of bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct ValuePattern(Box<[u8]>);
+
+impl ValuePattern {
+    /// Return the number of bytes that are not `*`.
+    fn specificity(&self) -> usize {
+        self.0.iter().filter(|byte| **byte != b'*').count()
+    }
+
+    /// Return whether the pattern matches the whole value.
+    fn matches(&self, value: &[u8]) -> bool {
+        let mut parts = self.0.split(|byte| *byte == b'*');
+        let Some(mut rest) = parts.next().and_then(|first| value.strip_prefix(first)) else { return false };
+        let Some(last) = parts.next_back() else { return rest.is_empty() };
+        for part in parts {
+            // Use the leftmost occurrence of the part, because it leaves the most bytes for the following parts.
+            let Some(at) = memchr::memmem::find(rest, part) else { return false };
+            rest = &rest[at + part.len()..];
+        }
+        rest.ends_with(last)
+    }
+}
+
+impl DescriptorTable {
+    /// Return all limits, once for each descriptor that uses them.
+    pub(super) fn limits(&self) -> impl Iterator<Item = &Arc<LimitSpec>> + Clone {
+        self.rules.iter().flat_map(|rule| &rule.limits).map(|limit| &limit.limit)
+    }
+
+    /// Return whether a descriptor has the limit with this name.
+    pub fn uses(&self, limit: &str) -> bool {
+        self.limits().any(|used| *used.name == *limit)
+    }
+
+    /// Return the index of the most specific descriptor with this domain that matches the entries. Earlier entries
+    /// count more than later ones. One value is more specific than a pattern, and a pattern more than every value.
+    pub fn find<'e>(
+        &self,
+        domain: &[u8],
+        entries: impl Iterator<Item = (&'e [u8], &'e [u8])> + Clone,
+    ) -> Option<usize> {
+        self.domains.get(domain)?.find(entries)
+    }
+}
+
+impl Node {
+    fn find<'e>(&self, mut entries: impl Iterator<Item = (&'e [u8], &'e [u8])> + Clone) -> Option<usize> {
+        let Some((key, value)) = entries.next() else { return self.rule };
+        let branch = self.keys.get(key)?;
+        let patterns = branch.patterns.iter().filter(|(pattern, _)| pattern.matches(value)).map(|(_, node)| node);
+        let nodes = branch.exact.get(value).into_iter().chain(patterns).chain(branch.any.as_deref());
+        // Each call visits different nodes, so the search takes at most as many steps as there are entries in the
+        // configuration.
+        nodes.into_iter().find_map(|node| node.find(entries.clone()))
+    }
+
+    /// Return the node of this entry. Create it if it does not exist.
+    fn child(&mut self, (key, value): (&str, Option<&str>)) -> &mut Node {
+        let branch = self.keys.entry(key.as_bytes().into()).or_default();
+        let Some(value) = value.map(str::as_bytes) else { return branch.any.get_or_insert_default() };
+        if !value.contains(&b'*') {
+            return branch.exact.entry(value.into()).or_default();
+        }
+        let pattern = ValuePattern(value.into());
+        let index = branch.patterns.iter().position(|(other, _)| *other == pattern).unwrap_or_else(|| {
+            let is_less_specific = |(other, _): &(ValuePattern, Node)| other.specificity() < pattern.specificity();
+            let index = branch.patterns.iter().position(is_less_specific).unwrap_or(branch.patterns.len());
+            branch.patterns.insert(index, (pattern, Node::default()));
+            index
+        });
+        &mut branch.patterns[index].1
+    }
+}
+
+/// Compile all descriptors.
+pub(super) fn descriptors(
+    config: &Config,
+    limits: &BTreeMap<String, CompiledLimit>,
+    reader: &mut Validator<'_>,
+) -> DescriptorTable {
+    let mut table = DescriptorTable::default();
+    let mut spans: Vec<Range<usize>> = Vec::new();
+    for written in &config.descriptor {
+        let span = written.span();
+        let written = written.get_ref();
+        let domain = reader.required(written.domain.as_ref(), &span, "domain", "\"edge\"");
+        let entries = reader.required(written.entries.as_ref(), &span, "entries", "[\"remote_address\"]");
+        let Some((domain, entries)) = domain.zip(entries) else { continue };
+        check_entries(domain, entries, reader);
+        let parsed: Vec<_> = entries.get_ref().iter().map(|entry| parse_entry(entry.get_ref())).collect();
+        let limits = rule_limits(written, (&span, &parsed), limits, config, reader);
+        let name: Vec<_> = entries.get_ref().iter().map(|entry| entry.get_ref().as_str()).collect();
+        let index = table.rules.len();
+        let mut node = table.domains.entry(domain.get_ref().as_bytes().into()).or_default();
+        for entry in parsed {
+            node = node.child(entry);
+        }
+        if let Some(first) = node.rule.replace(index) {
+            let issue = Issue::new(span.clone(), "duplicate descriptor: another one has the same domain and entries");
+            reader.push_issue(issue.with_hint(reader.first_line_hint(&spans[first])));
+        }
+        table.rules.push(DescriptorRule {
+            domain: domain.get_ref().as_str().into(),
+            name: name.join("/").into(),
+            limits,
+        });
+        spans.push(span);
+    }
+    table
+}
+
+/// Split an entry into its key and its value. An entry without `=` matches every value.
+fn parse_entry(entry: &str) -> (&str, Option<&str>) {
+    entry.split_once('=').map_or((entry, None), |(key, value)| (key, Some(value)))
+}
+
+fn check_entries(domain: &Text, entries: &Spanned<Vec<Text>>, reader: &mut Validator<'_>) {
+    if domain.get_ref().is_empty() {
+        let issue = Issue::new(domain.span(), "`domain` is empty: a proxy cannot send such a descriptor");
+        reader.push_issue(issue.with_hint("write the `domain` of the proxy's rate limit filter"));
+    }
+    let count = entries.get_ref().len();
+    if !(1..=MAX_ENTRIES).contains(&count) {
+        let issue = Issue::new(entries.span(), format!("a descriptor has 1 to {MAX_ENTRIES} entries, not {count}"));
+        reader.push_issue(issue.with_hint("such as [\"generic_key=login\", \"remote_address\"]"));
+    }
+    for entry in entries.get_ref().iter().filter(|entry| parse_entry(entry.get_ref()).0.is_empty()) {
+        let issue = Issue::new(entry.span(), format!("the entry `{}` has no key", entry.get_ref()));
+        reader.push_issue(issue.with_hint("write KEY for every value, or KEY=VALUE for one value"));
+    }
+}
+
+/// Compile the limits of a descriptor with these entries.
+fn rule_limits(
+    written: &config::tables::Descriptor,
+    (span, entries): (&Range<usize>, &[(&str, Option<&str>)]),
+    limits: &BTreeMap<String, CompiledLimit>,
+    config: &Config,
+    reader: &mut Validator<'_>,
+) -> Vec<DescriptorLimit> {
+    let is_unlimited = written.unlimited.as_ref().is_some_and(|unlimited| *unlimited.get_ref());
+    match written.limits.first() {
+        Some(first) if is_unlimited => {
+            let issue = Issue::new(first.span(), "`limits` and `unlimited` cannot be combined");
+            reader.push_issue(issue.with_hint("remove one of them"));
+        }
+        None if !is_unlimited => {
+            let issue = Issue::new(span.clone(), "`limits` is missing");
+            reader.push_missing(issue.with_hint("write limits = [\"NAME\"], or unlimited = true"));
+        }
+        Some(_) | None => {}
+    }
+    if let Some(text) = written.limits.get(MAX_LIMITS) {
+        reader.push_issue(Issue::new(text.span(), format!("a descriptor has at most {MAX_LIMITS} limits")));
+    }
+    let mut used: Vec<DescriptorLimit> = Vec::new();
+    for text in &written.limits {
+        let name = text.get_ref();
+        let Some(compiled) = limits.get(name) else {
+            // If the limit exists but has errors, skip it, because its errors are already reported.
+            if !config.limit.contains_key(name) {
+                reader.unknown_name(text.span(), "limit", name, config.limit.keys().map(String::as_str));
+            }
+            continue;
+        };
+        if used.iter().any(|other| Arc::ptr_eq(&other.limit, &compiled.limit)) {
+            reader.push_issue(Issue::new(text.span(), format!("the descriptor has the limit `{name}` twice")));
+            continue;
+        }
+        check_identity(text, entries, &compiled.identity_spec, reader);
+        if let Some(written) = config.limit.get(name) {
+            check_keys(text, written.get_ref(), compiled, reader);
+        }
+        let CompiledLimit { limit, identity_spec, charge, .. } = compiled.clone();
+        used.push(DescriptorLimit { limit, identity_spec, charge });
+    }
+    used
+}
+
+/// Report parts of an identity that the entries do not have exactly once.
+fn check_identity(
+    text: &Text,
+    entries: &[(&str, Option<&str>)],
+    identity_spec: &IdentitySpec,
+    reader: &mut Validator<'_>,
+) {
+    let limit = text.get_ref();
+    for descriptor in &identity_spec.descriptors {
+        let (message, hint) = match descriptor {
+            Descriptor::Global => continue,
+            Descriptor::Entry(key) => match entries.iter().filter(|(name, _)| *name == &**key).count() {
+                1 => continue,
+                0 => (
+                    format!("`{limit}` counts by entry:{key}, but the descriptor has no entry `{key}`"),
+                    format!("add \"{key}\" to `entries`, or choose another `by`"),
+                ),
+                count => (
+                    format!("`{limit}` counts by entry:{key}, but the descriptor has {count} entries `{key}`"),
+                    "give the entries different keys: `descriptor_key` of the action in Envoy".to_owned(),
+                ),
+            },
+            other => (
+                format!("`{limit}` counts by {}, which descriptors do not have", other.label()),
+                "descriptors have only entries: by = \"entry:KEY\", or by = \"global\"".to_owned(),
+            ),
+        };
+        reader.push_missing(Issue::new(text.span(), message).with_hint(hint));
+    }
+}
+
+/// Report keys of a limit that have no effect on descriptors.
+fn check_keys(text: &Text, written: &config::tables::Limit, compiled: &CompiledLimit, reader: &mut Validator<'_>) {
+    let is_concurrency = compiled.limit.default_variant.rule.is_concurrency();
+    for (is_set, key, reason) in [
+        (is_concurrency, "algorithm = \"concurrency\"", "the proxy does not report the end of a request"),
+        (written.cost.is_some(), "cost", "the proxy sends the cost in `hits_addend`"),
+        (written.refund_on.is_some(), "refund_on", "the proxy sends refunds itself, with `is_negative_hits`"),
+        (written.max_wait.is_some(), "max_wait", "the proxy waits only a few milliseconds"),
+        (written.methods.is_some(), "methods", "a descriptor has no method"),
+        (written.status.is_some(), "status", "the proxy chooses the status, with `rate_limited_status`"),
+        (!written.tiers.is_empty(), "tiers", "write a descriptor for each tier"),
+    ] {
+        if is_set {
+            let message = format!("`{}` has {key}, which has no effect on a descriptor: {reason}", text.get_ref());
+            let hint = "use another limit for the descriptor";
+            reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(rules: &[&[&str]]) -> DescriptorTable {
+        let mut table = DescriptorTable::default();
+        for (index, entries) in rules.iter().enumerate() {
+            let mut node = table.domains.entry((*b"d").into()).or_default();
+            for entry in *entries {
+                node = node.child(parse_entry(entry));
+            }
+            node.rule = Some(index);
+        }
+        table
+    }
+
+    #[test]
+    fn most_specific_descriptor_wins() {
+        let table = table(&[
+            &["path"],
+            &["path=/a*"],
+            &["path=/api/*"],
+            &["path=/api/v1"],
+            &["path=/api/v1", "user=root"],
+            &["path", "user"],
+            &["path=*.png"],
+            &["path=/*/x/*"],
+            &["path="],
+        ]);
+        for (entries, expected) in [
+            (&[("path", "/")][..], Some(0)),
+            (&[("path", "/ab")], Some(1)),
+            (&[("path", "/api/v2")], Some(2)),
+            (&[("path", "/api/v1")], Some(3)),
+            (&[("path", "/api/v1"), ("user", "root")], Some(4)),
+            // No descriptor with the exact path matches the user, so a less specific path is used.
+            (&[("path", "/api/v1"), ("user", "me")], Some(5)),
+            (&[("path", "i.png")], Some(6)),
+            (&[("path", "/1/x/2")], Some(7)),
+            (&[("path", "")], Some(8)),
+            (&[("path", "/1/x")], Some(0)),
+            (&[("user", "me")], None),
+            (&[("user", "me"), ("path", "/")], None),
+            (&[("path", "/"), ("user", "me"), ("user", "me")], None),
+        ] {
+            let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
+            assert_eq!(table.find(b"d", bytes.clone()), expected, "{entries:?}");
+            assert_eq!(table.find(b"other", bytes), None);
+        }
+    }
+
+    #[test]
+    fn a_pattern_matches_any_number_of_bytes_at_each_star() {
+        for (pattern, value, expected) in [
+            ("*", "", true),
+            ("*", "a", true),
+            ("a*", "a", true),
+            ("a*", "ba", false),
+            ("*a", "ba", true),
+            ("a*a", "a", false),
+            ("a*a", "aa", true),
+            ("a*b*c", "abc", true),
+            ("a*b*c", "acb", false),
+            ("a**c", "ac", true),
+        ] {
+            assert_eq!(
+                ValuePattern(pattern.as_bytes().into()).matches(value.as_bytes()),
+                expected,
+                "{pattern} {value}"
+            );
+        }
+    }
+}

@@ -1,0 +1,573 @@
+//! Envoy's rate limit service: calls over the wire to a listener with `protocol = "ratelimit"`.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use prost::Message;
+use rcgen::DnType;
+use sluicegate::clock::{elapsed_since, monotonic};
+use sluicegate::payload::envoy;
+use sluicegate::payload::envoy::{
+    Code, DescriptorStatus, Entry, HeaderValue, HealthCheckRequest, HealthCheckResponse, Kind, List, RateLimit,
+    RateLimitDescriptor, RateLimitOverride, RateLimitRequest, RateLimitResponse, ServingStatus, Struct, Unit,
+};
+
+use crate::support::certificates::{Authority, NOW, Pair, tls};
+use crate::support::gateway::Gateway;
+use crate::support::grpc::{Grpc, framed};
+use crate::support::redis::Redis;
+use crate::support::reload::{metric, reloads, with_admin};
+use crate::support::{eventually, signal};
+
+const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+
+const LISTENER: &str = "[[listener]]\naddress = \"127.0.0.1:0\"\nprotocol = \"ratelimit\"\n";
+
+/// Limits of one request per day and address, and descriptors that use them.
+const CONFIG: &str = r#"
+[limit.login]
+by = "entry:remote_address"
+quota = "3/day"
+algorithm = "fixed-window"
+
+[limit.all]
+by = "global"
+quota = "5/day"
+algorithm = "fixed-window"
+
+[[descriptor]]
+domain = "edge"
+entries = ["generic_key=login", "remote_address"]
+limits = ["login"]
+
+[[descriptor]]
+domain = "edge"
+entries = ["generic_key=all"]
+limits = ["all"]
+
+[[descriptor]]
+domain = "edge"
+entries = ["generic_key=login", "remote_address=127.0.0.*"]
+unlimited = true
+"#;
+
+fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
+    let entry = |(key, value): &(&str, &str)| Entry {
+        key: Bytes::copy_from_slice(key.as_bytes()),
+        value: Bytes::copy_from_slice(value.as_bytes()),
+    };
+    RateLimitDescriptor { entries: entries.iter().map(entry).collect(), ..RateLimitDescriptor::default() }
+}
+
+fn login(address: &str) -> RateLimitDescriptor {
+    descriptor(&[("generic_key", "login"), ("remote_address", address)])
+}
+
+fn all() -> RateLimitDescriptor {
+    descriptor(&[("generic_key", "all")])
+}
+
+fn request(descriptors: &[RateLimitDescriptor]) -> RateLimitRequest {
+    RateLimitRequest { domain: "edge".into(), descriptors: descriptors.to_vec(), hits_addend: 0 }
+}
+
+/// The code of a response, and the code and remaining count of each status.
+#[derive(Debug, PartialEq)]
+struct Answer(Code, Vec<(Code, u32)>);
+
+fn summary(response: &RateLimitResponse) -> Answer {
+    let statuses = response.statuses.iter().map(|status| (status.code(), status.limit_remaining)).collect();
+    Answer(response.overall_code(), statuses)
+}
+
+trait Ask {
+    fn ask(&self, request: &RateLimitRequest) -> RateLimitResponse;
+    fn answer(&self, descriptors: &[RateLimitDescriptor]) -> Answer;
+}
+
+impl Ask for Grpc {
+    #[track_caller]
+    fn ask(&self, request: &RateLimitRequest) -> RateLimitResponse {
+        self.call(METHOD, request, &[("grpc-timeout", "10S")]).message()
+    }
+
+    #[track_caller]
+    fn answer(&self, descriptors: &[RateLimitDescriptor]) -> Answer {
+        summary(&self.ask(&request(descriptors)))
+    }
+}
+
+fn start(config: &str) -> (Redis, Gateway, Grpc) {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!("{}{LISTENER}{config}", redis.store()));
+    let client = Grpc::connect(gateway.address);
+    (redis, gateway, client)
+}
+
+use Code::{Ok as Admitted, OverLimit};
+
+fn headers(response: &RateLimitResponse) -> Vec<(&str, &str)> {
+    response.response_headers_to_add.iter().map(|header| (&*header.key, &*header.value)).collect()
+}
+
+#[test]
+fn descriptor_is_admitted_up_to_its_quota_with_the_headers_of_the_limit() {
+    let (_redis, gateway, client) = start(CONFIG);
+    assert!(!gateway.log().contains("no route uses"), "{}", gateway.log());
+    for remaining in [2, 1, 0] {
+        let response = client.ask(&request(&[login("192.0.2.1")]));
+        assert_eq!(summary(&response), Answer(Admitted, vec![(Admitted, remaining)]));
+        let status = &response.statuses[0];
+        let limit = status.current_limit.as_ref().unwrap();
+        assert_eq!((limit.requests_per_unit, limit.unit(), &*limit.name), (3, Unit::Day, "login"));
+        assert!((1..=86_400).contains(&status.duration_until_reset.unwrap().seconds), "{status:?}");
+        let headers = headers(&response);
+        assert_eq!(headers[0], ("ratelimit-policy", "\"login\";q=3;w=86400"));
+        assert!(headers[1].1.starts_with(&format!("\"login\";r={remaining};t=")), "{headers:?}");
+        assert_eq!(headers.len(), 2);
+        assert_eq!(response.dynamic_metadata, None);
+    }
+    let response = client.ask(&request(&[login("192.0.2.1")]));
+    assert_eq!(summary(&response), Answer(OverLimit, vec![(OverLimit, 0)]));
+    assert_eq!(
+        headers(&response).iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+        ["ratelimit-policy", "ratelimit", "retry-after"]
+    );
+    let metadata = response.dynamic_metadata.unwrap();
+    assert_eq!(metadata.fields["domain"].kind, Some(Kind::Text("edge".to_owned())));
+    let Some(Kind::List(denied_by)) = &metadata.fields["denied_by"].kind else { panic!("{metadata:?}") };
+    assert_eq!(denied_by.values, ["login".into()]);
+    assert_eq!(client.answer(&[login("192.0.2.2")]).0, Admitted, "another address has another state");
+}
+
+#[test]
+fn every_descriptor_gets_a_status_in_the_order_of_the_call() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let unlimited = (Admitted, 0);
+    let calls = [
+        (
+            vec![descriptor(&[("generic_key", "other")]), all(), login("a")],
+            vec![unlimited, (Admitted, 4), (Admitted, 2)],
+        ),
+        (vec![login("a"), login("127.0.0.9"), all()], vec![(Admitted, 1), unlimited, (Admitted, 3)]),
+        // The number and the order of entries must match.
+        (vec![descriptor(&[("remote_address", "a"), ("generic_key", "login")])], vec![unlimited]),
+        (vec![descriptor(&[("generic_key", "login")])], vec![unlimited]),
+    ];
+    for (descriptors, statuses) in calls {
+        assert_eq!(client.answer(&descriptors), Answer(Admitted, statuses));
+    }
+    let other = RateLimitRequest { domain: "other".into(), ..request(&[all()]) };
+    let response = client.ask(&other);
+    assert_eq!(
+        response,
+        RateLimitResponse {
+            overall_code: Admitted.into(),
+            statuses: vec![DescriptorStatus { code: Admitted.into(), ..DescriptorStatus::default() }],
+            ..RateLimitResponse::default()
+        }
+    );
+}
+
+#[test]
+fn denied_call_charges_none_of_its_descriptors() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    for _ in 0..3 {
+        assert_eq!(client.answer(&[login("a")]).0, Admitted);
+    }
+    for _ in 0..20 {
+        assert_eq!(client.answer(&[all(), login("a")]).0, OverLimit);
+    }
+    assert_eq!(client.answer(&[all()]), Answer(Admitted, vec![(Admitted, 4)]), "the quota of all is untouched");
+    let denied = client.answer(&[all(), login("a")]);
+    assert_eq!((denied.1[0].0, denied.1[1].0), (Admitted, OverLimit));
+}
+
+#[test]
+fn hits_are_the_cost_zero_is_a_peek_and_negative_hits_are_refunded() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let hits = |hits: u64| RateLimitDescriptor { hits_addend: Some(hits), ..all() };
+    let back = |hits| RateLimitDescriptor { hits_addend: Some(hits), is_negative_hits: true, ..all() };
+    for (what, descriptor, expected) in [
+        ("a peek charges nothing", hits(0), (Admitted, 5)),
+        ("a cost of 4", hits(4), (Admitted, 1)),
+        ("a cost that does not fit charges nothing", hits(2), (OverLimit, 0)),
+        ("a peek shows what remains", hits(0), (Admitted, 1)),
+        ("a refund of 3", back(3), (Admitted, 4)),
+        ("the refund is available", hits(4), (Admitted, 0)),
+        ("a refund is at most what was charged", back(100), (Admitted, 5)),
+    ] {
+        let code = expected.0;
+        assert_eq!(client.answer(&[descriptor]), Answer(code, vec![expected]), "{what}");
+    }
+    // The cost of the call applies to descriptors without their own.
+    let both = RateLimitRequest {
+        hits_addend: 2,
+        ..request(&[all(), RateLimitDescriptor { hits_addend: Some(1), ..login("b") }])
+    };
+    assert_eq!(summary(&client.ask(&both)), Answer(Admitted, vec![(Admitted, 3), (Admitted, 2)]));
+    // The charge and the refund of one call, as Envoy sends them at the end of a stream.
+    assert_eq!(client.answer(&[hits(3), back(1)]).1, [(Admitted, 0), (Admitted, 1)]);
+}
+
+#[test]
+fn descriptors_with_the_same_state_are_charged_together() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    assert_eq!(client.answer(&[all(), all()]).1, [(Admitted, 3), (Admitted, 3)]);
+    assert_eq!(client.answer(&[all(), all(), all(), all()]).0, OverLimit);
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 2)]);
+}
+
+#[test]
+fn quota_of_the_call_replaces_the_quota_of_the_limit() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let limit = Some(RateLimitOverride { requests_per_unit: 2, unit: Unit::Week.into() });
+    let requested = RateLimitDescriptor { limit, ..login("a") };
+    for remaining in [1, 0] {
+        let response = client.ask(&request(std::slice::from_ref(&requested)));
+        assert_eq!(summary(&response), Answer(Admitted, vec![(Admitted, remaining)]));
+        let limit = response.statuses[0].current_limit.as_ref().unwrap();
+        assert_eq!((limit.requests_per_unit, limit.unit()), (2, Unit::Week));
+    }
+    assert_eq!(client.answer(&[requested]).0, OverLimit);
+}
+
+#[test]
+fn shadow_limit_never_denies_and_unlimited_descriptors_have_no_limit() {
+    let shadow = CONFIG.replace("[limit.login]\n", "[limit.login]\nshadow = true\n");
+    let (_redis, _gateway, client) = start(&shadow);
+    for _ in 0..5 {
+        assert_eq!(client.answer(&[login("a")]).0, Admitted);
+    }
+    let response = client.ask(&request(&[login("a"), login("127.0.0.1")]));
+    assert_eq!(summary(&response), Answer(Admitted, vec![(Admitted, 0), (Admitted, 0)]));
+    assert!(response.statuses[0].current_limit.is_some() && response.statuses[1].current_limit.is_none());
+}
+
+#[test]
+fn value_that_is_not_utf_8_is_limited() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let mut descriptor = login("");
+    descriptor.entries[1].value = Bytes::from_static(b"\xff\x00\xfe");
+    for expected in [Admitted, Admitted, Admitted, OverLimit] {
+        assert_eq!(client.answer(std::slice::from_ref(&descriptor)).0, expected);
+    }
+}
+
+#[test]
+fn malformed_call_gets_an_error_and_the_connection_stays_usable() {
+    let (_redis, gateway, client) = start(CONFIG);
+    let good = framed(&request(&[all()]).encode_to_vec());
+    let [first, second] = [framed(b"\x0a\x01d"), framed(b"")];
+    let empty_domain = RateLimitRequest { domain: Bytes::new(), ..request(&[all()]) };
+    type Case<'a> = (&'a str, &'a str, &'a str, &'a [(&'a str, &'a str)], Bytes, u32);
+    let cases: [Case<'_>; 12] = [
+        ("no domain", "POST", METHOD, &[], framed(&empty_domain.encode_to_vec()), 3),
+        ("no descriptor", "POST", METHOD, &[], framed(&request(&[]).encode_to_vec()), 3),
+        ("no message", "POST", METHOD, &[], Bytes::new(), 3),
+        ("a part of the prefix", "POST", METHOD, &[], good.slice(..4), 3),
+        ("a part of the message", "POST", METHOD, &[], good.slice(..good.len() - 1), 3),
+        ("two messages", "POST", METHOD, &[], [first, second].concat().into(), 3),
+        ("garbage", "POST", METHOD, &[], framed(b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"), 3),
+        ("a field of another type", "POST", METHOD, &[], framed(b"\x08\x01"), 3),
+        ("a compressed message", "POST", METHOD, &[], Bytes::from_static(b"\x01\0\0\0\x01a"), 12),
+        ("another method", "POST", "/envoy.service.ratelimit.v3.RateLimitService/Other", &[], good.clone(), 12),
+        ("another content type", "POST", METHOD, &[("content-type", "application/json")], good.clone(), 12),
+        ("GET", "GET", METHOD, &[], good.clone(), 12),
+    ];
+    for (what, method, path, headers, body, code) in cases {
+        let reply = client.send(method, path, headers, body);
+        assert_eq!((reply.status, reply.code()), (200, code), "{what}: {reply:?}");
+        assert!(!reply.fields["grpc-message"].is_empty(), "{what}");
+    }
+    let expired = client.send("POST", METHOD, &[("grpc-timeout", "0m")], good);
+    assert!(expired.code() == 4 || expired.message::<RateLimitResponse>().overall_code() == OverLimit, "{expired:?}");
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 4)], "none of these calls has charged anything");
+    // HTTP/1.1 gets a response that says what is wrong.
+    let mut http1 = gateway.client();
+    let reply = http1.get("/");
+    assert_eq!(reply.status, 505);
+    assert!(reply.text().contains("HTTP/2"), "{}", reply.text());
+}
+
+#[test]
+fn call_beyond_the_bounds_is_denied() {
+    let (_redis, gateway, client) = start(CONFIG);
+    let many = vec![all(); 10_000];
+    let long = "x".repeat(1 << 20);
+    for (what, descriptors) in [("10,000 descriptors", many), ("a value of 1 MiB", vec![login(&long)])] {
+        let before = gateway.memory();
+        for _ in 0..20 {
+            let response = client.ask(&request(&descriptors));
+            assert_eq!(response.overall_code(), OverLimit, "{what}");
+        }
+        let grown = gateway.memory().saturating_sub(before);
+        assert!(grown < 64 << 20, "{what}: {grown} bytes");
+    }
+    assert_eq!(client.answer(&vec![all(); 5]).0, Admitted, "nothing was charged");
+    let longest = "x".repeat(200 << 10);
+    assert_eq!(client.answer(&[login(&longest)]).0, Admitted, "a long value is limited as any other");
+}
+
+#[test]
+fn store_failure_follows_on_store_error() {
+    for (on_store_error, expected) in [("deny", OverLimit), ("allow", Admitted), ("local", Admitted)] {
+        let config = CONFIG.replace("[limit.all]\n", &format!("[limit.all]\non_store_error = \"{on_store_error}\"\n"));
+        let (redis, _gateway, client) = start(&config);
+        assert_eq!(client.answer(&[all()]).0, Admitted);
+        drop(redis);
+        let call = request(&[all(), descriptor(&[("generic_key", "other")])]);
+        eventually("the limit follows on_store_error", || client.ask(&call).overall_code() == expected);
+        let response = client.ask(&call);
+        assert_eq!(response.overall_code(), expected, "{on_store_error}");
+        assert_eq!(response.statuses.len(), 2, "{on_store_error}");
+        assert_eq!(response.statuses[1].code(), Admitted, "{on_store_error}: a descriptor without a limit");
+        if expected == OverLimit {
+            assert_eq!(headers(&response), [("retry-after", "1")]);
+        }
+    }
+}
+
+#[test]
+fn answer_arrives_before_the_deadline_of_the_client() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!("[store]\nurl = \"{}\"\ntimeout = \"15s\"\n{LISTENER}{CONFIG}", redis.url()));
+    let client = Grpc::connect(gateway.address);
+    assert_eq!(client.answer(&[all()]).0, Admitted);
+    signal(&redis.child, "STOP");
+    let started = monotonic();
+    let response = client.call(METHOD, &request(&[all()]), &[("grpc-timeout", "400m")]).message::<RateLimitResponse>();
+    let elapsed = elapsed_since(started);
+    signal(&redis.child, "CONT");
+    assert_eq!(response.overall_code(), OverLimit, "a limit that cannot be checked is enforced");
+    assert!(elapsed < Duration::from_secs(10), "the timeout of the store does not apply: {elapsed:?}");
+}
+
+#[test]
+fn two_services_on_one_redis_admit_exactly_the_quota() {
+    let redis = Redis::start();
+    let config = CONFIG.replace("5/day", "200/day");
+    let start = || Gateway::start(&format!("{}{LISTENER}{config}", redis.store()));
+    let gateways = [start(), start()];
+    let admitted: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|index| {
+                let address = gateways[index % 2].address;
+                scope.spawn(move || {
+                    let client = Grpc::connect(address);
+                    (0..50).filter(|_| client.answer(&[all()]).0 == Admitted).count()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert_eq!(admitted, 200);
+}
+
+#[test]
+fn health_of_the_service_is_serving() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let check = |service: &'static str| {
+        client.call("/grpc.health.v1.Health/Check", &HealthCheckRequest { service: service.into() }, &[])
+    };
+    for service in ["", "envoy.service.ratelimit.v3.RateLimitService"] {
+        assert_eq!(check(service).message::<HealthCheckResponse>().status(), ServingStatus::Serving);
+    }
+    assert_eq!(check("other").code(), 5);
+}
+
+#[test]
+fn decisions_are_counted_by_domain_and_descriptor() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&with_admin(&format!("{}{LISTENER}{CONFIG}", redis.store())));
+    let client = Grpc::connect(gateway.address);
+    for _ in 0..5 {
+        client.answer(&[login("192.0.2.1")]);
+    }
+    let labels = "domain=\"edge\",descriptor=\"generic_key=login/remote_address\"";
+    let counted =
+        |decision: &str| metric(&gateway, &format!("descriptor_decisions_total{{{labels},decision=\"{decision}\"}}"));
+    assert_eq!((counted("allowed"), counted("denied")), (3.0, 2.0));
+    assert_eq!(metric(&gateway, "limit_decisions_total{limit=\"login\",decision=\"denied\"}"), 2.0);
+}
+
+#[test]
+fn reload_changes_descriptors_on_open_connections() {
+    let redis = Redis::start();
+    let config = |quota: &str| {
+        let config = CONFIG.replace("5/day", quota);
+        format!("{}{LISTENER}{config}", redis.store())
+    };
+    let gateway = Gateway::start(&with_admin(&config("5/day")));
+    let client = Grpc::connect(gateway.address);
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 4)]);
+    reloads(&gateway, &config("9/day"));
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 7)]);
+}
+
+#[test]
+fn service_over_tls_requires_the_client_certificate() {
+    const NAME: &str = "gateway.test";
+    let folder = tempfile::tempdir().unwrap();
+    let (authority, server) = (Authority::new("ca"), Pair::server(NAME, NOW));
+    let path = |name: &str, pem: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, pem).unwrap();
+        path.display().to_string()
+    };
+    let (cert, key) = (path("server.pem", &server.cert), path("server.key", &server.key));
+    let ca = path("ca.pem", &authority.pem());
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!(
+        "{}{LISTENER}tls = {{ certificates = [{{ cert = \"{cert}\", key = \"{key}\" }}], client_ca = \
+         \"{ca}\", client_auth = \"required\" }}\n{CONFIG}",
+        redis.store()
+    ));
+    let pair = authority.client(&[(DnType::CommonName, "envoy")], NOW);
+    let mut config = (*tls(&[&server.der], Some(&pair), rustls::ALL_VERSIONS)).clone();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let address = gateway.address;
+    let client = Grpc::over(async move {
+        let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(config));
+        connector.connect(NAME.try_into().unwrap(), stream).await.unwrap()
+    });
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 4)]);
+}
+
+/// Return a message that `tests/clients/ratelimit_bytes.py` has recorded with the published schema.
+fn recorded(name: &str) -> Vec<u8> {
+    let lines = include_str!("../fixtures/ratelimit_messages.txt").lines();
+    let hex = lines.filter_map(|line| line.split_once(' ')).find(|(of, _)| *of == name).unwrap().1;
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+}
+
+#[test]
+fn messages_have_the_bytes_of_the_published_schema() {
+    let limit = Some(RateLimitOverride { requests_per_unit: 300, unit: Unit::Hour.into() });
+    let sent = RateLimitRequest {
+        hits_addend: 7,
+        ..request(&[
+            descriptor(&[("generic_key", "login"), ("path", "/é")]),
+            RateLimitDescriptor { limit, hits_addend: Some(0), ..descriptor(&[("empty", "")]) },
+            RateLimitDescriptor { hits_addend: Some(1 << 40), ..descriptor(&[("k", "v")]) },
+        ])
+    };
+    assert_eq!(sent.encode_to_vec(), recorded("request"));
+    assert_eq!(RateLimitRequest::decode(&*recorded("request")).unwrap(), sent);
+    let items = vec!["login".into(), Kind::Number(1.5).into(), Kind::Bool(true).into(), Kind::Null(0).into()];
+    let answer = RateLimitResponse {
+        overall_code: OverLimit.into(),
+        statuses: vec![
+            DescriptorStatus { code: Admitted.into(), ..DescriptorStatus::default() },
+            DescriptorStatus {
+                code: OverLimit.into(),
+                current_limit: Some(RateLimit {
+                    name: "login".to_owned(),
+                    requests_per_unit: 5,
+                    unit: Unit::Minute.into(),
+                }),
+                limit_remaining: u32::MAX,
+                duration_until_reset: Some(envoy::Duration { seconds: 59, nanos: 999_999_000 }),
+            },
+        ],
+        response_headers_to_add: vec![HeaderValue { key: "retry-after".to_owned(), value: "59".to_owned() }],
+        dynamic_metadata: Some(Struct {
+            fields: [
+                ("domain".to_owned(), "edge".into()),
+                ("denied_by".to_owned(), Kind::List(List { values: items }).into()),
+            ]
+            .into(),
+        }),
+    };
+    assert_eq!(answer.encode_to_vec(), recorded("response"));
+}
+
+/// A limit by tokens, which Envoy charges when a stream ends.
+const TOKENS: &str = r#"
+[limit.tokens]
+by = "entry:user"
+quota = "100/day"
+algorithm = "fixed-window"
+charge = "always"
+
+[limit.requests]
+by = "global"
+quota = "1000/day"
+algorithm = "fixed-window"
+charge = "always"
+
+[[descriptor]]
+domain = "edge"
+entries = ["user"]
+limits = ["tokens"]
+
+[[descriptor]]
+domain = "edge"
+entries = ["requests"]
+limits = ["requests"]
+"#;
+
+fn tokens(user: &str, hits: u64) -> RateLimitDescriptor {
+    RateLimitDescriptor { hits_addend: Some(hits), ..descriptor(&[("user", user)]) }
+}
+
+#[test]
+fn charge_beyond_the_quota_goes_into_debt() {
+    let (_redis, _gateway, client) = start(TOKENS);
+    for (what, hits, code) in [
+        ("a peek of a full limit", 0, Admitted),
+        ("a charge that fits", 90, Admitted),
+        ("a peek while 10 remain", 0, Admitted),
+        ("a charge of more than what remains", 387, OverLimit),
+        ("a peek in debt", 0, OverLimit),
+        ("another charge in debt", 5, OverLimit),
+    ] {
+        assert_eq!(client.answer(&[tokens("a", hits)]).0, code, "{what}");
+    }
+    let back = |hits| RateLimitDescriptor { is_negative_hits: true, ..tokens("a", hits) };
+    // 482 tokens were charged. A refund repays the debt first.
+    assert_eq!(client.answer(&[back(382)]).1, [(Admitted, 0)]);
+    assert_eq!(client.answer(&[tokens("a", 1)]).0, OverLimit);
+    assert_eq!(client.answer(&[back(11)]).1, [(Admitted, 10)]);
+    assert_eq!(client.answer(&[tokens("a", 10)]).1, [(Admitted, 0)]);
+    assert_eq!(client.answer(&[tokens("b", 0)]).0, Admitted, "another identity has no debt");
+}
+
+#[test]
+fn denied_request_charges_no_limit_that_would_admit_it() {
+    let (_redis, _gateway, client) = start(TOKENS);
+    let requests = || descriptor(&[("requests", "")]);
+    assert_eq!(client.answer(&[tokens("a", 101)]).0, OverLimit, "the cost exceeds the quota, and is charged");
+    for _ in 0..20 {
+        assert_eq!(client.answer(&[requests(), descriptor(&[("user", "a")])]).0, OverLimit);
+    }
+    assert_eq!(client.answer(&[requests()]).1, [(Admitted, 999)]);
+}
+
+#[test]
+fn streams_charge_at_most_the_quota_and_the_cost_of_those_in_flight() {
+    let (redis, gateway, _) = start(TOKENS);
+    const STREAMS: usize = 50;
+    const COST: u64 = 7;
+    let admitted: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..STREAMS)
+            .map(|_| {
+                scope.spawn(|| {
+                    let client = Grpc::connect(gateway.address);
+                    let mut streams = 0;
+                    while client.answer(&[tokens("a", 0)]).0 == Admitted {
+                        client.answer(&[tokens("a", COST)]);
+                        streams += 1;
+                    }
+                    streams
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    let charged = admitted as u64 * COST;
+    assert!((101..=100 + STREAMS as u64 * COST).contains(&charged), "{charged}");
+    let keys = redis.keys().into_iter().filter(|key| key.contains(":tokens:")).collect::<Vec<_>>();
+    assert_eq!(redis.state(&keys[0])[1], charged, "every stream is charged, also in debt: {keys:?}");
+}
