@@ -146,7 +146,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![
                 "`server` is not valid in an included file",
                 "routes/a.toml:1:2",
-                "move `server` to gateway.toml: an included file may contain only [[route]], [limit.NAME], [upstream.NAME], [auth.NAME] and [prices.NAME]",
+                "move `server` to gateway.toml: an included file may contain only [[route]], [[descriptor]], [limit.NAME], [upstream.NAME], [auth.NAME] and [prices.NAME]",
             ],
         ),
         (
