@@ -3,6 +3,7 @@
 
 pub mod body;
 pub mod body_limits;
+pub mod compression;
 pub mod cors;
 pub mod error_pages;
 pub mod flow;

@@ -33,6 +33,7 @@ use tracing::{debug, warn};
 
 use crate::clock::monotonic;
 use crate::http::body::Body;
+use crate::http::compression::CompressionOffer;
 use crate::http::cors;
 use crate::http::error_pages::ErrorPage;
 use crate::http::flow::StreamFlow;
@@ -405,6 +406,8 @@ struct ReplyNeeds<'a> {
     error_page: Option<ErrorPage<'a>>,
     /// Whether the response gets `Strict-Transport-Security`.
     sets_hsts: bool,
+    /// `None` if the route compresses no responses.
+    compression: Option<Box<CompressionOffer<'a>>>,
 }
 
 /// A gRPC call.
@@ -455,6 +458,9 @@ impl<'a> Exchange<'a> {
             Some(route) => {
                 self.reply.sets_hsts =
                     route.sets_hsts && headers::client_scheme(request.headers(), &self.peer.forwarded) == "https";
+                if let Some(compression) = &route.compression {
+                    self.reply.compression = Some(Box::new(compression.offer(request)));
+                }
                 &route.error_pages
             }
             None => &self.snapshot.config.server.error_pages,
@@ -685,6 +691,10 @@ impl<'a> Exchange<'a> {
         }
         if let Some(completion) = self.record.finish(status, outcome, held) {
             response.body_mut().on_complete(completion);
+        }
+        // Compress the content after the callbacks above have read it.
+        if let Some(offer) = self.reply.compression.take() {
+            offer.apply(response);
         }
     }
 }

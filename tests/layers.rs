@@ -87,7 +87,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "http",
         &[
             &["error_pages", "grpc"],
-            &["problem", "request_body"],
+            &["compression", "problem", "request_body"],
             &["body"],
             &["flow"],
             &["body_limits", "cors", "headers", "ratelimit_headers", "target", "text", "upgrade", "url"],

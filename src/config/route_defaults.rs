@@ -16,11 +16,12 @@ use crate::config::unknown_keys::{closest_name, unknown_key_hint};
 const OWN_KEYS: [&str; 5] = ["name", "path", "path_regex", "match", "group"];
 
 /// Keys that apply only to routes with an upstream.
-const UPSTREAM_KEYS: [&str; 13] = [
+const UPSTREAM_KEYS: [&str; 14] = [
     "upstream",
     "upstream_host",
     "timeout",
     "max_body",
+    "compress",
     "request_headers",
     "websocket",
     "mirror",

@@ -84,6 +84,10 @@ pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
     )
 }
 
+pub(super) fn codings(_: &mut SchemaGenerator) -> Schema {
+    array_schema(&json_schema!({ "type": "string", "enum": ["zstd", "br", "gzip"] }))
+}
+
 pub(super) fn unit(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[a-z][a-z0-9-]{0,31}$")
 }

@@ -244,6 +244,31 @@ pub struct AccessLogTable {
     pub fields: Option<Spanned<Vec<Text>>>,
 }
 
+/// `true` or `{ types = […], … }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum Compress {
+    /// Whether responses are compressed, with default settings.
+    On(bool),
+    /// Responses are compressed with these settings.
+    Table(CompressTable),
+}
+
+/// `compress = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct CompressTable {
+    /// Media types of the responses to compress: `"application/json"`, `"text/*"` or `"*/*"`. Default: the usual types
+    /// of text ([compression](http.md#compression)).
+    pub types: Option<Vec<Text>>,
+    /// Minimum `Content-Length` of the responses to compress. Responses without `Content-Length` are compressed.
+    #[schemars(schema_with = "schema::size", extend("default" = "1KiB"))]
+    pub min_size: Option<Text>,
+    /// The codings that the gateway uses. If the client accepts several of them equally, the first one is used.
+    #[schemars(schema_with = "schema::codings", extend("default" = ["zstd", "br", "gzip"]))]
+    pub algorithms: Option<Spanned<Vec<Text>>>,
+}
+
 /// `"/healthz"` or `{ path = "/healthz", … }`.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
@@ -430,6 +455,7 @@ struct Either<T, L> {
 enum Short<'a> {
     Text(&'a str),
     Integer(i64),
+    Boolean(bool),
 }
 
 #[derive(PartialEq, Eq)]
@@ -442,14 +468,21 @@ impl Short<'_> {
     fn text(&self) -> Option<String> {
         match self {
             Short::Text(text) => Some((*text).to_owned()),
-            Short::Integer(_) => None,
+            Short::Integer(_) | Short::Boolean(_) => None,
         }
     }
 
     fn integer(&self) -> Option<i64> {
         match self {
-            Short::Text(_) => None,
+            Short::Text(_) | Short::Boolean(_) => None,
             Short::Integer(number) => Some(*number),
+        }
+    }
+
+    fn boolean(&self) -> Option<bool> {
+        match self {
+            Short::Text(_) | Short::Integer(_) => None,
+            Short::Boolean(value) => Some(*value),
         }
     }
 }
@@ -467,6 +500,10 @@ impl<'de, T, L: Deserialize<'de>> Visitor<'de> for Either<T, L> {
 
     fn visit_i64<E: de::Error>(self, number: i64) -> Result<T, E> {
         (self.short)(Short::Integer(number)).ok_or_else(|| E::invalid_type(Unexpected::Signed(number), &self))
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<T, E> {
+        (self.short)(Short::Boolean(value)).ok_or_else(|| E::invalid_type(Unexpected::Bool(value), &self))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<T, A::Error> {
@@ -522,6 +559,7 @@ macro_rules! either {
 either!(AccessLog, "a destination or a table with `to`", |short| short.text().map(AccessLog::To), Table, |table| {
     AccessLog::Table(Box::new(table))
 });
+either!(Compress, "a boolean or a table", |short| short.boolean().map(Compress::On), Table, Compress::Table);
 either!(
     HealthCheck,
     "a path or a table with `path`",

@@ -7,8 +7,8 @@ use serde::Deserialize;
 
 use crate::config::schema;
 use crate::config::shorthand::{
-    Fallback, HeaderRules, HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, StatusRule, UpstreamServer,
-    UpstreamWeights,
+    Compress, Fallback, HeaderRules, HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, StatusRule,
+    UpstreamServer, UpstreamWeights,
 };
 use crate::config::spanned::{Spanned, Text};
 
@@ -123,6 +123,10 @@ pub struct Route {
     /// Content of the error responses that the gateway generates for requests of the route: `{ html = "…", json = "…"
     /// }` ([error pages](http.md#error-pages)). Default: `server.error_pages`.
     pub error_pages: Option<Spanned<ErrorPages>>,
+    /// Compress responses with `zstd`, `br` (Brotli) or `gzip`, as the client accepts: `true`, or `{ types = ["text/*"],
+    /// min_size = "4KiB", algorithms = ["br", "gzip"] }` ([compression](http.md#compression)). Default: responses are
+    /// not compressed.
+    pub compress: Option<Spanned<Compress>>,
     /// Send a copy of each forwarded request to another upstream and discard its response:
     /// `{ upstream = "next", percent = 10 }` ([mirroring](../how-to/mirror.md)).
     pub mirror: Option<Spanned<Mirror>>,

@@ -100,6 +100,8 @@ enum BodyKind {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
     },
+    /// The trailers that follow data which the callbacks have held back.
+    Trailers(Option<HeaderMap>),
 }
 
 /// The body of an upstream response.
@@ -114,6 +116,8 @@ struct UpstreamBody {
     /// `None` if the length of the body is unknown. A body of unknown length, such as a stream of server-sent events,
     /// may pause for any time.
     idle_timer: Option<IdleTimer>,
+    /// Whether the callbacks change the length of the body.
+    has_new_length: bool,
     /// Limits how much data hyper reads from the upstream connection in advance. `None` for HTTP/2 connections, which
     /// carry several responses.
     read_bound: Option<ReadBound>,
@@ -150,6 +154,7 @@ impl Body {
             deadline: None,
             is_grpc: false,
             idle_timer,
+            has_new_length: false,
             read_bound,
             is_failed: false,
         };
@@ -197,6 +202,24 @@ impl Body {
     /// Set the callbacks for the data and the end of the body.
     pub fn on_complete(&mut self, hook: Box<dyn OnComplete>) {
         self.on_complete = Some(hook);
+    }
+
+    /// Return whether this is the body of an upstream response.
+    pub(super) fn is_from_upstream(&self) -> bool {
+        matches!(self.kind, BodyKind::Upstream(_))
+    }
+
+    /// Declare no length for the body of an upstream response.
+    pub(super) fn forget_length(&mut self) {
+        if let BodyKind::Upstream(upstream) = &mut self.kind {
+            upstream.has_new_length = true;
+        }
+    }
+
+    /// Replace the callbacks of the body of an upstream response by callbacks that change its content.
+    pub(super) fn change_content(&mut self, wrap: impl FnOnce(Option<Box<dyn OnComplete>>) -> Box<dyn OnComplete>) {
+        self.forget_length();
+        self.on_complete = Some(wrap(self.on_complete.take()));
     }
 
     /// Count the request as in flight until the body is dropped.
@@ -274,6 +297,7 @@ impl HttpBody for Body {
                 polled
             }
             BodyKind::Tunnel { .. } => Poll::Ready(None),
+            BodyKind::Trailers(trailers) => Poll::Ready(trailers.take().map(|trailers| Ok(Frame::trailers(trailers)))),
         };
         if let Some(flow) = flow {
             match &polled {
@@ -304,6 +328,14 @@ impl HttpBody for Body {
                 Frame::data(data)
             }
             (Ok(data), None) => Frame::data(data),
+            (Err(trailers), Some(hook)) if hook.holds_data() => {
+                let held = hook.on_end();
+                if let BodyKind::Upstream(upstream) = kind {
+                    upstream.release_at_end();
+                }
+                *kind = BodyKind::Trailers(trailers.into_trailers().ok());
+                Frame::data(held)
+            }
             (Err(trailers), _) => trailers,
         };
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
@@ -316,7 +348,7 @@ impl HttpBody for Body {
             *kind = BodyKind::Full(None);
         }
         let BodyKind::Upstream(upstream) = kind else {
-            *complete = true;
+            *complete = !matches!(kind, BodyKind::Trailers(Some(_)));
             return Poll::Ready(Some(Ok(frame.map_data(DataChunk::untracked))));
         };
         *complete = upstream.release_at_end();
@@ -342,6 +374,7 @@ impl HttpBody for Body {
                 upstream.incoming.is_end_stream() && !self.on_complete.as_ref().is_some_and(|hook| hook.holds_data())
             }
             BodyKind::Tunnel { .. } => true,
+            BodyKind::Trailers(trailers) => trailers.is_none(),
         }
     }
 
@@ -349,8 +382,10 @@ impl HttpBody for Body {
         match &self.kind {
             BodyKind::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             BodyKind::Message(bytes, _) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            BodyKind::Upstream(upstream) if upstream.has_new_length => SizeHint::default(),
             BodyKind::Upstream(upstream) => upstream.incoming.size_hint(),
             BodyKind::Tunnel { .. } => SizeHint::with_exact(0),
+            BodyKind::Trailers(_) => SizeHint::default(),
         }
     }
 }
@@ -367,7 +402,7 @@ impl BodyKind {
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
-            BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => None,
+            BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } | BodyKind::Trailers(_) => None,
         }
     }
 }
@@ -463,7 +498,11 @@ impl Drop for Body {
                     runtime.spawn(rest.read());
                 }
             }
-            BodyKind::Upstream(_) | BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => {
+            BodyKind::Upstream(_)
+            | BodyKind::Full(_)
+            | BodyKind::Message(..)
+            | BodyKind::Tunnel { .. }
+            | BodyKind::Trailers(_) => {
                 hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
             }
         }

@@ -1,4 +1,4 @@
-//! Compiles `request_headers`, `response_headers`, `cors` and `error_pages` of a route.
+//! Compiles `request_headers`, `response_headers`, `cors`, `error_pages` and `compress` of a route.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -8,9 +8,11 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 
 use crate::config::error::Issue;
+use crate::config::shorthand::{Compress, CompressTable};
 use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::{Cors, ErrorPages as ErrorPagesTable, ResponseHeaderRules, Route};
 use crate::config::unknown_keys::closest_name;
+use crate::http::compression::{CODINGS, Coding, Compression, DEFAULT_TYPES};
 use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, OriginPattern, is_cors_header};
 use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{
@@ -120,6 +122,57 @@ pub(super) fn error_pages(written: Option<&Spanned<ErrorPagesTable>>) -> Option<
     let written = written?.get_ref();
     let [html, json] = [&written.html, &written.json].map(|text| text.as_ref().map(|text| text.get_ref().as_str()));
     Some(Arc::new(ErrorPages::parse(html, json)))
+}
+
+/// `min_size` of `compress`: shorter responses fit into one packet.
+const MIN_COMPRESSED_SIZE: usize = 1 << 10;
+
+/// Compile `compress` of a route.
+pub(super) fn compression(route: &Route, reader: &mut Validator<'_>) -> Option<Compression> {
+    let written = route.compress.as_ref()?;
+    if route.upstream.is_none() {
+        let issue = Issue::new(written.span(), "only responses of upstreams are compressed");
+        reader.push_issue(issue.with_hint("remove `compress`, or set an `upstream` for the route"));
+    }
+    let default = CompressTable::default();
+    let table = match written.get_ref() {
+        Compress::On(false) => return None,
+        Compress::On(true) => &default,
+        Compress::Table(table) => table,
+    };
+    let codings = match &table.algorithms {
+        None => CODINGS.map(|(_, coding)| coding).into(),
+        Some(list) => {
+            if list.get_ref().is_empty() {
+                let issue = Issue::new(list.span(), "`algorithms` is empty: no response would be compressed");
+                reader.push_issue(issue.with_hint("remove `algorithms`, or write compress = false"));
+            }
+            list.get_ref().iter().map(|name| reader.one_of(Some(name), Coding::Gzip, &CODINGS)).collect()
+        }
+    };
+    let types = match &table.types {
+        None => DEFAULT_TYPES.map(Into::into).into(),
+        Some(list) => list.iter().filter_map(|kind| media_range(kind, reader)).collect(),
+    };
+    let min_size = reader.size_or_off(table.min_size.as_ref(), MIN_COMPRESSED_SIZE) as u64;
+    Some(Compression { codings, types, min_size })
+}
+
+/// Return a media type or range in lower case.
+fn media_range(text: &Text, reader: &mut Validator<'_>) -> Option<Box<str>> {
+    let range = text.get_ref().to_ascii_lowercase();
+    let is_token = |part: &str| {
+        !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$&^_.+-".contains(&byte))
+    };
+    let is_valid = range.split_once('/').is_some_and(|(kind, subtype)| match subtype {
+        "*" => kind == "*" || is_token(kind),
+        subtype => is_token(kind) && is_token(subtype),
+    });
+    if !is_valid {
+        let issue = Issue::new(text.span(), format!("`{}` is not a media type", text.get_ref()));
+        reader.push_issue(issue.with_hint("such as \"application/json\", \"text/*\" or \"*/*\", without parameters"));
+    }
+    is_valid.then(|| range.into())
 }
 
 // === CORS ===

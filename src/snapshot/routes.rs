@@ -12,6 +12,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::gateway::Config;
+use crate::http::compression::Compression;
 use crate::http::cors::CorsPolicy;
 use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{Direction, HeaderMutations};
@@ -87,6 +88,8 @@ pub struct Route {
     pub sets_hsts: bool,
     /// Content of the error responses that the gateway generates.
     pub error_pages: Option<Arc<ErrorPages>>,
+    /// Which responses are compressed. `None` if none are.
+    pub compression: Option<Arc<Compression>>,
 }
 
 /// A limit as a route uses it.
@@ -306,6 +309,7 @@ impl Route {
             response_headers: HeaderMutations::default(),
             sets_hsts: false,
             error_pages: self.error_pages.clone(),
+            compression: None,
         }
     }
 }
@@ -402,6 +406,7 @@ pub(super) fn routes(
             sets_hsts: is_secured && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),
             response_headers,
             error_pages: header_rules::error_pages(written.error_pages.as_ref().or(config.server.error_pages.as_ref())),
+            compression: header_rules::compression(written, reader).map(Arc::new),
         });
         let mut inserted = table.insert(&pattern, &route);
         if let Some(path) = pattern.path.with_other_slash().filter(|_| trailing_slash != TrailingSlash::Strict) {

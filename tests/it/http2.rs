@@ -2,6 +2,7 @@
 //! connections end.
 
 use std::future::{Future, poll_fn};
+use std::io::Read;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -304,6 +305,40 @@ fn grpc_trailers_are_forwarded() {
     let lines = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
     eventually("lines are written", || lines().lines().count() == 4);
     assert!(lines().lines().all(|line| line.contains("\"complete\":true")), "{}", lines());
+}
+
+#[test]
+fn trailers_follow_the_compressed_content() {
+    let text = "{\"a\":1}".repeat(1000);
+    let content = text.clone();
+    let server = Server::start(
+        |_| Then::GoOn,
+        move |_, _, mut respond| {
+            let content = content.clone();
+            async move {
+                let head = Response::builder().header("content-type", "application/json").body(()).unwrap();
+                let mut stream = respond.send_response(head, false).unwrap();
+                stream.send_data(content.into(), false).unwrap();
+                stream.send_trailers(map("x-checked", "1")).unwrap();
+            }
+        },
+    );
+    let gateway = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\ncompress = true\n",
+        server.address
+    ));
+    block_on(async {
+        let mut client = client(&gateway).await;
+        let request = Request::get("http://a.test/x").header("accept-encoding", "gzip").header("te", "trailers");
+        let (response, _) = client.send_request(request.body(()).unwrap(), true).unwrap();
+        let response = response.await.unwrap();
+        assert_eq!(response.headers()["content-encoding"], "gzip");
+        let (body, trailers) = read(&mut response.into_body()).await;
+        let mut decoded = String::new();
+        flate2::read::GzDecoder::new(&*body).read_to_string(&mut decoded).unwrap();
+        assert_eq!((decoded, trailers.unwrap()), (text, map("x-checked", "1")));
+    });
 }
 
 /// An upstream may add trailers to the headers of a request. Therefore, trailers that the gateway would remove or replace

@@ -20,6 +20,7 @@ mod batching;
 mod bounds;
 mod client_certificates;
 mod client_resets;
+mod compression;
 mod concurrency;
 mod config;
 mod cors;

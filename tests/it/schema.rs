@@ -334,6 +334,12 @@ fn file_with(path: &str) -> Value {
         "route.*.redirect.scheme" | "route.*.redirect.port" => {
             set("route", json!([{ "name": "m", "path": "/m", "redirect": { "scheme": "https" } }]))
         }
+        "route.*.compress.algorithms.*" => {
+            set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "compress": { "algorithms": [null] } }]));
+        }
+        _ if path.starts_with("route.*.compress") => {
+            set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "compress": {} }]));
+        }
         "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),
         "route.*.upstream.*" => set("route", json!([{ "name": "m", "path": "/m", "upstream": { "u": 1 } }])),
         _ => {}
