@@ -22,7 +22,7 @@ use hostile_bodies::{NamedBody, Parsers, json_bodies, measure_stream, ordinary_b
 use http::{HeaderMap, Method};
 use serde_json::json;
 use sluicegate::clock::{Clock, monotonic};
-use sluicegate::http::target::canonical_path;
+use sluicegate::http::target::{PathPolicy, canonical_path};
 use sluicegate::identity::jwt::{JwtVerifier, KeySet};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -99,10 +99,12 @@ fn bench_routes(criterion: &mut Criterion) {
         });
     }
     group.finish();
-    criterion
-        .bench_function("path that is canonical", |bencher| bencher.iter(|| canonical_path("/v1/service5/items/77")));
-    criterion
-        .bench_function("path that is not", |bencher| bencher.iter(|| canonical_path("/v1/./service5//it%65ms/77")));
+    criterion.bench_function("path that is canonical", |bencher| {
+        bencher.iter(|| canonical_path("/v1/service5/items/77", PathPolicy::Canonical))
+    });
+    criterion.bench_function("path that is not", |bencher| {
+        bencher.iter(|| canonical_path("/v1/./service5//it%65ms/77", PathPolicy::Canonical))
+    });
 }
 
 fn bench_tokens(criterion: &mut Criterion) {

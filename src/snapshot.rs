@@ -330,7 +330,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
     let descriptors = descriptors::descriptors(config, &limits, reader);
-    let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, &mut network_files, reader);
+    let (routes, table) =
+        routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
     upstreams.extend(internal.settings);
     upstream_tls.extend(internal.tls);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)

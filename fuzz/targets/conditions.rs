@@ -9,7 +9,7 @@ use regex_automata::nfa::thompson;
 use regex_automata::nfa::thompson::pikevm::PikeVM;
 use regex_automata::util::syntax;
 use serde_json::json;
-use sluicegate::http::target::canonical_path;
+use sluicegate::http::target::{PathPolicy, canonical_path};
 use sluicegate::payload::json::body;
 use sluicegate::payload::json::body::{JsonPointer, JsonPointers};
 use sluicegate::routing::condition::{
@@ -163,7 +163,9 @@ fn expression(text: &[u8], values: &[&[u8]]) {
     }
     assert!(table.insert(&RouteMatch::new(pattern.clone()), &"expression").is_ok());
     let paths = values.iter().filter_map(|value| std::str::from_utf8(value).ok());
-    for path in paths.filter(|path| path.starts_with('/')).filter_map(|path| canonical_path(path).ok()) {
+    for path in
+        paths.filter(|path| path.starts_with('/')).filter_map(|path| canonical_path(path, PathPolicy::Canonical).ok())
+    {
         let expected = match () {
             () if path == "/fixed" => "literal",
             () if expression.is_match(path.as_bytes()) => "expression",

@@ -3,7 +3,7 @@
 use http::header::{HOST, HeaderValue, LOCATION};
 use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
-use sluicegate::http::target::canonical_path;
+use sluicegate::http::target::{PathPolicy, canonical_path};
 use sluicegate::routing::pattern::PathPattern;
 use sluicegate::snapshot::route_action::{Redirect, RedirectTarget, Rewrite};
 
@@ -30,7 +30,7 @@ pub(crate) fn run(data: &[u8]) {
     // Treat the target like that of a real request: hyper parses it, and the pattern of the route matches.
     let Ok(target) = std::str::from_utf8(target) else { return };
     let Ok(uri) = format!("/v1/{target}").parse::<Uri>() else { return };
-    let Ok(path) = canonical_path(uri.path()) else { return };
+    let Ok(path) = canonical_path(uri.path(), PathPolicy::Canonical) else { return };
     let pattern: PathPattern = PATTERN.parse().expect("a pattern");
     let parts: Vec<_> = path.splitn(4, '/').collect();
     let ["", "v1", id, rest] = parts[..] else { return };
@@ -41,7 +41,11 @@ pub(crate) fn run(data: &[u8]) {
     let rewritten = rewrite.apply(&pattern, &path, uri.query()).expect("whole segments give a canonical path");
     let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
     assert_eq!(at.as_str(), rewritten);
-    assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
+    assert_eq!(
+        canonical_path(at.path(), PathPolicy::Canonical).as_deref(),
+        Ok(at.path()),
+        "{text} of {path:?} is canonical"
+    );
     let count = |path: &str| path.split('/').filter(|segment| !segment.is_empty()).count();
     let of_rest = if with_rest { count(rest) } else { 0 };
     assert_eq!(count(at.path()), segments + of_rest, "{text} of {path:?}: {rewritten}");
@@ -64,7 +68,11 @@ pub(crate) fn run(data: &[u8]) {
         let pattern = PathPattern::from_regex(expression).expect("an expression");
         if let Ok(rewritten) = rewrite.apply(&pattern, &path, uri.query()) {
             let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
-            assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?}: {rewritten}");
+            assert_eq!(
+                canonical_path(at.path(), PathPolicy::Canonical).as_deref(),
+                Ok(at.path()),
+                "{text} of {path:?}: {rewritten}"
+            );
         }
     }
 

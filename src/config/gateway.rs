@@ -158,6 +158,18 @@ pub struct Server {
     /// types](http.md#proxy-status)).
     #[schemars(extend("default" = true))]
     pub proxy_status: Option<Spanned<bool>>,
+    /// Slashes in paths that servers may interpret differently. `"canonical"`: requests with `%2F` get 400, and
+    /// consecutive slashes are merged. `"keep-encoded-slashes"`: `%2F` is kept as a part of its segment, for npm
+    /// registries and GitLab. `"keep-double-slashes"`: consecutive slashes are kept, except at the start of the path.
+    /// `"keep-slashes"`: both are kept, for image proxies. Routing, limits and the upstream always see the same path
+    /// ([path policies](http.md#path-policies)).
+    #[schemars(extend("enum" = ["canonical", "keep-encoded-slashes", "keep-double-slashes", "keep-slashes"], "default" = "canonical"))]
+    pub path_policy: Option<Text>,
+    /// Ignore the case of ASCII letters in paths when the gateway selects routes and computes identities. The upstream
+    /// gets the path as the client wrote it. Use this key if the upstream ignores the case: otherwise, a client could
+    /// avoid the limits of `/login` with `/LOGIN`.
+    #[schemars(extend("default" = false))]
+    pub case_insensitive_paths: Option<Spanned<bool>>,
     /// Content of the error responses that the gateway generates: `{ html = "…", json = "…" }` ([error
     /// pages](http.md#error-pages)). Default: problem documents (RFC 9457).
     pub error_pages: Option<Spanned<ErrorPages>>,

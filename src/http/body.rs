@@ -100,8 +100,6 @@ enum BodyKind {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
     },
-    /// The trailers that follow data which the callbacks have held back.
-    Trailers(Option<HeaderMap>),
 }
 
 /// The body of an upstream response.
@@ -297,7 +295,6 @@ impl HttpBody for Body {
                 polled
             }
             BodyKind::Tunnel { .. } => Poll::Ready(None),
-            BodyKind::Trailers(trailers) => Poll::Ready(trailers.take().map(|trailers| Ok(Frame::trailers(trailers)))),
         };
         if let Some(flow) = flow {
             match &polled {
@@ -333,7 +330,7 @@ impl HttpBody for Body {
                 if let BodyKind::Upstream(upstream) = kind {
                     upstream.release_at_end();
                 }
-                *kind = BodyKind::Trailers(trailers.into_trailers().ok());
+                *kind = BodyKind::Message(None, trailers.into_trailers().ok());
                 Frame::data(held)
             }
             (Err(trailers), _) => trailers,
@@ -348,7 +345,7 @@ impl HttpBody for Body {
             *kind = BodyKind::Full(None);
         }
         let BodyKind::Upstream(upstream) = kind else {
-            *complete = !matches!(kind, BodyKind::Trailers(Some(_)));
+            *complete = true;
             return Poll::Ready(Some(Ok(frame.map_data(DataChunk::untracked))));
         };
         *complete = upstream.release_at_end();
@@ -374,7 +371,6 @@ impl HttpBody for Body {
                 upstream.incoming.is_end_stream() && !self.on_complete.as_ref().is_some_and(|hook| hook.holds_data())
             }
             BodyKind::Tunnel { .. } => true,
-            BodyKind::Trailers(trailers) => trailers.is_none(),
         }
     }
 
@@ -385,7 +381,6 @@ impl HttpBody for Body {
             BodyKind::Upstream(upstream) if upstream.has_new_length => SizeHint::default(),
             BodyKind::Upstream(upstream) => upstream.incoming.size_hint(),
             BodyKind::Tunnel { .. } => SizeHint::with_exact(0),
-            BodyKind::Trailers(_) => SizeHint::default(),
         }
     }
 }
@@ -402,7 +397,7 @@ impl BodyKind {
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
-            BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } | BodyKind::Trailers(_) => None,
+            BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => None,
         }
     }
 }
@@ -498,11 +493,7 @@ impl Drop for Body {
                     runtime.spawn(rest.read());
                 }
             }
-            BodyKind::Upstream(_)
-            | BodyKind::Full(_)
-            | BodyKind::Message(..)
-            | BodyKind::Tunnel { .. }
-            | BodyKind::Trailers(_) => {
+            BodyKind::Upstream(_) | BodyKind::Full(_) | BodyKind::Message(..) | BodyKind::Tunnel { .. } => {
                 hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
             }
         }

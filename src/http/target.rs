@@ -103,18 +103,77 @@ pub enum PathError {
     InvalidPercentEncoding,
     #[error("the path has a backslash, a NUL or another control character, or an encoded slash (`%2F`)")]
     ForbiddenCharacter,
+    #[error("the path has a dot segment beside an encoded slash (`%2F`)")]
+    EncodedDotSegment,
     #[error("the rewritten path has dot segments or incomplete percent-encoding")]
     NotCanonical,
 }
 
+/// What happens to slashes that servers may interpret differently. Routing, limits and the upstream always see the same
+/// result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PathPolicy {
+    /// Reject encoded slashes, and merge consecutive slashes.
+    #[default]
+    Canonical,
+    /// Keep encoded slashes (`%2F`) as a part of their segment.
+    KeepEncodedSlashes,
+    /// Keep consecutive slashes, except at the start of the path.
+    KeepDoubleSlashes,
+    /// Keep both.
+    KeepSlashes,
+}
+
+/// How the paths of requests are converted into the form that routes and limits see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PathRules {
+    /// What happens to slashes.
+    pub policy: PathPolicy,
+    /// Whether routes and limits ignore the case of ASCII letters.
+    pub ignores_case: bool,
+}
+
+impl PathPolicy {
+    /// Return the policy for a path that was derived from a path with this policy.
+    pub fn of_derived(path: &str) -> Self {
+        if path.contains("//") || path.contains("%2F") { PathPolicy::KeepSlashes } else { PathPolicy::Canonical }
+    }
+
+    fn keeps_encoded(self) -> bool {
+        matches!(self, PathPolicy::KeepEncodedSlashes | PathPolicy::KeepSlashes)
+    }
+
+    fn keeps_double(self) -> bool {
+        matches!(self, PathPolicy::KeepDoubleSlashes | PathPolicy::KeepSlashes)
+    }
+}
+
+/// Return a canonical path in lower case, for servers that ignore the case of ASCII letters. The digits of
+/// percent-encoded bytes stay in upper case.
+pub fn fold_case(path: &str) -> String {
+    let mut digits = 0;
+    let fold = |c: char| match c {
+        '%' => {
+            digits = 2;
+            c
+        }
+        c if digits > 0 => {
+            digits -= 1;
+            c
+        }
+        c => c.to_ascii_lowercase(),
+    };
+    path.chars().map(fold).collect()
+}
+
 /// Return the canonical form of a path. Characters that are permitted in a path are decoded, and all others are
 /// percent-encoded with uppercase digits. Dot segments are resolved (RFC 3986 §6.2.2). Consecutive slashes are merged,
-/// as many servers do.
+/// as many servers do, unless the policy keeps them.
 ///
 /// # Errors
 /// Servers could interpret the path differently; see [`PathError`].
-pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
-    normalize(path, is_literal)
+pub fn canonical_path(path: &str, policy: PathPolicy) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_literal, policy)
 }
 
 /// Return the path to forward: the canonical form, except that encoded delimiters such as `%3A`, `%2B` and `%3B` stay
@@ -122,31 +181,43 @@ pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
 ///
 /// # Errors
 /// The errors of [`canonical_path`].
-pub fn forwarded_path(path: &str) -> Result<Cow<'_, str>, PathError> {
-    normalize(path, is_unreserved)
+pub fn forwarded_path(path: &str, policy: PathPolicy) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_unreserved, policy)
 }
 
 /// Normalize a path. `should_decode` selects the characters whose percent-encoding is removed.
-fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
+fn normalize(path: &str, should_decode: fn(u8) -> bool, policy: PathPolicy) -> Result<Cow<'_, str>, PathError> {
     if !path.starts_with('/') {
         return Err(PathError::NotAbsolute);
     }
     if is_canonical(path.as_bytes()) {
         return Ok(Cow::Borrowed(path));
     }
-    let encoded = encode(path.as_bytes(), should_decode)?;
+    let encoded = encode(path.as_bytes(), should_decode, policy)?;
     let mut segments: Vec<&str> = Vec::new();
     // A path that ends with `/`, `/.` or `/..` names a directory.
     let mut is_directory = false;
     for segment in encoded.split('/').skip(1) {
         is_directory = matches!(segment, "" | "." | "..");
         match segment {
+            // Merge slashes at the start of the path in any case: programs read `//host` as a host.
+            "" if policy.keeps_double() && !segments.is_empty() => segments.push(""),
             "" | "." => {}
             ".." => {
                 segments.pop();
             }
-            name => segments.push(name),
+            name => {
+                // A server that decodes `%2F` would resolve the dot segment.
+                let is_dot = |part: &str| matches!(part, "." | "..");
+                if policy.keeps_encoded() && name.contains("%2F") && name.split("%2F").any(is_dot) {
+                    return Err(PathError::EncodedDotSegment);
+                }
+                segments.push(name);
+            }
         }
+    }
+    if is_directory && segments.last() == Some(&"") {
+        segments.pop();
     }
     let mut out = String::with_capacity(encoded.len());
     for segment in &segments {
@@ -182,7 +253,7 @@ fn is_unreserved(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
 }
 
-fn encode(path: &[u8], should_decode: fn(u8) -> bool) -> Result<String, PathError> {
+fn encode(path: &[u8], should_decode: fn(u8) -> bool, policy: PathPolicy) -> Result<String, PathError> {
     let mut out = String::with_capacity(path.len() + 8);
     let mut bytes = path.iter();
     while let Some(&byte) = bytes.next() {
@@ -196,8 +267,13 @@ fn encode(path: &[u8], should_decode: fn(u8) -> bool) -> Result<String, PathErro
             }
             byte => (byte, false),
         };
-        if byte.is_ascii_control() || byte == b'\\' || (is_encoded && byte == b'/') {
+        let is_encoded_slash = is_encoded && byte == b'/';
+        if byte.is_ascii_control() || byte == b'\\' || (is_encoded_slash && !policy.keeps_encoded()) {
             return Err(PathError::ForbiddenCharacter);
+        }
+        if is_encoded_slash {
+            out.push_str("%2F");
+            continue;
         }
         if if is_encoded { should_decode(byte) } else { is_literal(byte) } {
             out.push(byte as char);
@@ -318,9 +394,13 @@ mod path_tests {
             ("/caf\u{e9}", "/caf%C3%A9"),
             ("/{x}|\"", "/%7Bx%7D%7C%22"),
         ] {
-            let once = canonical_path(path).unwrap();
+            let once = canonical_path(path, PathPolicy::Canonical).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: a second call must change nothing");
+            assert_eq!(
+                canonical_path(&once, PathPolicy::Canonical).unwrap(),
+                once,
+                "{path}: a second call must change nothing"
+            );
         }
     }
 
@@ -332,10 +412,59 @@ mod path_tests {
             ("//%61;%3b/x/%2E%2e/%2b+", "/a;%3B/%2B+"),
             ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/%21%24%26%27%28%29%2A%2B%2C%3B%3D%3A%40"),
         ] {
-            let once = forwarded_path(path).unwrap();
+            let once = forwarded_path(path, PathPolicy::Canonical).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: a second call must change nothing");
-            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: canonical form changed");
+            assert_eq!(
+                forwarded_path(&once, PathPolicy::Canonical).unwrap(),
+                once,
+                "{path}: a second call must change nothing"
+            );
+            assert_eq!(
+                canonical_path(&once, PathPolicy::Canonical).unwrap(),
+                canonical_path(path, PathPolicy::Canonical).unwrap(),
+                "{path}: canonical form changed"
+            );
+        }
+    }
+
+    #[test]
+    fn policies_keep_only_their_slashes() {
+        use PathPolicy::{Canonical, KeepDoubleSlashes, KeepEncodedSlashes, KeepSlashes};
+        let rejected = None;
+        for (path, canonical, encoded, double, both) in [
+            ("/a%2fb", rejected, Some("/a%2Fb"), rejected, Some("/a%2Fb")),
+            ("/a//b", Some("/a/b"), Some("/a/b"), Some("/a//b"), Some("/a//b")),
+            ("//a//", Some("/a/"), Some("/a/"), Some("/a//"), Some("/a//")),
+            ("///", Some("/"), Some("/"), Some("/"), Some("/")),
+            ("/a//../b", Some("/b"), Some("/b"), Some("/a/b"), Some("/a/b")),
+            ("/a//.", Some("/a/"), Some("/a/"), Some("/a//"), Some("/a//")),
+            ("/a/..//b", Some("/b"), Some("/b"), Some("/b"), Some("/b")),
+            ("/a%2F..%2Fb", rejected, rejected, rejected, rejected),
+            ("/%2e%2e%2fb", rejected, rejected, rejected, rejected),
+            ("/a%2f.", rejected, rejected, rejected, rejected),
+            ("/a%2F../b", rejected, rejected, rejected, rejected),
+            ("/a%252Fb", Some("/a%252Fb"), Some("/a%252Fb"), Some("/a%252Fb"), Some("/a%252Fb")),
+            ("/a%5Cb", rejected, rejected, rejected, rejected),
+            ("/a%00", rejected, rejected, rejected, rejected),
+        ] {
+            let policies = [Canonical, KeepEncodedSlashes, KeepDoubleSlashes, KeepSlashes];
+            for (policy, expected) in policies.into_iter().zip([canonical, encoded, double, both]) {
+                for normalize in [canonical_path, forwarded_path] {
+                    let once = normalize(path, policy).ok();
+                    assert_eq!(once.as_deref(), expected, "{path} {policy:?}");
+                    if let Some(once) = once {
+                        assert_eq!(normalize(&once, policy).unwrap(), once, "{path} {policy:?}: a second call");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn case_is_folded_outside_of_percent_encodings() {
+        for (path, expected) in [("/Ab", "/ab"), ("/%C3%89A", "/%C3%89a"), ("/a%2FB", "/a%2Fb"), ("/%2525A", "/%2525a")]
+        {
+            assert_eq!(fold_case(path), expected);
         }
     }
 
@@ -343,7 +472,7 @@ mod path_tests {
     fn canonical_path_rejects_ambiguous_paths() {
         for path in ["", "a", "*", "/%00", "/a%2Fb", "/a%2fb", "/a%5Cb", "/a\\b", "/%0a", "/%7f", "/a%", "/a%2", "/%zz"]
         {
-            assert!(canonical_path(path).is_err(), "{path:?} must be rejected");
+            assert!(canonical_path(path, PathPolicy::Canonical).is_err(), "{path:?} must be rejected");
         }
     }
 }

@@ -376,7 +376,7 @@ impl RequestVariables<'_> {
                 Cow::Owned(host) => host.into_bytes().into(),
             },
             Variable::Method => method.as_str().as_bytes().into(),
-            Variable::Path => match canonical_path(uri.path()).ok()? {
+            Variable::Path => match canonical_path(uri.path(), self.route.path_policy).ok()? {
                 Cow::Borrowed(path) => path.as_bytes().into(),
                 Cow::Owned(path) => path.into_bytes().into(),
             },

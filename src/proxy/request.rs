@@ -11,7 +11,7 @@ use http::{HeaderMap, Method, Request, Version};
 use crate::clock;
 use crate::http::cors;
 use crate::http::headers::{ForwardedInfo, http1_header_count};
-use crate::http::target::{canonical_path, forwarded_path, request_host};
+use crate::http::target::{canonical_path, fold_case, forwarded_path, request_host};
 use crate::identity::auth::Credentials;
 use crate::identity::client_cert::ClientCertificate;
 use crate::identity::spec::{ClientIpResolver, RequestAttributes};
@@ -186,13 +186,18 @@ impl<'a> RequestTarget<'a> {
             return Err(Rejection::UriTooLong);
         }
         let host = request_host(uri, headers, version).map_err(Rejection::InvalidHost)?;
-        let path = canonical_path(uri.path()).map_err(Rejection::InvalidPath)?;
-        let forwarded_path = if uri.path().contains('%') {
-            let forwarded_path = forwarded_path(uri.path()).map_err(Rejection::InvalidPath)?;
+        let mut path = canonical_path(uri.path(), settings.paths.policy).map_err(Rejection::InvalidPath)?;
+        let mut forwarded_path = if uri.path().contains('%') {
+            let forwarded_path = forwarded_path(uri.path(), settings.paths.policy).map_err(Rejection::InvalidPath)?;
             (forwarded_path != path).then(|| forwarded_path.into())
         } else {
             None
         };
+        if settings.paths.ignores_case && path.bytes().any(|byte| byte.is_ascii_uppercase()) {
+            let folded = fold_case(&path);
+            forwarded_path = forwarded_path.or_else(|| Some(path.into()));
+            path = Cow::Owned(folded);
+        }
         let target = RequestTarget { host, path, forwarded_path };
         // Check the length again, because percent-encoding may make the target longer than the received target.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
@@ -212,7 +217,7 @@ impl<'a> RequestTarget<'a> {
     /// See [`RequestTarget::rewrite`].
     pub fn upstream_path(&self, route: &Route) -> Result<Cow<'_, str>, Rejection<'static>> {
         let Some(rewritten) = self.rewrite(route, None)? else { return Ok(Cow::Borrowed(&self.path)) };
-        let path = canonical_path(rewritten.path()).map_err(Rejection::InvalidPath)?;
+        let path = canonical_path(rewritten.path(), route.path_policy).map_err(Rejection::InvalidPath)?;
         Ok(Cow::Owned(path.into_owned()))
     }
 

@@ -242,6 +242,12 @@ pub enum ExpressionError {
 }
 
 impl Expression {
+    /// Return an expression that matches the same texts in any case. An expression at the maximum length stays as it is.
+    #[must_use]
+    pub fn ignoring_case(self) -> Self {
+        Expression::new(&format!("(?i:{})", self.text)).unwrap_or(self)
+    }
+
     /// Compile an expression.
     ///
     /// # Errors

@@ -159,6 +159,23 @@ impl PathPattern {
         Ok(PathPattern(PathForm::Regex(Expression::new(text)?)))
     }
 
+    /// Return a pattern that matches paths in lower case. `fold_case` converts literal segments to lower case.
+    #[must_use]
+    pub fn ignoring_case(self, fold_case: fn(&str) -> String) -> Self {
+        PathPattern(match self.0 {
+            PathForm::Segments(segments) => PathForm::Segments(
+                segments
+                    .into_iter()
+                    .map(|segment| match segment {
+                        Segment::Literal(text) => Segment::Literal(fold_case(&text).into()),
+                        Segment::Parameter(_) | Segment::Rest(_) => segment,
+                    })
+                    .collect(),
+            ),
+            PathForm::Regex(expression) => PathForm::Regex(expression.ignoring_case()),
+        })
+    }
+
     /// Return whether the pattern is a regular expression.
     pub fn is_regex(&self) -> bool {
         matches!(self.0, PathForm::Regex(_))

@@ -16,7 +16,7 @@ use crate::config::error::Issue;
 use crate::config::shorthand::UpstreamWeights;
 use crate::config::spanned::{Spanned, Text};
 use crate::http::body::Body;
-use crate::http::target::{PathError, canonical_path, forwarded_path, request_host};
+use crate::http::target::{PathError, PathPolicy, canonical_path, forwarded_path, request_host};
 use crate::http::url::{HttpUrl, UrlError};
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 
@@ -164,7 +164,11 @@ fn with_query(path: &str, query: Option<&str>) -> String {
 /// Return the path from which to extract the parameters. A regular expression matches the canonical path, whose
 /// delimiters are encoded differently from those in the forwarded path. Both paths have the same segments.
 fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
-    if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
+    if pattern.is_regex() {
+        canonical_path(path, PathPolicy::of_derived(path)).unwrap_or(Cow::Borrowed(path))
+    } else {
+        Cow::Borrowed(path)
+    }
 }
 
 /// Why a request cannot be redirected.
@@ -183,12 +187,20 @@ fn expanded(
     path: &str,
     query: Option<&str>,
 ) -> Result<String, PathError> {
+    let policy = PathPolicy::of_derived(path);
     if !pattern.is_regex() {
-        return Ok(template.expand(pattern, path, query));
+        return Ok(with_one_leading_slash(template.expand(pattern, path, query)));
     }
-    let target = template.expand(pattern, &captured_path(pattern, path), query);
+    let target = with_one_leading_slash(template.expand(pattern, &captured_path(pattern, path), query));
     let path = target.split('?').next().unwrap_or_default();
-    if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
+    if forwarded_path(path, policy)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
+}
+
+/// Merge slashes at the start of a target, because browsers and servers read `//host` as a host.
+fn with_one_leading_slash(mut target: String) -> String {
+    let extra = target.bytes().take_while(|byte| *byte == b'/').count().saturating_sub(1);
+    target.drain(..extra);
+    target
 }
 
 impl Rewrite {
@@ -205,7 +217,7 @@ impl Rewrite {
                 // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
                 // literal in the prefix.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
-                Ok(with_query(if end == path.len() { "/" } else { &path[end..] }, query))
+                Ok(with_one_leading_slash(with_query(if end == path.len() { "/" } else { &path[end..] }, query)))
             }
         }
     }
@@ -455,7 +467,7 @@ pub(super) fn rewrite_template(
     // Replace each parameter with `~`. It is not a hexadecimal digit, so it cannot complete a percent-encoded byte of
     // the template.
     let (plain, query) = template.fill("~");
-    match forwarded_path(&plain) {
+    match forwarded_path(&plain, PathPolicy::Canonical) {
         Ok(same) if same == plain => {}
         Ok(_) => {
             // The hint does not show the canonical form, because `~` replaces the parameters in it.

@@ -10,7 +10,7 @@ use crate::config::gateway;
 use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::ValueRule;
 use crate::http::target;
-use crate::http::target::canonical_path;
+use crate::http::target::{PathPolicy, canonical_path};
 use crate::routing::RouteMatch;
 use crate::routing::condition::{Condition, ConditionSource, Expression, ExpressionError, ValueTest};
 use crate::routing::pattern;
@@ -168,7 +168,7 @@ fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
             // Remove the braces of the pattern. Compare the rest with its canonical form, because the paths of requests
             // are canonical.
             let plain = text.get_ref().replace(['{', '}'], "");
-            match canonical_path(&plain) {
+            match canonical_path(&plain, PathPolicy::Canonical) {
                 Ok(same) if same == plain => {}
                 Ok(other) => {
                     let issue =

@@ -18,6 +18,7 @@ use crate::http::error_pages::ErrorPages;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::http::ratelimit_headers;
 use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers, limit_status};
+use crate::http::target::{PathPolicy, PathRules, fold_case};
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::identity::spec::Descriptor;
@@ -54,6 +55,8 @@ pub struct Route {
     pub path: Box<str>,
     /// Parsed path pattern.
     pub path_pattern: PathPattern,
+    /// How the paths of requests are converted into their canonical form.
+    pub path_policy: PathPolicy,
     /// The action for requests of the route.
     pub action: RouteAction,
     /// `Host` that servers receive. `None` for `host` of the upstream.
@@ -289,6 +292,7 @@ impl Route {
             name: self.name.clone(),
             path: self.path.clone(),
             path_pattern: self.path_pattern.clone(),
+            path_policy: self.path_policy,
             action: RouteAction::Redirect(Redirect {
                 to: RedirectTarget::OtherSlash,
                 status: StatusCode::PERMANENT_REDIRECT,
@@ -320,7 +324,7 @@ const MAX_LIMITS: usize = 16;
 
 /// Compile all routes.
 pub(super) fn routes(
-    config: &Config,
+    (config, paths): (&Config, PathRules),
     limits: &BTreeMap<String, CompiledLimit>,
     authentication: &Authentication,
     upstreams: &[UpstreamSettings],
@@ -383,12 +387,16 @@ pub(super) fn routes(
         });
         let is_secured = written.security_headers.as_ref().is_some_and(|value| *value.get_ref());
         let response_headers = if is_secured { response_headers.with_security_headers() } else { response_headers };
-        let (Some(target), Some((pattern, trailing_slash))) = (action, matching) else { continue };
+        let (Some(target), Some((mut pattern, trailing_slash))) = (action, matching) else { continue };
+        if paths.ignores_case {
+            pattern.path = pattern.path.ignoring_case(fold_case);
+        }
         let route = Arc::new(Route {
             index: routes.len(),
             name: name.into(),
             path: written.path_regex.as_ref().or(written.path.as_ref()).map_or("/", |path| path.get_ref()).into(),
             path_pattern: pattern.path.clone(),
+            path_policy: paths.policy,
             action: target,
             upstream_host,
             retry,

@@ -19,6 +19,7 @@ use crate::config::gateway;
 use crate::config::shorthand::{AccessLog, AccessLogTable};
 use crate::config::spanned::{Spanned, Text};
 use crate::http::error_pages::ErrorPages;
+use crate::http::target::{PathPolicy, PathRules};
 use crate::http::url::HttpUrl;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
@@ -117,6 +118,8 @@ pub struct ServerSettings {
     pub proxy_status: bool,
     /// Content of the error responses of requests without a route.
     pub error_pages: Option<Arc<ErrorPages>>,
+    /// How paths are converted into the form that routes and limits see.
+    pub paths: PathRules,
 }
 
 /// Maximum time for which idle connections stay open while the gateway drains. A client may already be sending a
@@ -187,6 +190,14 @@ impl AccessLogTarget {
     }
 }
 
+/// The values of `path_policy`.
+const PATH_POLICIES: [(&str, PathPolicy); 4] = [
+    ("canonical", PathPolicy::Canonical),
+    ("keep-encoded-slashes", PathPolicy::KeepEncodedSlashes),
+    ("keep-double-slashes", PathPolicy::KeepDoubleSlashes),
+    ("keep-slashes", PathPolicy::KeepSlashes),
+];
+
 /// Compile `[server]`.
 pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -232,6 +243,10 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
         block_unknown_hosts: server.block_unknown_hosts.as_ref().is_some_and(|value| *value.get_ref()),
         proxy_status: server.proxy_status.as_ref().is_none_or(|value| *value.get_ref()),
         error_pages: header_rules::error_pages(server.error_pages.as_ref()),
+        paths: PathRules {
+            policy: reader.one_of(server.path_policy.as_ref(), PathPolicy::Canonical, &PATH_POLICIES),
+            ignores_case: server.case_insensitive_paths.as_ref().is_some_and(|value| *value.get_ref()),
+        },
     }
 }
 

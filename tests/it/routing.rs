@@ -218,6 +218,92 @@ fn ambiguous_paths_are_rejected() {
     assert_eq!(client.get("/admin?a=%2F%00%5C\\").text(), "admin");
 }
 
+/// Paths that servers may interpret differently, and the path with each policy: `canonical`, `keep-encoded-slashes`,
+/// `keep-double-slashes` and `keep-slashes`. An empty text means 400.
+const SLASHES: &[(&str, [&str; 4])] = &[
+    ("/up/a%2fb", ["", "/up/a%2Fb", "", "/up/a%2Fb"]),
+    ("/up/@scope%2Fname", ["", "/up/@scope%2Fname", "", "/up/@scope%2Fname"]),
+    (
+        "/up/https://x.test//a",
+        ["/up/https:/x.test/a", "/up/https:/x.test/a", "/up/https://x.test//a", "/up/https://x.test//a"],
+    ),
+    ("//up//a//", ["/up/a/", "/up/a/", "/up//a//", "/up//a//"]),
+    ("/up//../a", ["/a", "/a", "/up/a", "/up/a"]),
+    ("/up/x%2F..%2Fa", ["", "", "", ""]),
+    ("/up/%2e%2e%2fa", ["", "", "", ""]),
+    ("/up/.%2Fa", ["", "", "", ""]),
+    ("/up/a%252Fb", ["/up/a%252Fb"; 4]),
+    ("/up/%252e%252e/a", ["/up/%252e%252e/a"; 4]),
+    ("/up/%2e%2e/a", ["/a"; 4]),
+    ("/up/a\\b", ["", "", "", ""]),
+    ("/up/a%5Cb", ["", "", "", ""]),
+    ("/up/a%00", ["", "", "", ""]),
+    ("/UP/A", ["/UP/A"; 4]),
+];
+
+/// The route sends the path that routes see in a header. The limit admits one request per path.
+#[test]
+fn routes_limits_and_upstream_see_the_same_path_with_each_policy() {
+    let upstream = Upstream::start();
+    let policies = ["canonical", "keep-encoded-slashes", "keep-double-slashes", "keep-slashes"];
+    for (index, policy) in policies.into_iter().enumerate() {
+        let gateway = Gateway::start(&format!(
+            "[server]\npath_policy = \"{policy}\"\n[upstream.u]\nservers = [\"{}\"]\n\
+             [limit.l]\nby = \"path:rest\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"l\"]\n\
+             request_headers.set.x-seen = \"{{path}}\"\n",
+            upstream.url()
+        ));
+        let mut seen = Vec::new();
+        for (path, expected) in SLASHES {
+            let expected = expected[index];
+            let status = once(&gateway, format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n").as_bytes()).status;
+            if expected.is_empty() {
+                assert_eq!(status, 400, "{policy}: {path}");
+            } else if seen.contains(&expected) {
+                assert_eq!(status, 429, "{policy}: {path} has the same identity as another spelling of {expected}");
+            } else {
+                let request = upstream.last();
+                assert_eq!(
+                    (status, request.target(), request.headers("x-seen")[0]),
+                    (200, expected, expected),
+                    "{policy}: {path}"
+                );
+                seen.push(expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn case_is_ignored_by_routes_and_limits_but_forwarded() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[server]\ncase_insensitive_paths = true\n[upstream.u]\nservers = [\"{}\"]\n\
+         [limit.l]\nby = \"path:user\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\n\
+         [[route]]\nname = \"login\"\npath = \"/Login/{{user}}\"\nupstream = \"u\"\nlimits = [\"l\"]\n\
+         [[route]]\nname = \"old\"\npath = \"/V1/{{*rest}}\"\nupstream = \"u\"\nstrip_prefix = \"/V1\"\n\
+         [[route]]\nname = \"regex\"\npath_regex = \"/R/(?<id>[a-c]+)\"\nupstream = \"u\"\nrewrite = \"/x/{{id}}\"\n",
+        upstream.url()
+    ));
+    let mut client = gateway.client();
+    for (path, status, forwarded) in [
+        ("/LOGIN/Bob", 200, "/LOGIN/Bob"),
+        ("/login/bob", 429, ""),
+        ("/lo%67in/%42OB", 429, ""),
+        ("/login/caf%c3%a9", 200, "/login/caf%C3%A9"),
+        ("/LOGIN/CAF%C3%A9", 429, ""),
+        ("/v1/Reports/X", 200, "/Reports/X"),
+        ("/r/AbC", 200, "/x/AbC"),
+        ("/other", 404, ""),
+    ] {
+        assert_eq!(client.get(path).status, status, "{path}");
+        if status == 200 {
+            assert_eq!(upstream.last().target(), forwarded);
+        }
+    }
+}
+
 #[test]
 fn request_needs_exactly_one_valid_host() {
     let gateway = gateway();
