@@ -2,13 +2,17 @@
 
 use std::io::Write;
 
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
 use crate::support::pages::{blocks, manual, read};
+use crate::support::upstream::Upstream;
 use crate::support::walk::{Output, Walk};
 
 /// Commands that do not run unchanged: page, beginning of the command, replacement and reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/tutorials/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
+    ("docs/tutorials/your-app.md", "openssl req", None, "the test has a certificate"),
     (
         "docs/how-to/load-test.md",
         "oha ",
@@ -43,7 +47,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
-    ("python", "of docs/how-to/events.md, whose commands run it"),
+    ("python", "of docs/how-to/events.md and docs/tutorials/your-app.md, whose commands run it"),
     ("sh", "builds and runs the tests"),
     ("rust", "an example of a test, or a doctest: src/lib.rs"),
 ];
@@ -58,6 +62,12 @@ fn provide(walk: &Walk, document: &str) {
             walk.put("access.log", &read("tests/logs/common.log"));
         }
         "docs/how-to/routing.md" => {
+            walk.put("cert.pem", &read("certs/dev.pem"));
+            walk.put("cert.key", &read("certs/dev.key"));
+        }
+        "docs/tutorials/your-app.md" => {
+            let app = blocks(document).into_iter().find(|block| block.language == "python").unwrap();
+            walk.put("app.py", &app.text);
             walk.put("cert.pem", &read("certs/dev.pem"));
             walk.put("cert.key", &read("certs/dev.key"));
         }
@@ -169,4 +179,45 @@ fn nginx_accepts_the_nginx_blocks() {
         tried += 1;
     }
     assert_eq!(tried, 2);
+}
+
+/// Host, sessions, canaries, compression and error pages of the page for users of nginx.
+#[test]
+fn migrated_configuration_does_what_nginx_does() {
+    let servers = ["one", "two", "canary"].map(|name| {
+        Upstream::responding(move |seen| {
+            let host = seen.headers("host")[0];
+            let body = format!("{name} {host} {}", "x".repeat(2000));
+            format!("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+                .into_bytes()
+        })
+    });
+    let page = blocks("docs/how-to/migrate.md");
+    let block = page.iter().find(|block| block.file_name() == Some("migrated.toml")).unwrap();
+    let mut config = block.text.replace("127.0.0.1:8080", "127.0.0.1:0");
+    for (named, server) in ["9000", "9001", "9002"].iter().zip(&servers) {
+        config = config.replace(&format!("http://127.0.0.1:{named}"), &server.url());
+    }
+    let gateway = Gateway::start(&config);
+    let text = |headers: &[(&str, &str)]| gateway.client().get_with("/a", headers).text().to_owned();
+    let first = gateway.client().get("/a");
+    let place = first.text().split(' ').next().unwrap().to_owned();
+    assert!(first.text().contains(" app.internal "), "{}", first.text());
+    let cookie = first.header("set-cookie").unwrap().split(';').next().unwrap().to_owned();
+    for _ in 0..4 {
+        assert!(text(&[("cookie", &cookie)]).starts_with(&place), "the session stays on its server");
+    }
+    for headers in [[("x-canary", "always")], [("cookie", "a=b; canary=always")]] {
+        assert!(text(&headers).starts_with("canary "), "{headers:?}");
+    }
+    assert!(!text(&[("cookie", "canary=never")]).starts_with("canary "));
+    let coded = gateway.client().get_with("/a", &[("accept-encoding", "gzip")]);
+    assert_eq!(coded.header("content-encoding"), Some("gzip"));
+    drop(servers);
+    let directory = gateway.directory();
+    let log = || std::fs::read_to_string(directory.join("access.log")).unwrap_or_default();
+    eventually("the log is written", || log().contains("\"GET /a HTTP/1.1\" 200 "));
+    let mut client = gateway.client();
+    client.send(b"GET /a HTTP/1.1\r\nHost: a\r\nHost: b\r\nAccept: text/html\r\n\r\n");
+    assert_eq!(client.reply().unwrap().text(), "<h1>400 Bad Request</h1>");
 }
