@@ -216,7 +216,8 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool, policy: PathPolicy) -> R
             }
         }
     }
-    if is_directory && segments.last() == Some(&"") {
+    // The slash at the end of the path is written below.
+    if encoded.ends_with('/') && segments.last() == Some(&"") {
         segments.pop();
     }
     let mut out = String::with_capacity(encoded.len());
