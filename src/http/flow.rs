@@ -4,7 +4,7 @@
 use std::fmt;
 use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -19,10 +19,6 @@ use crate::http::body_limits::{BufferBudget, BufferReservation, LazyTimer, ReadL
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
-/// Number of references to [`ConnectionActivity`] that a connection without requests holds: one in `HttpConnection` and
-/// one in its `MonitoredStream`. Each request in flight holds at least one additional reference.
-const CONNECTION_REFS: usize = 2;
-
 /// Number of premature resets above which an HTTP/2 connection is closed, if they are more than half of its requests.
 /// The number is half of Envoy's default of `overload.premature_reset_total_stream_count`.
 const MAX_PREMATURE_RESETS: u32 = 250;
@@ -31,11 +27,12 @@ const MAX_PREMATURE_RESETS: u32 = 250;
 /// (`overload.premature_reset_min_stream_lifetime_seconds`).
 const PREMATURE_AGE: Duration = Duration::from_secs(1);
 
-/// Whether requests are in flight on a connection, and since when it has been idle. Each request in flight holds a
-/// reference, so the reference count shows whether requests are in flight.
+/// Whether requests are in flight on a connection, and since when it has been idle.
 #[derive(Debug)]
 pub struct ConnectionActivity {
     opened_at: Instant,
+    /// Number of handles of requests in flight.
+    in_flight: AtomicUsize,
     /// End of the last response in ms after `opened_at`, or 0 before the first response.
     last_response_end_ms: AtomicU64,
     /// Incremented when incomplete request headers arrive, and again when they are complete. The value is odd while
@@ -106,6 +103,7 @@ impl ConnectionActivity {
             tunnel,
             requests,
             premature_resets,
+            in_flight: AtomicUsize::new(0),
         })
     }
 
@@ -131,7 +129,13 @@ impl ConnectionActivity {
     pub fn start_request(self: &Arc<Self>, flow: Arc<StreamFlow>) -> InFlightRequest {
         self.record_headers(false);
         self.has_unwritten_response.store(true, Ordering::Relaxed);
-        InFlightRequest { activity: self.clone(), flow }
+        InFlightRequest::new(self.clone(), flow)
+    }
+
+    fn has_requests(&self) -> bool {
+        // Pairs with the release in the drop of the last request, so that this thread sees the end time which the drop
+        // has stored.
+        self.in_flight.load(Ordering::Acquire) > 0
     }
 
     /// Record that bytes have arrived from the client. `is_partial` is true if these bytes may end within request
@@ -145,17 +149,15 @@ impl ConnectionActivity {
 
     /// Return the headers counter if the connection has served a request, no request is in flight, and the headers of
     /// the next request are incomplete. Otherwise return `None`.
-    pub fn partial_headers(self: &Arc<Self>) -> Option<u64> {
+    pub fn partial_headers(&self) -> Option<u64> {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         let is_kept_alive = || self.last_response_end_ms.load(Ordering::Relaxed) > 0;
-        // If only the two references of the connection exist, no request is in flight, because each request holds an
-        // additional reference.
-        (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
+        (counter & 1 == 1 && !self.has_requests() && is_kept_alive()).then_some(counter)
     }
 
     /// Record that hyper has written all pending bytes to the client.
-    pub fn record_flushed(self: &Arc<Self>) {
-        if Arc::strong_count(self) <= CONNECTION_REFS {
+    pub fn record_flushed(&self) {
+        if !self.has_requests() {
             self.has_unwritten_response.store(false, Ordering::Relaxed);
         }
     }
@@ -179,8 +181,8 @@ impl ConnectionActivity {
     /// Return the time until the connection times out. Before the end of the first response, `header_timeout` applies,
     /// and afterwards `idle_timeout`. Return `None` if the timeout has expired. While a request is in flight, return
     /// the whole `idle_timeout`.
-    pub fn time_left(self: &Arc<Self>, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
-        if Arc::strong_count(self) > CONNECTION_REFS {
+    pub fn time_left(&self, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
+        if self.has_requests() {
             return Some(idle_timeout);
         }
         let time_left = match self.idle_time() {
@@ -192,8 +194,8 @@ impl ConnectionActivity {
 
     /// Return whether the connection may be suspended: it is not forbidden, all responses are written, and since `time`
     /// or longer, no bytes have arrived.
-    pub fn may_suspend(self: &Arc<Self>, time: Duration) -> bool {
-        Arc::strong_count(self) <= CONNECTION_REFS
+    pub fn may_suspend(&self, time: Duration) -> bool {
+        !self.has_requests()
             && self.idle_time().is_some_and(|idle_time| idle_time >= time)
             && self.headers_counter.load(Ordering::Relaxed) & 1 == 0
             && !self.has_unwritten_response()
@@ -207,8 +209,6 @@ impl ConnectionActivity {
 
     /// Return the time since the end of the last response, or `None` before the end of the first response.
     fn idle_time(&self) -> Option<Duration> {
-        // Use an acquire fence, so that this thread sees the end time that the drop of the last request has stored.
-        fence(Ordering::Acquire);
         match self.last_response_end_ms.load(Ordering::Relaxed) {
             0 => None,
             end_ms => Some(self.opened_at.elapsed().saturating_sub(Duration::from_millis(end_ms))),
@@ -227,9 +227,14 @@ impl ConnectionActivity {
 }
 
 impl InFlightRequest {
+    fn new(activity: Arc<ConnectionActivity>, flow: Arc<StreamFlow>) -> Self {
+        activity.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlightRequest { activity, flow }
+    }
+
     /// Return an additional handle of this request. The request stays in flight until all its handles are dropped.
     pub(super) fn share(&self) -> Self {
-        InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
+        InFlightRequest::new(self.activity.clone(), self.flow.clone())
     }
 
     /// Return the flow of the HTTP/1.x connection or HTTP/2 stream of the request.
@@ -255,6 +260,7 @@ impl Drop for InFlightRequest {
         // Bytes that arrived during the request may have been a part of its body, so they do not count as incomplete
         // headers.
         self.activity.record_headers(false);
+        self.activity.in_flight.fetch_sub(1, Ordering::Release);
     }
 }
 
