@@ -36,7 +36,6 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{sleep, timeout};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
@@ -45,14 +44,9 @@ use crate::admin::connections::{AdminConnection, AdminConnections};
 use crate::admin::events::EventStream;
 use crate::admin::request::{ApiContext, require_json};
 use crate::admin::response::{AdminResponse, ApiError, Result, text_response, typed_response};
-use crate::admin::state::AdminState;
+use crate::admin::state::ProcessState;
 use crate::limiter::address::HostPort;
 use crate::limiter::admin::LimiterAdmin;
-use crate::limiter::memory::MemoryStore;
-use crate::limiter::overrides::Overrides;
-use crate::limiter::redis::RedisSettings;
-use crate::limiter::store::RedisStore;
-use crate::snapshot::CompiledConfig;
 use crate::snapshot::settings::AdminToken;
 
 /// Maximum time to complete requests in progress when the admin listener stops.
@@ -62,25 +56,10 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 /// EMFILE.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Minimum timeout of store calls for API requests. It is longer than the default of `store.timeout` (50 ms), because
-/// the first call also connects to the store.
-const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// The parts of the process that the admin listener reads and changes.
-#[derive(Debug)]
-pub struct AdminDeps {
-    /// State for health, metrics and the dashboard.
-    pub state: Arc<AdminState>,
-    /// The memory store.
-    pub memory: Arc<MemoryStore>,
-    /// The quota overrides of single identities.
-    pub overrides: Arc<Overrides>,
-}
-
 /// The request handler of the admin listener.
 #[derive(Debug)]
 struct AdminServer {
-    state: Arc<AdminState>,
+    state: Arc<ProcessState>,
     limiter_admin: Arc<LimiterAdmin>,
     event_stream: Arc<EventStream>,
     /// Whether this server serves the admin socket. The socket's file permissions admit only root and the user that
@@ -101,18 +80,21 @@ pub struct AdminSockets {
 /// address therefore applies to the whole socket.
 const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
-/// Start the thread that serves the admin listener until `admin_stop` is cancelled.
+/// Start the thread that serves the admin listener until [`ProcessState::admin_stop`] is cancelled.
 ///
 /// # Errors
 /// The tokio runtime or the thread cannot be started.
-pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
+pub fn start(sockets: AdminSockets, state: &Arc<ProcessState>) -> io::Result<JoinHandle<()>> {
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let AdminDeps { state, memory, overrides } = deps;
+    let admin_stop = state.admin_stop.clone();
     let (admin, unix_admin, tcp, unix) = {
         let _context = tokio_runtime.enter();
-        let redis = redis_store(&state.config_handle.active().config, &state);
-        let event_stream = Arc::new(EventStream::new(&state));
-        let limiter_admin = Arc::new(LimiterAdmin { memory, redis, overrides });
+        let active = state.config_handle.active();
+        let prefix = active.config.store.redis.iter().map(|(_, redis)| redis.prefix.clone());
+        let redis = state.separate_store().into_iter().zip(prefix).next();
+        let event_stream = Arc::new(EventStream::new(state));
+        let limiter_admin =
+            Arc::new(LimiterAdmin { memory: state.memory.clone(), redis, overrides: state.overrides.clone() });
         let server = |is_unix_socket| AdminServer {
             state: state.clone(),
             limiter_admin: limiter_admin.clone(),
@@ -142,18 +124,6 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
         });
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
-}
-
-/// Return the Redis store of the admin listener, and the prefix of its keys. The store has a separate connection, so
-/// that API calls do not delay rate limit checks.
-fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
-    let (servers, settings) = config.store.redis.as_ref()?;
-    let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
-    let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
-    let prefix = settings.prefix.clone();
-    let breaker = state.circuit_breaker.clone();
-    let topology = state.cluster_map.clone();
-    Some((RedisStore::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
 impl AdminServer {

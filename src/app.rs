@@ -22,14 +22,15 @@ use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::admin;
+use crate::admin::AdminSockets;
 use crate::admin::current::{ConfigHandle, ReloadRequest};
-use crate::admin::state::AdminState;
-use crate::admin::{AdminDeps, AdminSockets};
-use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
+use crate::admin::state::ProcessState;
+use crate::app::acme::{AcmeClient, AcmeError};
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{AdminSocketFile, InheritedSockets, ListenerSockets};
 use crate::app::maintenance::MaintenanceThread;
-use crate::app::quota_events::{EventDeps, EventThread};
+use crate::app::quota_events::EventThread;
 use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::{Reloader, WorkerGateways, file_watcher};
 use crate::clock;
@@ -40,20 +41,13 @@ use crate::config::gateway::Config;
 use crate::config::sources::STANDARD_INPUT;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
-use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
 use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
-use crate::limiter::prefetch::PrefetchPool;
-use crate::limiter::redis::circuit_breaker::CircuitBreaker;
-use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::redis::overrides;
 use crate::limiter::store::{RedisStore, Store};
-use crate::limiter::wait_queue::WaitQueues;
 use crate::limiter::{Limiter, random_permit_id};
-use crate::listener::metrics::ListenerMetrics;
 use crate::listener::{ConnectionLimits, Server};
 use crate::proxy::Gateway;
-use crate::proxy::metrics::RequestMetrics;
 use crate::routing::RouteRequest;
 use crate::routing::condition::RouteBody;
 use crate::snapshot::listeners::Listener;
@@ -64,7 +58,6 @@ use crate::snapshot::{CompiledConfig, settings};
 use crate::telemetry::access_log::{AccessLog, LogDestination, TelemetrySinks};
 use crate::telemetry::log::LogFile;
 use crate::telemetry::pluralize;
-use crate::{admin, limiter};
 
 /// The reason why the gateway could not start, or why it stopped.
 #[derive(Debug, thiserror::Error)]
@@ -283,18 +276,7 @@ impl App {
         let active = self.config_handle.active();
         maintenance.set_config(&active.config, &active.clusters).map_err(AppError::Worker)?;
         self.log_startup();
-        let memory = Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store));
-        let breaker = Arc::<CircuitBreaker>::default();
-        let topology = Arc::<ClusterMap>::default();
-        let wait_queues = Arc::<WaitQueues>::default();
-        let prefetch_pool = Arc::<PrefetchPool>::default();
-        let connections = Arc::new(ConnectionLimits::new(&self.config.server, self.config.listeners.len()));
-        let metrics = Arc::<RequestMetrics>::default();
-        let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
-        let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
         let (event_queue, queued_events) = EventQueue::new();
-        let event_queue = Arc::new(event_queue);
-        let delivery_stats = Arc::default();
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
@@ -304,45 +286,44 @@ impl App {
             active.config.limits.get(name).map(|compiled| compiled.limit.clone())
         };
         let overrides = Overrides::new(self.config.hasher.clone(), limits_by_name, denial_cache.clone());
-        let overrides = Arc::new(overrides);
         let threads = match self.config.server.worker_model {
             WorkerModel::PerCore => 1,
             WorkerModel::Shared => self.config.server.workers,
         };
-        let admin_state = Arc::new(AdminState {
-            request_metrics: metrics.clone(),
-            limiter_metrics: limit_metrics.clone(),
-            listener_metrics: listener_metrics.clone(),
-            connection_limits: connections.clone(),
-            listener_addresses: self.addresses.clone(),
-            config_handle: self.config_handle.clone(),
+        let state = Arc::new(ProcessState {
+            request_metrics: Arc::default(),
+            limiter_metrics: Arc::default(),
+            listener_metrics: Arc::default(),
+            connection_limits: Arc::new(ConnectionLimits::new(&self.config.server, self.config.listeners.len())),
+            listener_addresses: self.addresses,
+            config_handle: self.config_handle,
             store_name: self.config.store.name.clone(),
-            memory: memory.clone(),
-            circuit_breaker: breaker.clone(),
-            cluster_map: topology.clone(),
-            event_queue: event_queue.clone(),
-            delivery_stats: Arc::clone(&delivery_stats),
-            telemetry_sinks: self.sinks.clone(),
+            memory: Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store)),
+            circuit_breaker: Arc::default(),
+            cluster_map: Arc::default(),
+            overrides: Arc::new(overrides),
+            denial_cache,
+            prefetch_pool: Arc::default(),
+            wait_queues: Arc::default(),
+            event_queue: Arc::new(event_queue),
+            delivery_stats: Arc::default(),
+            telemetry_sinks: self.sinks,
             started_at_s: clock::unix_us() / 1_000_000,
             stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),
         });
         // Stop the admin listener when this function returns, which is after the last request.
-        let _end = self.admin_stop.clone().drop_guard();
+        let _end = self.admin_stop.drop_guard();
         let (unix, mut admin_socket_file) = self.admin_socket.unzip();
         if self.admin.is_some() || unix.is_some() {
-            let sockets = AdminSockets { tcp: self.admin, unix };
-            let parts = AdminDeps { state: admin_state, memory: memory.clone(), overrides: overrides.clone() };
-            admin::start(sockets, parts, self.admin_stop).map_err(AppError::Worker)?;
+            admin::start(AdminSockets { tcp: self.admin, unix }, &state).map_err(AppError::Worker)?;
         }
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
-            config_handle: self.config_handle.clone(),
+            state: state.clone(),
             requests: self.reload_requests,
             gateways: gateways.clone(),
             maintenance,
-            connection_limits: connections.clone(),
-            overrides: overrides.clone(),
             watcher: self.watcher,
             lint: self.lint,
             stop: stop.clone(),
@@ -351,44 +332,13 @@ impl App {
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         if let Some(acme) = self.acme {
-            workers.push(acme.start(AcmeDeps {
-                config_handle: self.config_handle.clone(),
-                circuit_breaker: breaker.clone(),
-                cluster_map: topology.clone(),
-                stop: stop.clone(),
-            })?);
+            workers.push(acme.start(state.clone(), stop.clone())?);
         }
         let background_threads = workers.len();
-        let deps = EventDeps {
-            config_handle: self.config_handle.clone(),
-            queue: event_queue.clone(),
-            stats: delivery_stats,
-            circuit_breaker: breaker.clone(),
-            cluster_map: topology.clone(),
-        };
-        let event_thread = EventThread::start(deps, queued_events)?;
+        let event_thread = EventThread::start(state.clone(), queued_events)?;
         let (ready_sender, ready_receiver) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
-            let worker = Worker {
-                config: self.config.clone(),
-                memory: memory.clone(),
-                breaker: breaker.clone(),
-                topology: topology.clone(),
-                wait_queues: wait_queues.clone(),
-                prefetch_pool: prefetch_pool.clone(),
-                denial_cache: denial_cache.clone(),
-                overrides: overrides.clone(),
-                events: event_queue.clone(),
-                connection_limits: connections.clone(),
-                config_handle: self.config_handle.clone(),
-                gateways: gateways.clone(),
-                metrics: metrics.clone(),
-                listener_metrics: listener_metrics.clone(),
-                limit_metrics: limit_metrics.clone(),
-                index,
-                sinks: self.sinks.clone(),
-                stop: stop.clone(),
-            };
+            let worker = Worker { state: state.clone(), gateways: gateways.clone(), index, stop: stop.clone() };
             let ready_sender = ready_sender.clone();
             let run = move || worker.run(threads, sockets, ready_sender);
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
@@ -408,7 +358,7 @@ impl App {
         }
         // The workers have ended, so no more quota events will be queued.
         result = result.and(event_thread.finish());
-        self.sinks.flush();
+        state.telemetry_sinks.flush();
         result
     }
 
@@ -477,25 +427,11 @@ fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppErro
 /// Maximum time that a worker waits at its start for the first store connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The state that a worker thread needs.
+/// A worker thread.
 struct Worker {
-    config: Arc<CompiledConfig>,
-    memory: Arc<MemoryStore>,
-    breaker: Arc<CircuitBreaker>,
-    topology: Arc<ClusterMap>,
-    wait_queues: Arc<WaitQueues>,
-    prefetch_pool: Arc<PrefetchPool>,
-    denial_cache: Option<Arc<DenialCache>>,
-    overrides: Arc<Overrides>,
-    events: Arc<EventQueue>,
-    connection_limits: Arc<ConnectionLimits>,
-    config_handle: Arc<ConfigHandle>,
+    state: Arc<ProcessState>,
     gateways: Arc<WorkerGateways>,
-    metrics: Arc<RequestMetrics>,
-    listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
-    limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
     index: usize,
-    sinks: TelemetrySinks,
     stop: CancellationToken,
 }
 
@@ -513,12 +449,14 @@ impl Worker {
             let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let limiter = self.build_limiter().await;
-            let metrics = (self.metrics, self.index);
-            let listener_metrics = self.listener_metrics.get_or_create("", self.index);
-            let gateway = self.gateways.register(&self.config_handle, |active| {
-                Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
+            let state = &self.state;
+            let metrics = state.request_metrics.clone();
+            let listener_metrics = state.listener_metrics.get_or_create("", self.index);
+            let gateway = self.gateways.register(&state.config_handle, |active| {
+                let sinks = state.telemetry_sinks.clone();
+                Gateway::new(active.config.clone(), limiter, &active.clusters, sinks, metrics, self.index)
             });
-            let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
+            let server = Server::new(gateway, state.connection_limits.clone(), listener_metrics, self.stop);
             // Ignore a send error, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
@@ -528,31 +466,31 @@ impl Worker {
     }
 
     async fn build_limiter(&self) -> Limiter {
-        let store = match &self.config.store.redis {
-            None => Store::Memory(self.memory.clone()),
-            Some(redis) => {
-                let breaker = self.breaker.clone();
-                let topology = self.topology.clone();
-                let metrics = self.limit_metrics.get_or_create("", self.index);
-                let store = RedisStore::new(redis, breaker, topology, metrics.clone());
+        let state = &self.state;
+        let store = match &state.config_handle.active().config.store.redis {
+            None => Store::Memory(state.memory.clone()),
+            Some((deployment, settings)) => {
+                let metrics = state.limiter_metrics.get_or_create("", self.index);
+                let breaker = state.circuit_breaker.clone();
+                let topology = state.cluster_map.clone();
+                let store = RedisStore::new(deployment, settings, breaker, topology, metrics.clone());
                 // Connect before the first request. If the store does not respond within [`CONNECT_TIMEOUT`], start
                 // without a connection.
                 store.connect_within(CONNECT_TIMEOUT).await;
                 if self.index == 0 {
-                    let overrides = self.overrides.clone();
+                    let overrides = state.overrides.clone();
                     let store = store.clone();
-                    let key = overrides::hash_key(&redis.1.prefix);
+                    let key = overrides::hash_key(&settings.prefix);
                     tokio::spawn(async move { overrides.poll(&store, &key).await });
                 }
-                Store::Redis { store, fallback: self.memory.clone(), metrics }
+                Store::Redis { store, fallback: state.memory.clone(), metrics }
             }
         };
-        let denial_cache = self.denial_cache.clone();
-        let prefetch_pool = self.prefetch_pool.clone();
-        let wait_queues = self.wait_queues.clone();
-        let shared = (prefetch_pool, wait_queues);
-        let overrides = self.overrides.clone();
-        let events = self.events.clone();
-        Limiter::new(store, denial_cache, shared, overrides, events, random_permit_id())
+        let denial_cache = state.denial_cache.clone();
+        let prefetch_pool = state.prefetch_pool.clone();
+        let wait_queues = state.wait_queues.clone();
+        let overrides = state.overrides.clone();
+        let events = state.event_queue.clone();
+        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, overrides, events, random_permit_id())
     }
 }

@@ -16,6 +16,7 @@ pub mod prefetch;
 pub mod quota;
 pub mod redis;
 pub mod settlement;
+pub mod shared_data;
 pub mod singleflight;
 pub mod spec;
 pub mod store;
@@ -88,7 +89,7 @@ impl Limiter {
     pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
         let metrics = Arc::<LimiterMetrics>::default();
         let connect_timeout = settings.connect_timeout;
-        let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), metrics.clone());
+        let store = RedisStore::new(&deployment, &settings, Arc::default(), Arc::default(), metrics.clone());
         store.connect_within(connect_timeout).await;
         let fallback = Arc::new(MemoryStore::new(max_states, Clock::Store));
         Limiter::standalone(Store::Redis { store, fallback, metrics }, Some(Arc::new(DenialCache::new(max_states))))
@@ -99,8 +100,9 @@ impl Limiter {
         // Only overrides use this secret. This limiter has no overrides, because the lookup of a limit by name always
         // returns `None`, so the secret can be empty.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
-        let shared = (Arc::default(), Arc::default());
-        Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
+        let prefetch_pool = Arc::default();
+        let wait_queues = Arc::default();
+        Limiter::new(store, denials, prefetch_pool, wait_queues, overrides, Arc::default(), random_permit_id())
     }
 
     /// Create a limiter that uses `store`. All limiters of the process share `denials`, `prefetch_pool`, `wait_queues`,
@@ -109,7 +111,8 @@ impl Limiter {
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
-        (prefetch_pool, wait_queues): (Arc<PrefetchPool>, Arc<WaitQueues>),
+        prefetch_pool: Arc<PrefetchPool>,
+        wait_queues: Arc<WaitQueues>,
         overrides: Arc<Overrides>,
         events: Arc<EventQueue>,
         first_permit_id: u64,
@@ -248,7 +251,7 @@ impl Limiter {
         }
         let singleflight_group =
             self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
-        let prefetched = || self.try_prefetched(checks, singleflight_group?);
+        let prefetched = || singleflight_group.and_then(|(one, group)| self.try_prefetched(checks, one, group));
         // Try prefetched tokens before cached denials: the store may have denied an earlier request only because this
         // process had prefetched the tokens.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
@@ -276,7 +279,7 @@ impl Limiter {
         let asked_at = started_at();
         let result = match singleflight_group {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
-                let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+                let owned_charges = || checks.iter().map(|check| check.owned_charge()).collect();
                 // Box this future, because requests that the denial cache rejects do not need its memory.
                 Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
@@ -322,8 +325,8 @@ impl Limiter {
                 // Use new permit ids for the local share, so that releasing the permits of the failed call does not
                 // release the local permits.
                 let first_local_id = self.allocate_permit_ids(checks);
-                let counters = (fallback.as_ref(), self.store_handle.events.as_ref());
-                let decision = decide_without_store(counters, checks, error, first_local_id)?;
+                let events = &self.store_handle.events;
+                let decision = decide_without_store(fallback, events, checks, error, first_local_id)?;
                 self.store_handle.post_usage();
                 if checks.iter().any(LimitCheck::is_concurrency) {
                     permits = Some(self.requested_permits(checks, DecidedBy::Local, first_local_id));
@@ -397,7 +400,8 @@ impl Limiter {
     fn try_prefetched<'a>(
         &self,
         checks: &[LimitCheck<'a, '_>],
-        (singleflight, group): (&Arc<Singleflight>, CheckGroup),
+        singleflight: &Singleflight,
+        group: CheckGroup,
     ) -> Option<Decision<'a>> {
         let (verdict, charged_at) = singleflight.take_prefetched(group)?;
         self.store_handle.store.count_check(AnsweredBy::Prefetch);
@@ -458,8 +462,12 @@ impl Limiter {
         first_permit_id: u64,
     ) -> ConcurrencyPermits {
         let concurrency_checks = checks.iter().filter(|check| check.is_concurrency());
-        let charges = concurrency_checks.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
-        ConcurrencyPermits::requested(self.settlements.clone(), decided_by, charges)
+        let permits = concurrency_checks.map(|check| OwnedCharge {
+            cost: 1,
+            permit_id: check.permit_id(first_permit_id),
+            ..check.owned_charge()
+        });
+        ConcurrencyPermits::requested(self.settlements.clone(), decided_by, permits.collect())
     }
 
     /// Attach the deferred charges of an admitted request to its decision. `charged_at` is set only for prefetched
@@ -502,7 +510,7 @@ impl Limiter {
                 deferred: check.deferred,
                 decided_by: decision.decided_by,
                 charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
-                charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
+                charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge() },
             });
         DeferredCharges::new(self.settlements.clone(), charges.collect())
     }

@@ -94,7 +94,8 @@ impl Gateway {
         limiter: Limiter,
         clusters: &[Arc<UpstreamCluster>],
         sinks: TelemetrySinks,
-        (request_metrics, worker): (Arc<RequestMetrics>, usize),
+        request_metrics: Arc<RequestMetrics>,
+        worker: usize,
     ) -> Self {
         let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(config, clusters, &request_metrics, worker));
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
@@ -241,7 +242,8 @@ impl AdmissionIo for GatewayIo<'_, '_> {
                 ProviderKind::Forward(forward) => {
                     let headers = forward_auth::told_headers(forward, forward.settings.told, self.peer, request);
                     let request_id = self.record.request_id(request.head.headers).to_header_value();
-                    let (snapshot, flow) = (self.snapshot, self.flow);
+                    let snapshot = self.snapshot;
+                    let flow = self.flow;
                     AuthServer { snapshot, flow, provider: forward, index: provider }.verify(headers, request_id).await
                 }
                 ProviderKind::Basic(basic) => {
@@ -468,7 +470,9 @@ impl<'a> Exchange<'a> {
         self.reply.error_page = pages.as_ref().and_then(|pages| pages.select(request.headers()));
         let Some(route) = self.facts.route.filter(|route| route.response_headers.has_variables()) else { return };
         let request_id = self.record.request_id(request.headers()).to_header_value();
-        let (peer, credentials, head) = (self.peer, &self.facts.credentials, request.into());
+        let peer = self.peer;
+        let credentials = &self.facts.credentials;
+        let head = request.into();
         let variables = RequestVariables { route, peer, credentials, head, request_id };
         self.response_values = route.response_headers.render(|variable| variables.content(variable));
     }
@@ -600,7 +604,9 @@ impl<'a> Exchange<'a> {
     ) -> Result<Response<Body>, UpstreamError> {
         let received = request_head(&request);
         let Attempt { target, credentials, counts_tokens, .. } = &first;
-        let (target, credentials, counts_tokens) = (target.clone(), credentials.clone(), *counts_tokens);
+        let target = target.clone();
+        let credentials = credentials.clone();
+        let counts_tokens = *counts_tokens;
         let mut replay = None;
         let mut attempted = self.attempt(route, first, request, &mut replay).await;
         // The upgrade of a connection belongs to the first attempt.
@@ -617,7 +623,8 @@ impl<'a> Exchange<'a> {
             // Release the connection and the permit of the failed response.
             drop(attempted);
             let request = Box::new(request_head(&received).map(|()| body));
-            let (index, credentials) = (fallback.upstream, credentials.clone());
+            let index = fallback.upstream;
+            let credentials = credentials.clone();
             let attempt = Attempt { index, fallback: Some(fallback), target: rewritten, credentials, counts_tokens };
             attempted = self.attempt(route, attempt, request, &mut replay).await;
         }

@@ -316,7 +316,6 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
-    let instances = settings::gateway_count(&config.store, reader);
     let (mut upstreams, mut upstream_tls) =
         upstreams::upstreams(&config.upstream, config.store.secret.as_ref(), reader);
     let tier_source = remote_auth::tier_source(config, reader);
@@ -324,10 +323,10 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let default = if is_set { server.inspect_body } else { LLM_INSPECT_BODY.min(server.max_buffered) };
     let inspect = InspectBounds { default, max: server.max_buffered };
     let prices = cost::price_lists(config, reader);
-    let bounds = (instances, CostContext { inspect, prices: &prices });
-    let limits = limits::limits(config, &hasher, bounds, trusted_proxies, &upstreams, &tier_source, reader);
+    let costs = CostContext { inspect, prices: &prices };
+    let limits = limits::limits(config, &hasher, costs, trusted_proxies, &upstreams, &tier_source, reader);
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
-    let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
+    let auth = auth::authentication(config, &limits, &hasher, tier_source, &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
     let descriptors = descriptors::descriptors(config, &limits, reader);
     let (routes, table) =

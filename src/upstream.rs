@@ -84,10 +84,16 @@ impl<'a> SendOptions<'a> {
     }
 }
 
+/// The endpoint that gets a request.
+struct Target {
+    pool: Arc<EndpointPool>,
+    permit: RequestPermit,
+}
+
 /// A request that is sent again, and the endpoint that gets it.
 struct Retry {
     request: Request<RequestBody>,
-    target: (Arc<EndpointPool>, RequestPermit),
+    target: Target,
 }
 
 /// State of a request that is sent to an upstream.
@@ -197,10 +203,10 @@ impl Upstream {
 
     /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable, or if all usable
     /// endpoints have `max_requests` in flight.
-    fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<(Arc<EndpointPool>, RequestPermit)> {
+    fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<Target> {
         let pools = self.pools();
         let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
-        Some((pools.pools[index].clone(), permit))
+        Some(Target { pool: pools.pools[index].clone(), permit })
     }
 
     /// Wait in the queue for a request permit, at most `connect_timeout`.
@@ -208,7 +214,7 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError::NoHealthyEndpoint`] or [`UpstreamError::Unresolved`] if no endpoint is usable;
     /// [`UpstreamError::Overflow`] if the queue is full or the wait timed out.
-    async fn pick_queued(&self, key: Option<u64>) -> Result<(Arc<EndpointPool>, RequestPermit), UpstreamError> {
+    async fn pick_queued(&self, key: Option<u64>) -> Result<Target, UpstreamError> {
         let settings = &self.cluster.settings;
         let busy = || UpstreamError::Overflow { upstream: settings.name.clone() };
         if self.pools().load_balancer.usable.is_empty() {
@@ -228,7 +234,8 @@ impl Upstream {
         }
         let permit = timeout(settings.connect_timeout, waiting.ready()).await.ok().flatten().ok_or_else(busy)?;
         let pool = self.pools().pools.iter().find(|pool| pool.is_for(permit.endpoint())).cloned();
-        Ok((pool.unwrap_or_else(|| Arc::new(EndpointPool::new(settings, permit.endpoint().clone()))), permit))
+        let pool = pool.unwrap_or_else(|| Arc::new(EndpointPool::new(settings, permit.endpoint().clone())));
+        Ok(Target { pool, permit })
     }
 }
 
@@ -270,7 +277,7 @@ impl Upstream {
     /// No endpoint accepted the connection, or `connect_timeout` expired.
     async fn connect(
         &self,
-        first: (Arc<EndpointPool>, RequestPermit),
+        first: Target,
         pick_state: &mut PickState,
         allow_idle: bool,
     ) -> Result<EndpointConnection, UpstreamError> {
@@ -288,7 +295,7 @@ impl Upstream {
 
     async fn happy_eyeballs(
         &self,
-        first: (Arc<EndpointPool>, RequestPermit),
+        first: Target,
         pick_state: &mut PickState,
         allow_idle: bool,
         attempts: &mut Vec<(Arc<Endpoint>, std::time::Instant)>,
@@ -296,7 +303,7 @@ impl Upstream {
         let mut connecting = FuturesUnordered::new();
         let mut next = Some(first);
         loop {
-            if let Some((pool, permit)) = next.take() {
+            if let Some(Target { pool, permit }) = next.take() {
                 pick_state.tried.push(permit.endpoint().clone());
                 attempts.push((permit.endpoint().clone(), monotonic()));
                 let client = pick_state.client.clone();
@@ -325,9 +332,9 @@ impl Upstream {
                 }
                 () = sleep(CONNECTION_ATTEMPT_DELAY) => next = self.pick_other(pick_state),
             }
-            if let Some((pool, _)) = next.as_ref().filter(|_| allow_idle)
+            if let Some(Target { pool, .. }) = next.as_ref().filter(|_| allow_idle)
                 && let Some(connection) = pool.take_idle(pick_state.client.as_deref())
-                && let Some((pool, permit)) = next.take()
+                && let Some(Target { pool, permit }) = next.take()
             {
                 self.report_slow_connects(attempts);
                 return Ok(EndpointConnection { pool, permit, connection, is_reused: true });
@@ -337,7 +344,7 @@ impl Upstream {
 
     /// Pick an endpoint that this request has not tried. Prefer an address of the other family (IPv4 or IPv6) than the
     /// last tried address.
-    fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
+    fn pick_other(&self, pick_state: &PickState) -> Option<Target> {
         if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
             return None;
         }
@@ -390,7 +397,8 @@ impl Upstream {
         let may_retry = !attempts.is_single_attempt;
         let may_retry_method =
             rules.map_or_else(|| is_safe(request.method()), |rules| rules.may_retry(request.method()));
-        let (safe, has_body) = (may_retry && may_retry_method, progress.is_some() && replay.is_none());
+        let safe = may_retry && may_retry_method;
+        let has_body = progress.is_some() && replay.is_none();
         let retries = if may_retry { rules.and_then(|rules| rules.retries).unwrap_or(retries) } else { 0 };
         let retry_state =
             RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
@@ -414,11 +422,11 @@ impl Upstream {
                 Err(error) => return Err(sending.fail_unexecuted(*request, error)),
             },
         };
-        let mut idle = target.0.take_idle(sending.pick_state.client.as_deref());
+        let mut idle = target.pool.take_idle(sending.pick_state.client.as_deref());
         loop {
             let EndpointConnection { pool, permit, mut connection, is_reused } = match idle.take() {
                 Some(connection) => {
-                    EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
+                    EndpointConnection { pool: target.pool, permit: target.permit, connection, is_reused: true }
                 }
                 None => match Box::pin(self.connect_and_record(target, &mut sending)).await {
                     Ok(connection) => connection,
@@ -497,7 +505,7 @@ impl Upstream {
     /// Connect to the picked endpoint or to others, and record the attempts.
     async fn connect_and_record(
         &self,
-        target: (Arc<EndpointPool>, RequestPermit),
+        target: Target,
         sending: &mut Sending<'_>,
     ) -> Result<EndpointConnection, UpstreamError> {
         let Sending { retry_state, pick_state, attempts } = sending;
@@ -554,7 +562,7 @@ impl Upstream {
         match retry {
             Some(RetryTarget::SameEndpoint(request)) => {
                 attempts.record_retries(RetryReason::Reconnected, 1);
-                Ok(Retry { request, target: (pool, permit) })
+                Ok(Retry { request, target: Target { pool, permit } })
             }
             Some(RetryTarget::OtherEndpoint(request)) => match self.pick_other(pick_state) {
                 Some(target) => {
@@ -656,7 +664,8 @@ impl Upstream {
             let settings = &cluster.settings;
             (settings.protocol, settings.proxy_protocol, settings.pool_idle_timeout)
         };
-        let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());
+        let pools = previous.pools.load();
+        let endpoints = cluster.endpoints();
         let known = pools.pools.iter().filter(|_| speaks(&cluster) == speaks(&previous.cluster));
         let known =
             known.filter_map(|pool| endpoints.iter().find_map(|endpoint| pool.reuse_for(endpoint))).map(Arc::new);

@@ -112,6 +112,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["fallback", "overrides"],
             &["decision", "singleflight", "wait_queue"],
             &["settlement"],
+            &["shared_data"],
             &["denial_cache", "prefetch", "store"],
             &["memory", "redis"],
             &["spec", "verdict"],

@@ -89,7 +89,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::in_memory(10_000);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &config);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    let gateway = Gateway::new(config, limiter, &[], TelemetrySinks::default(), (Arc::default(), 0));
+    let gateway = Gateway::new(config, limiter, &[], TelemetrySinks::default(), Arc::default(), 0);
     Fixture { executor, gateway, peer }
 }
 

@@ -22,7 +22,7 @@ use crate::clock::{monotonic, unix_us};
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
-use crate::limiter::store::UsageError;
+use crate::limiter::shared_data::UsageError;
 use crate::proxy::metrics::{HeavyHitter, TopIdentities, WINDOW};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::Cost;

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::connections::AdminConnection;
 use crate::admin::metrics::sum_counts;
 use crate::admin::response::{AdminResponse, ApiError, Result, format_rfc3339};
-use crate::admin::state::{AdminState, ReadinessReport};
+use crate::admin::state::{ProcessState, ReadinessReport};
 use crate::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
@@ -133,7 +133,7 @@ struct Subscriber {
 }
 
 impl EventStream {
-    pub(super) fn new(state: &AdminState) -> Self {
+    pub(super) fn new(state: &ProcessState) -> Self {
         EventStream {
             history: Mutex::new(History::new(state)),
             events: Sender::new(EVENT_BUFFER),
@@ -142,7 +142,7 @@ impl EventStream {
     }
 
     /// Sample the metrics once per second and send the result to all subscribers.
-    pub(super) async fn run(&self, state: &AdminState) -> Infallible {
+    pub(super) async fn run(&self, state: &ProcessState) -> Infallible {
         let mut ticks = interval(Duration::from_secs(1));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         ticks.tick().await;
@@ -197,7 +197,7 @@ impl EventStream {
     }
 
     /// Return the metrics of the last minute.
-    pub(super) fn last_minute(&self, state: &AdminState) -> PeriodStats {
+    pub(super) fn last_minute(&self, state: &ProcessState) -> PeriodStats {
         self.lock_history().recent(CounterSnapshot::take(state))
     }
 
@@ -240,7 +240,7 @@ fn second_event(
     second: PeriodStats,
     interval: Option<PeriodStats>,
     limit_intervals: &BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
-    state: &AdminState,
+    state: &ProcessState,
 ) -> Bytes {
     let active = state.config_handle.active();
     let decisions = LimitDecisions::take(state);
@@ -360,7 +360,7 @@ struct CounterSnapshot {
 struct LimitDecisions(BTreeMap<Box<str>, [u64; LimitDecision::ALL.len()]>);
 
 impl LimitDecisions {
-    fn take(state: &AdminState) -> Self {
+    fn take(state: &ProcessState) -> Self {
         let workers = state.request_metrics.limits.all().into_iter();
         let sum = |(name, workers): (Box<str>, Vec<Arc<Counter<6>>>)| {
             (name, sum_counts(workers.iter().map(|counter| counter.values())))
@@ -399,7 +399,7 @@ struct History {
 
 impl History {
     /// Create an empty history that starts now.
-    fn new(state: &AdminState) -> Self {
+    fn new(state: &ProcessState) -> Self {
         History::starting_with(CounterSnapshot::take(state), LimitDecisions::take(state))
     }
 
@@ -417,7 +417,7 @@ impl History {
 
     /// Complete a second: add the difference between the counters and the previous snapshot to the history. Return the
     /// metrics of the second, and of the interval if an interval has ended.
-    fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
+    fn tick(&mut self, state: &ProcessState) -> (PeriodStats, Option<PeriodStats>) {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
             let active = state.config_handle.active();
@@ -485,7 +485,7 @@ fn push_bounded<T>(items: &mut VecDeque<T>, item: T, max: usize) {
 }
 
 impl CounterSnapshot {
-    fn take(state: &AdminState) -> Self {
+    fn take(state: &ProcessState) -> Self {
         let taken_at = monotonic();
         let routes = state.request_metrics.routes.all();
         // Count only responses to requests that match a route, because other requests do not count as allowed.

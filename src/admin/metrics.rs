@@ -9,7 +9,7 @@ use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
 
 use crate::admin::current::FileKind;
-use crate::admin::state::AdminState;
+use crate::admin::state::ProcessState;
 use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, LostCost, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
@@ -29,7 +29,7 @@ const NO_REASON: &str = "none";
 /// Value of the `status` label for upstream requests without a response.
 const NO_RESPONSE: &str = "none";
 
-impl MetricSource for AdminState {
+impl MetricSource for ProcessState {
     fn write(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let build = [
             ("version", env!("CARGO_PKG_VERSION")),
@@ -88,7 +88,7 @@ impl MetricSource for AdminState {
     }
 }
 
-impl AdminState {
+impl ProcessState {
     fn write_clients(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let metrics: Vec<_> = self.listener_metrics.all().into_iter().flat_map(|(_, workers)| workers).collect();
         let [received, sent] = sum_counts(metrics.iter().map(|metrics| metrics.bytes()));

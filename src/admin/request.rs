@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use crate::admin::connections::AdminConnection;
 use crate::admin::events::EventStream;
 use crate::admin::response::{ApiError, Result};
-use crate::admin::state::AdminState;
+use crate::admin::state::ProcessState;
 use crate::limiter::admin::LimiterAdmin;
 use crate::snapshot::CompiledConfig;
 
@@ -29,7 +29,7 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct ApiContext<'a> {
     /// The configuration that was active when the request arrived.
     pub(super) config: &'a CompiledConfig,
-    pub(super) state: &'a Arc<AdminState>,
+    pub(super) state: &'a Arc<ProcessState>,
     pub(super) limiter_admin: &'a LimiterAdmin,
     pub(super) event_stream: &'a EventStream,
     /// The connection of the client.

@@ -1,18 +1,25 @@
-//! The state of the process that health checks, metrics, the API and the dashboard show.
+//! What all threads of the process share, and the readiness of the process.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::current::ConfigHandle;
+use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
 use crate::limiter::notify::{DeliveryStats, EventQueue};
+use crate::limiter::overrides::Overrides;
+use crate::limiter::prefetch::PrefetchPool;
+use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::store::RedisStore;
+use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::metrics::RequestMetrics;
@@ -20,9 +27,10 @@ use crate::snapshot::listeners::Listener;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
 
-/// The state of the process that health checks, metrics, the API and the dashboard show.
+/// What the workers, the admin listener and the background threads share. A reload changes the active configuration in
+/// it; everything else lives as long as the process.
 #[derive(Debug)]
-pub struct AdminState {
+pub struct ProcessState {
     /// Request metrics of all workers.
     pub request_metrics: Arc<RequestMetrics>,
     /// Limiter metrics of all workers.
@@ -43,6 +51,14 @@ pub struct AdminState {
     pub circuit_breaker: Arc<CircuitBreaker>,
     /// Slot map of the store with a circuit breaker per node, if the store is a Redis Cluster.
     pub cluster_map: Arc<ClusterMap>,
+    /// Quota overrides of single identities.
+    pub overrides: Arc<Overrides>,
+    /// Cached denials. `None` with the memory store, or if the cache is disabled.
+    pub denial_cache: Option<Arc<DenialCache>>,
+    /// Tokens that are charged in advance.
+    pub prefetch_pool: Arc<PrefetchPool>,
+    /// Queues of requests that wait for a limit.
+    pub wait_queues: Arc<WaitQueues>,
     /// The queue of quota events.
     pub event_queue: Arc<EventQueue>,
     /// Results of the deliveries of quota events, by destination.
@@ -58,7 +74,22 @@ pub struct AdminState {
     pub admin_stop: CancellationToken,
 }
 
-impl AdminState {
+/// Minimum timeout of a [separate store client](ProcessState::separate_store). It is longer than the default of
+/// `store.timeout` (50 ms), because the first call also connects to the store.
+const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl ProcessState {
+    /// Return a separate client of the store, so that its calls do not delay rate limit checks. It connects on first
+    /// use. `None` with the memory store.
+    pub fn separate_store(&self) -> Option<RedisStore> {
+        let active = self.config_handle.active();
+        let (deployment, redis) = active.config.store.redis.as_ref()?;
+        let settings = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
+        let breaker = self.circuit_breaker.clone();
+        let topology = self.cluster_map.clone();
+        Some(RedisStore::new(deployment, &settings, breaker, topology, Arc::default()))
+    }
+
     /// Return how often a circuit breaker of the store has opened.
     pub fn breaker_open_count(&self) -> u64 {
         self.circuit_breaker.open_count() + self.cluster_map.open_count()
@@ -131,7 +162,7 @@ impl ReadinessReport<'_> {
     }
 }
 
-impl AdminState {
+impl ProcessState {
     /// Return the current readiness.
     pub(super) fn readiness(&self) -> ReadinessReport<'_> {
         let failing_stores = self.failing_stores();

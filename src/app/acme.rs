@@ -16,7 +16,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use crate::admin::current::ConfigHandle;
+use crate::admin::state::ProcessState;
 use crate::app::AppError;
 use crate::app::acme::order::{CaClient, OrderContext, OrderError, SuggestedRenewal, publish_challenges};
 use crate::app::acme::storage::{
@@ -24,18 +24,11 @@ use crate::app::acme::storage::{
     certificate_record, renewal_record,
 };
 use crate::clock::{LogThrottle, unix_us};
-use crate::limiter::redis::RedisSettings;
-use crate::limiter::redis::circuit_breaker::CircuitBreaker;
-use crate::limiter::redis::cluster::topology::ClusterMap;
-use crate::limiter::store::RedisStore;
 use crate::snapshot::listeners::{Acme, AcmeSettings};
 use crate::tls::{Certificate, ChallengeKind, TlsError};
 
 /// Interval at which the thread checks for due renewals and reads the records that other processes wrote.
 const TICK: Duration = Duration::from_secs(1);
-
-/// Minimum store timeout for this thread. It is longer than usual, because a call may include connecting.
-const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Minimum interval between two log messages about a lock that cannot be acquired.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -94,19 +87,6 @@ pub(super) struct AcmeClient {
     attempts: BTreeMap<Box<str>, Attempts>,
 }
 
-/// The parts of the process that the thread uses.
-#[derive(Debug)]
-pub(super) struct AcmeDeps {
-    /// The active configuration.
-    pub(super) config_handle: Arc<ConfigHandle>,
-    /// Circuit breaker of the store. Used if the store is a single Redis server.
-    pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of the store. Used if the store is a Redis Cluster.
-    pub(super) cluster_map: Arc<ClusterMap>,
-    /// Cancelled when the gateway stops.
-    pub(super) stop: CancellationToken,
-}
-
 /// The account of instant-acme with a `Debug` implementation, which the original type lacks.
 struct DebuggableAccount(Account);
 
@@ -144,24 +124,28 @@ impl AcmeClient {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub(super) fn start(self, deps: AcmeDeps) -> Result<JoinHandle<Result<(), AppError>>, AppError> {
+    pub(super) fn start(
+        self,
+        state: Arc<ProcessState>,
+        stop: CancellationToken,
+    ) -> Result<JoinHandle<Result<(), AppError>>, AppError> {
         let run = move || {
             let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
-            runtime.block_on(deps.stop.clone().run_until_cancelled(self.run(&deps)));
+            runtime.block_on(stop.run_until_cancelled(self.run(&state)));
             Ok(())
         };
         std::thread::Builder::new().name("acme".to_owned()).spawn(run).map_err(AppError::Worker)
     }
 
-    async fn run(mut self, deps: &AcmeDeps) {
-        if let Err(error) = self.share(deps) {
+    async fn run(mut self, state: &ProcessState) {
+        if let Err(error) = self.share(state) {
             // `share` fails only if the cryptographic library fails.
             return warn!(%error, "cannot start ACME: no certificate is obtained or renewed");
         }
         // Names for which an administrator requested a renewal, with the fingerprint of the certificate at that time.
         let mut requested = BTreeMap::new();
         loop {
-            let active = deps.config_handle.active();
+            let active = state.config_handle.active();
             // Removing `[acme]` requires a restart, so this loop never returns here.
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
@@ -185,16 +169,13 @@ impl AcmeClient {
     }
 
     /// If the store is Redis, share the records with all gateways through a separate connection.
-    fn share(&mut self, deps: &AcmeDeps) -> Result<(), StorageError> {
-        let active = deps.config_handle.active();
-        let (Some((deployment, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {
+    fn share(&mut self, state: &ProcessState) -> Result<(), StorageError> {
+        let active = state.config_handle.active();
+        let (Some((_, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {
             return Ok(());
         };
-        let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
+        let Some(store) = state.separate_store() else { return Ok(()) };
         let key = format!("{}:acme:{}", redis.prefix, storage::directory_name(&acme.settings.directory));
-        let breaker = deps.circuit_breaker.clone();
-        let topology = deps.cluster_map.clone();
-        let store = RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default());
         self.storage.share(SharedRecords::new(store, key, acme.settings.secret.as_bytes())?);
         Ok(())
     }

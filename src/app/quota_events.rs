@@ -24,18 +24,15 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use uuid::Uuid;
 
-use crate::admin::current::ConfigHandle;
+use crate::admin::state::ProcessState;
 use crate::admin::usage::consumer_name;
 use crate::app::AppError;
 use crate::app::maintenance::with_jitter;
 use crate::clock::{LogThrottle, elapsed_since, unix_us};
 use crate::http::text::{Escape, escape_deceptive};
-use crate::limiter::metrics::MetricFamily;
-use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, EventQueue, QuotaEvent};
-use crate::limiter::redis::RedisSettings;
-use crate::limiter::redis::circuit_breaker::CircuitBreaker;
-use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, QuotaEvent};
 use crate::limiter::redis::commands::{EventClaim, StreamEntry};
+use crate::limiter::shared_data::SharedData;
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::snapshot::CompiledConfig;
@@ -78,29 +75,11 @@ const CLAIM_GRACE: Duration = Duration::from_secs(60);
 const CLAIM_MARGIN_DIVISOR: u32 = 10;
 const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout for this thread. It is longer than usual, because a call may include connecting.
-const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// Maximum size of a webhook's response in bytes. The body is not used.
 const MAX_RESPONSE: usize = 64 << 10;
 
 /// Minimum interval between two log messages of the same kind.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-
-/// The parts of the process that the thread uses.
-#[derive(Debug)]
-pub(super) struct EventDeps {
-    /// The active configuration.
-    pub(super) config_handle: Arc<ConfigHandle>,
-    /// The queue from which the thread receives events.
-    pub(super) queue: Arc<EventQueue>,
-    /// Delivery statistics by destination.
-    pub(super) stats: Arc<MetricFamily<DeliveryStats>>,
-    /// Circuit breaker of the store. Used if the store is a single Redis server.
-    pub(super) circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of the store. Used if the store is a Redis Cluster.
-    pub(super) cluster_map: Arc<ClusterMap>,
-}
 
 /// The running thread.
 #[derive(Debug)]
@@ -131,14 +110,14 @@ impl EventThread {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub(super) fn start(deps: EventDeps, events: Receiver<QuotaEvent>) -> Result<Self, AppError> {
+    pub(super) fn start(state: Arc<ProcessState>, events: Receiver<QuotaEvent>) -> Result<Self, AppError> {
         let stop = CancellationToken::new();
         let stopped = stop.clone();
         let run = move || {
             let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
             runtime.block_on(async {
-                let store = deps.connect();
-                run(Arc::new(Courier { deps, store, lanes: Mutex::default() }), events, stopped).await;
+                let store = state.separate_store();
+                run(Arc::new(Courier { state, store, lanes: Mutex::default() }), events, stopped).await;
             });
             // Do not wait for DNS lookups that still block a thread of the runtime.
             runtime.shutdown_background();
@@ -158,18 +137,6 @@ impl EventThread {
     }
 }
 
-impl EventDeps {
-    /// Return a separate store client. It connects on first use.
-    fn connect(&self) -> Option<RedisStore> {
-        let active = self.config_handle.active();
-        let (deployment, redis) = active.config.store.redis.as_ref()?;
-        let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
-        let breaker = self.circuit_breaker.clone();
-        let topology = self.cluster_map.clone();
-        Some(RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default()))
-    }
-}
-
 async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: CancellationToken) {
     let mut deliveries = JoinSet::new();
     let mut forget = interval(FORGET_INTERVAL);
@@ -177,7 +144,7 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
     loop {
         tokio::select! {
             Some(event) = events.recv() => courier.accept(event, &mut deliveries),
-            _ = forget.tick() => courier.deps.queue.forget_ended(),
+            _ = forget.tick() => courier.state.event_queue.forget_ended(),
             Some(_) = deliveries.join_next() => {}
             () = stop.cancelled() => break,
         }
@@ -195,7 +162,7 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
 /// Delivers quota events to their destinations.
 #[derive(Debug)]
 struct Courier {
-    deps: EventDeps,
+    state: Arc<ProcessState>,
     /// The store in which events are claimed. `None` for a memory store: each gateway then sends its own events.
     store: Option<RedisStore>,
     /// The state of the deliveries, by destination name.
@@ -254,7 +221,7 @@ impl Courier {
     /// Start to deliver an event. Drop it if the destination or the limit has too many undelivered events.
     fn accept(self: &Arc<Self>, event: QuotaEvent, deliveries: &mut JoinSet<()>) {
         let destination = &event.usage.notify.to;
-        let stats = self.deps.stats.get_or_create(destination, 0);
+        let stats = self.state.delivery_stats.get_or_create(destination, 0);
         let lane = lock(&self.lanes).entry(destination.clone()).or_default().clone();
         let limit = event.usage.notify.limit.clone();
         if stats.pending() >= MAX_PENDING || !lane.try_begin(&limit) {
@@ -263,7 +230,7 @@ impl Courier {
                 warn!(destination = %destination, "too many undelivered quota events: new events are dropped");
             }
             stats.count(DeliveryResult::Dropped);
-            self.deps.queue.forget(&event);
+            self.state.event_queue.forget(&event);
             return;
         }
         let courier = self.clone();
@@ -280,12 +247,12 @@ impl Courier {
     async fn deliver(&self, event: QuotaEvent, lane: &Lane, stats: &DeliveryStats) -> DeliveryResult {
         let id = format!("evt_{}", Uuid::new_v4().simple());
         let destination = event.usage.notify.to.clone();
-        let body = body(&event, &self.deps.config_handle.active().config);
+        let body = body(&event, &self.state.config_handle.active().config);
         let mut delivery = Delivery { event, id, body, is_claimed: false };
         let mut failures = 0;
         loop {
             // A reload may have corrected the destination, so look it up again for each attempt.
-            let active = self.deps.config_handle.active();
+            let active = self.state.config_handle.active();
             let Some(found) = active.config.event_destinations.get(&*destination) else {
                 debug!(%destination, "a reload removed the destination of a quota event");
                 return DeliveryResult::Failed;
@@ -326,12 +293,12 @@ impl Courier {
                 // With a memory store, this code is never reached: a stream without Redis is a configuration error.
                 let Some(store) = &self.store else { return Ok(false) };
                 let entry = StreamEntry { stream: key, max_length: *max_length, body: &delivery.body };
-                Ok(store.claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
+                Ok(SharedData(store).claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
             }
             EventDestination::Webhook(webhook) => {
                 if let Some(store) = self.store.as_ref().filter(|_| !delivery.is_claimed) {
                     let key = delivery.claim_key(&delivery.event.usage.notify.to);
-                    match store.claim_event(&delivery.claim(&key, None)).await {
+                    match SharedData(store).claim_event(&delivery.claim(&key, None)).await {
                         Ok(true) => {}
                         Ok(false) => return Ok(false),
                         // If Redis is unavailable, send the event without a claim. Several gateways may then send it,

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::admin::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadCause, ReloadRequest};
+use crate::admin::state::ProcessState;
 use crate::app::maintenance::MaintenanceThread;
 use crate::app::reload::file_watcher::{FileWatcher, watch_files};
 use crate::app::{Lint, hot_restart, log_warnings};
@@ -25,8 +26,6 @@ use crate::config::include::ConfigFiles;
 use crate::config::secrets::without_hashes;
 use crate::identity::auth::ProviderKind;
 use crate::identity::forward::ForwardProvider;
-use crate::limiter::overrides::Overrides;
-use crate::listener::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::listeners::Listener;
 use crate::snapshot::remote_auth::internal_name;
@@ -55,12 +54,10 @@ pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
 /// The reload thread. It handles one reload request at a time.
 #[derive(Debug)]
 pub(super) struct Reloader {
-    pub(super) config_handle: Arc<ConfigHandle>,
+    pub(super) state: Arc<ProcessState>,
     pub(super) requests: Receiver<ReloadRequest>,
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) maintenance: MaintenanceThread,
-    pub(super) connection_limits: Arc<ConnectionLimits>,
-    pub(super) overrides: Arc<Overrides>,
     /// Watches the files of the active configuration.
     pub(super) watcher: Option<FileWatcher>,
     /// Returns the warnings about a configuration, which the log shows after each reload.
@@ -104,15 +101,15 @@ impl Reloader {
             hot_restart::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
             hot_restart::notify_reloaded();
-            let path = self.config_handle.active().config.files.main.path.display().to_string();
+            let path = self.state.config_handle.active().config.files.main.path.display().to_string();
             match &result {
                 Ok(applied) => self.log_success(&path, applied),
                 Err(error) => {
-                    self.config_handle.record_failure(error);
+                    self.state.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
                     // Also watch the files that the rejected configuration includes. The gateway then notices when the
                     // operator corrects them.
-                    let directories = self.config_handle.last_attempt().directories;
+                    let directories = self.state.config_handle.last_attempt().directories;
                     if let Some(watcher) = &mut self.watcher {
                         watcher.add_directories(directories);
                         // If the reload was requested, also reload the files that the active configuration refers
@@ -131,7 +128,7 @@ impl Reloader {
     }
 
     fn log_success(&self, path: &str, applied: &Applied) {
-        let config = &self.config_handle.active().config;
+        let config = &self.state.config_handle.active().config;
         let routes = config.routes.len();
         let limits = config.limits.len();
         let upstreams = config.upstreams.len();
@@ -146,10 +143,10 @@ impl Reloader {
         if self.stop.is_cancelled() {
             return Err(ReloadError::Stopping);
         }
-        let previous = self.config_handle.active();
+        let previous = self.state.config_handle.active();
         let path = &previous.config.files.main.path;
         if let Ok(files) = ConfigFiles::read(path, &|name| std::env::var_os(name)) {
-            self.config_handle.record_attempt(files);
+            self.state.config_handle.record_attempt(files);
         }
         let environment = |name: &str| std::env::var_os(name);
         let (mut config, file) = CompiledConfig::load_with_source(path, &environment, UnsetVariables::Error)?;
@@ -165,15 +162,15 @@ impl Reloader {
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
         // Resolve host names and fetch JWK Sets before the new configuration handles the first request.
         self.maintenance.set_config(&config, &clusters)?;
-        self.connection_limits.resize(&config.server);
+        self.state.connection_limits.resize(&config.server);
         let change = {
             let gateways = self.gateways.lock();
             gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
             let texts = differences.iter().map(ToString::to_string).collect();
-            self.config_handle.activate(config, clusters, texts)
+            self.state.config_handle.activate(config, clusters, texts)
         };
-        self.overrides.recompile();
-        self.watcher = watch_files(&self.config_handle);
+        self.state.overrides.recompile();
+        self.watcher = watch_files(&self.state.config_handle);
         Ok(Applied { change, differences, warnings })
     }
 }

@@ -163,8 +163,10 @@ impl<W: Write> Page<'_, W> {
             }
         }
         for file in as_list(&config["rejected_files"]) {
-            let (failed, style) = (self.age(&file["time"]), AnsiColor::Red.on_default());
-            let (kind, path) = (printable(&file["kind"]), printable(&file["file"]));
+            let failed = self.age(&file["time"]);
+            let style = AnsiColor::Red.on_default();
+            let kind = printable(&file["kind"]);
+            let path = printable(&file["file"]);
             writeln!(
                 self.out,
                 "  {style}{kind} file {path} was rejected {failed}; its previous content is in use:{style:#}"

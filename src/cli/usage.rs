@@ -22,7 +22,8 @@ use crate::limiter::key::Identity;
 use crate::limiter::redis::error::diagnose_reply;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
-use crate::limiter::store::{RedisStore, UsageError};
+use crate::limiter::shared_data::{SharedData, UsageError};
+use crate::limiter::store::RedisStore;
 use crate::limiter::usage::{UsageQuery, UsageRow};
 
 /// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`, whose default is 50
@@ -77,10 +78,10 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     let config = &load(config_path)?;
     let Some(by) = GroupBy::from_name(&arguments.by) else { bail!("unknown --by {}", arguments.by) };
     let report = match (&arguments.admin, &config.store.redis) {
-        (None, Some(redis)) => {
+        (None, Some((deployment, settings))) => {
             let filter = arguments.filter()?;
             let query = filter.query(config, by, unix_us(), usize::MAX)?;
-            let rows = read_redis(redis, &query)?;
+            let rows = read_redis(deployment, settings, &query)?;
             UsageReport::new(config, &query, &filter, rows, by)
         }
         (None, None) => {
@@ -103,17 +104,18 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
 }
 
 fn read_redis(
-    (servers, settings): &(RedisDeployment, RedisSettings),
+    deployment: &RedisDeployment,
+    settings: &RedisSettings,
     query: &UsageQuery,
 ) -> anyhow::Result<Vec<UsageRow>> {
     // Configure no algorithms, so that the store loads no Lua scripts. A Redis user with read-only access has no
     // permission to load scripts.
     let algorithms = AlgorithmSet::default();
-    let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
+    let settings = RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() };
     let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
     let rows = tokio_runtime.block_on(async {
-        let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
-        store.read_usage(query).await
+        let store = RedisStore::new(deployment, &settings, Arc::default(), Arc::default(), Arc::default());
+        SharedData(&store).read_usage(query).await
     });
     // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     tokio_runtime.shutdown_background();

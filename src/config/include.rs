@@ -188,7 +188,8 @@ fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
     if name.starts_with('.') && !pattern.starts_with('.') {
         return false;
     }
-    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let pattern: Vec<char> = pattern.chars().collect();
+    let name: Vec<char> = name.chars().collect();
     // After each step, `matched[n]` tells whether the pattern so far matches the first n characters of the name.
     let mut matched: Vec<bool> = (0..=name.len()).map(|length| length == 0).collect();
     for sign in pattern {

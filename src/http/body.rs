@@ -486,7 +486,8 @@ impl Drop for Body {
                 let Some(permit) = hook.start_rest() else {
                     return hook.on_complete(self.bytes_sent, BodyEnd::Aborted);
                 };
-                let (hook, bytes_sent) = (Some(hook), self.bytes_sent);
+                let hook = Some(hook);
+                let bytes_sent = self.bytes_sent;
                 let rest = Rest { upstream, hook, bytes_sent, end: BodyEnd::Aborted, _permit: permit };
                 // Without a runtime, the process is about to exit. `rest` is then dropped, which calls the hook.
                 if let Ok(runtime) = Handle::try_current() {
@@ -551,7 +552,8 @@ pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     }
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
-    let (length, coding) = (lengths.next(), codings.next());
+    let length = lengths.next();
+    let coding = codings.next();
     if lengths.next().is_some() {
         return Some("more than one Content-Length");
     }

@@ -67,7 +67,8 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
         true => (QuotaPeriod::InFlight, 0),
         false => (QuotaPeriod::Window { seconds: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
     };
-    let (name, unit) = (&*limit.name, &*limit.unit);
+    let name = &*limit.name;
+    let unit = &*limit.unit;
     LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }
 }
 
@@ -307,7 +308,9 @@ fn append_triple<'a>(
 
 /// Format whole seconds in the form of Go's `time.Duration`, which the OpenAI API documents: `1s`, `6m0s`, `24h0m0s`.
 fn go_duration(seconds: u64) -> String {
-    let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    let hours = seconds / 3600;
+    let minutes = seconds / 60 % 60;
+    let rest = seconds % 60;
     match (hours, minutes) {
         (0, 0) => format!("{rest}s"),
         (0, _) => format!("{minutes}m{rest}s"),

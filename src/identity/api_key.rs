@@ -102,7 +102,8 @@ impl ApiKeyProvider {
             };
         };
         if let Some(terms) = terms {
-            let (consumer, key) = (&*consumer.name, terms.name.as_deref());
+            let consumer = &*consumer.name;
+            let key = terms.name.as_deref();
             if terms.disabled {
                 debug!(consumer, key, "API key is disabled");
                 // Return the error for unknown keys, so that the client does not learn that the key is disabled.

@@ -318,7 +318,7 @@ impl<'a> Credentials<'a> {
         let Some(route) = self.route else { return };
         for index in &route.providers {
             for (place, header) in self.providers[*index].headers().enumerate() {
-                if self.removes(*index, (place, header), headers) && !self.is_forwarded(header) {
+                if self.removes(*index, place, header, headers) && !self.is_forwarded(header) {
                     headers.remove(header);
                 }
             }
@@ -327,7 +327,7 @@ impl<'a> Credentials<'a> {
 
     /// Return whether the provider with this index causes the removal of a header, unless another provider forwards the
     /// credential in it. `place` is the index of the header in [`AuthProvider::headers`].
-    fn removes(&self, index: usize, (place, header): (usize, &HeaderName), headers: &HeaderMap) -> bool {
+    fn removes(&self, index: usize, place: usize, header: &HeaderName, headers: &HeaderMap) -> bool {
         let provider = &self.providers[index];
         match &provider.kind {
             ProviderKind::ClientCert => false,

@@ -166,7 +166,8 @@ impl BasicVerifier {
     /// s.
     pub fn lookup(&self, credentials: &[u8]) -> Result<BasicLookup, BasicError> {
         let (pair, colon) = decode(credentials).ok_or(BasicError::Malformed)?;
-        let (user, password) = (&pair[..colon], &pair[colon + 1..]);
+        let user = &pair[..colon];
+        let password = &pair[colon + 1..];
         // User names in the file are UTF-8, so a name that is not UTF-8 is unknown. The password may have any encoding.
         let user = str::from_utf8(user).map_err(|_| BasicError::Rejected)?;
         let table = self.users.load();

@@ -13,8 +13,9 @@ use crate::limiter::overrides::{
 use crate::limiter::quota::QuotaError;
 use crate::limiter::redis::overrides;
 use crate::limiter::redis::overrides::{KnownRevision, OverrideWrite, WriteStatus};
+use crate::limiter::shared_data::{SharedData, UsageError};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
-use crate::limiter::store::{RedisStore, UsageError};
+use crate::limiter::store::RedisStore;
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
@@ -78,7 +79,7 @@ impl LimiterAdmin {
     pub async fn usage(&self, query: &UsageQuery) -> Result<Vec<UsageRow>, UsageError> {
         match &self.redis {
             None => self.memory.usage.read(query).ok_or(UsageError::TooMany(query.max_rows)),
-            Some((store, _)) => store.read_usage(query).await,
+            Some((store, _)) => SharedData(store).read_usage(query).await,
         }
     }
 

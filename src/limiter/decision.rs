@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::clock::elapsed_since;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::key::{Identity, Key};
-use crate::limiter::notify::{EventQueue, LimitUsage};
+use crate::limiter::notify::{DecisionContext, EventQueue, LimitUsage};
 use crate::limiter::quota::Quota;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, DeferredCharges, OwnedCharge, SettleAction};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
@@ -139,12 +139,13 @@ impl<'a> LimitCheck<'a, '_> {
     }
 
     /// Return an owned copy of the check's data, for operations that outlive the request.
-    pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
+    pub fn owned_charge(&self) -> OwnedCharge {
         OwnedCharge {
             limit_index: self.limit_index,
             variant: self.variant.clone(),
             identity: self.identity,
-            cost_or_permit_id,
+            cost: self.cost,
+            permit_id: 0,
             prefetch: self.limit.prefetch,
             debt_before_us: 0,
             usage: self.limit.usage.clone(),
@@ -170,8 +171,11 @@ pub fn offer_events<'b, 'a: 'b, 'p: 'b>(
         let is_reserved = check.deferred == Deferred::Settle && verdict.granted > 0;
         let reserved = if is_reserved { check.cost } else { 0 };
         let now_us = verdict.decided_at_us.get(index).copied().unwrap_or(verdict.now_us);
-        let decider = (check.variant.quota, check.rule(decided_by), decided_by == DecidedBy::Local);
-        if let Some(usage) = LimitUsage::new(notify, check.identity, decider, outcome, (now_us, reserved)) {
+        let quota = check.variant.quota;
+        let rule = check.rule(decided_by);
+        let is_local = decided_by == DecidedBy::Local;
+        let context = DecisionContext { quota, rule, is_local, now_us, reserved };
+        if let Some(usage) = LimitUsage::new(notify, check.identity, context, outcome) {
             events.offer(&usage);
         }
     }

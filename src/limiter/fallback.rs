@@ -43,7 +43,8 @@ pub(super) fn decide_overloaded<'a>(
 /// Decide during an outage. Fail closed if an enforced limit has `on_store_error = "deny"`. Otherwise, the limits with
 /// `"local"` decide by their local shares. The other limits are not charged: only their usage totals are counted.
 pub(super) fn decide_without_store<'a>(
-    (fallback, events): (&MemoryStore, &EventQueue),
+    fallback: &MemoryStore,
+    events: &EventQueue,
     checks: &[LimitCheck<'a, '_>],
     error: StoreError,
     first_permit_id: u64,
@@ -64,7 +65,7 @@ pub(super) fn decide_without_store<'a>(
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(StoreUnavailable(error));
     }
-    let decision = decide_locally((fallback, events), checks, first_permit_id)?;
+    let decision = decide_locally(fallback, events, checks, first_permit_id)?;
     if decision.admitted {
         for check in checks.iter().filter(|check| !falls_back_locally(check) && check.limit.usage.is_some()) {
             fallback.add_uncharged_usage(&check.charge(DecidedBy::Local, first_permit_id));
@@ -79,7 +80,8 @@ fn falls_back_locally(check: &&LimitCheck<'_, '_>) -> bool {
 
 /// Decide by the local shares of the limits that fall back to them.
 fn decide_locally<'a>(
-    (fallback, events): (&MemoryStore, &EventQueue),
+    fallback: &MemoryStore,
+    events: &EventQueue,
     checks: &[LimitCheck<'a, '_>],
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
@@ -160,8 +162,8 @@ mod tests {
                 for shadow in [false, true] {
                     let limits = [limit(one, false), limit(other, shadow)];
                     let checks = limits.each_ref().map(|limit| LimitCheck::new(limit, hasher.hash(b"client")));
-                    let counters = (&memory, &EventQueue::default());
-                    let result = decide_without_store(counters, &checks, StoreError::Timeout, 0);
+                    let events = EventQueue::default();
+                    let result = decide_without_store(&memory, &events, &checks, StoreError::Timeout, 0);
                     let is_denied = one == Deny || (other == Deny && !shadow);
                     assert_eq!(result.is_err(), is_denied, "{one:?} {other:?} {shadow}");
                 }

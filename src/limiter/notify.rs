@@ -83,16 +83,30 @@ pub struct QuotaEvent {
     pub queued_at: Instant,
 }
 
+/// The decision that an outcome belongs to.
+#[derive(Debug, Clone, Copy)]
+pub struct DecisionContext<'r> {
+    /// The quota of the limit.
+    pub quota: Quota,
+    /// The rule that decided.
+    pub rule: &'r Rule,
+    /// Whether the local share of the gateway decided.
+    pub is_local: bool,
+    /// Time of the decision by the clock of the store, µs since the Unix epoch.
+    pub now_us: u64,
+    /// Tokens that are only reserved. They do not count, because they may be refunded.
+    pub reserved: u64,
+}
+
 impl LimitUsage {
-    /// Return the usage after an outcome, if it has reached a threshold. Tokens that are only `reserved` do not count,
-    /// because they may be refunded.
+    /// Return the usage after an outcome, if it has reached a threshold.
     pub fn new(
         notify: &Arc<Notify>,
         identity: Identity,
-        (quota, rule, is_local): (Quota, &Rule, bool),
+        context: DecisionContext<'_>,
         outcome: &Outcome,
-        (now_us, reserved): (u64, u64),
     ) -> Option<Self> {
+        let DecisionContext { quota, rule, is_local, now_us, reserved } = context;
         let period = match rule {
             Rule::FixedWindow(_) => EventPeriod::Window(now_us + outcome.reset_us),
             Rule::TokenBucket(_) => EventPeriod::Rolling(Duration::from_micros(rule.refill_time_us(rule.capacity()))),
@@ -337,7 +351,8 @@ mod tests {
 
     fn usage(notify: &Arc<Notify>, rule: &Rule, outcome: Outcome, now_us: u64, reserved: u64) -> Option<LimitUsage> {
         let quota = "10/min".parse().unwrap();
-        LimitUsage::new(notify, Identity(1), (quota, rule, false), &outcome, (now_us, reserved))
+        let context = DecisionContext { quota, rule, is_local: false, now_us, reserved };
+        LimitUsage::new(notify, Identity(1), context, &outcome)
     }
 
     fn outcome(remaining: u64, status: Status) -> Outcome {

@@ -200,7 +200,8 @@ impl PrefetchReservation {
         asked_at: Instant,
         decided_at: Instant,
     ) -> bool {
-        let expires_at = asked_at + rules.zip(&verdict.outcomes).map(usable_for).min().unwrap_or_default();
+        let expires_at = asked_at
+            + rules.zip(&verdict.outcomes).map(|(rule, outcome)| usable_for(rule, outcome)).min().unwrap_or_default();
         // Store at most the reserved number. Dropping the reservation releases the reserved tokens that were not
         // stored.
         let units = tokens.min(self.tokens);
@@ -229,7 +230,7 @@ impl Drop for PrefetchReservation {
 }
 
 /// Return how long tokens of a limit may be used, counted from the time at which the call was sent.
-fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
+fn usable_for(rule: &Rule, outcome: &Outcome) -> Duration {
     match rule {
         // Tokens that were charged in one window must not be used in the next window.
         Rule::FixedWindow(_) => subtract_drift(Duration::from_micros(outcome.reset_us)).min(PREFETCH_TTL),

@@ -22,8 +22,9 @@ use crate::clock::{elapsed_since, monotonic};
 use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
-use crate::limiter::notify::{EventQueue, LimitUsage, Notify};
+use crate::limiter::notify::{DecisionContext, EventQueue, LimitUsage, Notify};
 use crate::limiter::pacing::{OUTAGE_RETRY_INTERVAL, OVERLOAD_RETRY_INTERVAL, SETTLEMENT_TIMEOUT};
+use crate::limiter::shared_data::SharedData;
 use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::usage::{UsageDays, UsageTable};
@@ -88,8 +89,10 @@ pub struct OwnedCharge {
     pub variant: Arc<LimitVariant>,
     /// The identity that is charged.
     pub identity: Identity,
-    /// Cost in tokens, or the permit id of a concurrency limit.
-    pub cost_or_permit_id: u64,
+    /// Cost in tokens. 1 for a concurrency limit.
+    pub cost: u64,
+    /// The permit id, if the algorithm is concurrency; otherwise 0.
+    pub permit_id: u64,
     /// Maximum number of prefetched tokens of this state that the gateway may hold at the same time.
     pub prefetch: u64,
     /// See [`Charge::debt_before_us`]. 0 for charges that cannot be refunded.
@@ -252,8 +255,11 @@ impl StoreHandle {
         for (index, (owned, outcome)) in charges.iter().zip(&verdict.outcomes).enumerate() {
             let Some(notify) = &owned.notify else { continue };
             let now_us = verdict.decided_at_us.get(index).copied().unwrap_or(verdict.now_us);
-            let decider = (owned.variant.quota, owned.rule(decided_by), decided_by == DecidedBy::Local);
-            if let Some(usage) = LimitUsage::new(notify, owned.identity, decider, outcome, (now_us, 0)) {
+            let quota = owned.variant.quota;
+            let rule = owned.rule(decided_by);
+            let is_local = decided_by == DecidedBy::Local;
+            let context = DecisionContext { quota, rule, is_local, now_us, reserved: 0 };
+            if let Some(usage) = LimitUsage::new(notify, owned.identity, context, outcome) {
                 self.events.offer(&usage);
             }
         }
@@ -355,7 +361,7 @@ impl StoreHandle {
             let mut interrupted_by = None;
             while interrupted_by.is_none() && !posts.as_slice().is_empty() {
                 let posts: Vec<_> = posts.by_ref().take(MAX_CONCURRENT_POSTS).collect();
-                let results = join_all(posts.iter().map(|post| store.post_usage(post))).await;
+                let results = join_all(posts.iter().map(|post| SharedData(store).post_usage(post))).await;
                 for (post, result) in posts.into_iter().zip(results) {
                     match result {
                         Ok(_) => usage.confirm(&post),
@@ -421,15 +427,13 @@ impl OwnedCharge {
     fn partial_refund(self, kept: u64, decided_by: DecidedBy) -> OwnedCharge {
         // Add the kept tokens to the earlier debt, because refill repays the kept tokens before the refunded tokens.
         let debt_before_us = self.debt_before_us.saturating_add(self.rule(decided_by).refill_time_us(kept));
-        OwnedCharge { cost_or_permit_id: self.cost_or_permit_id - kept, debt_before_us, ..self }
+        OwnedCharge { cost: self.cost - kept, debt_before_us, ..self }
     }
 
     fn charge(&self, decided_by: DecidedBy) -> Charge<'_> {
+        let OwnedCharge { cost, permit_id, debt_before_us, .. } = *self;
         let key = self.key();
         let rule = self.rule(decided_by);
-        let (cost, permit_id) =
-            if rule.is_concurrency() { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
-        let debt_before_us = self.debt_before_us;
         let usage = self.usage.as_ref();
         Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us, usage }
     }
@@ -646,7 +650,7 @@ impl DeferredCharges {
 
     /// Return the limit index and the cost of each charge.
     pub fn costs(&self) -> impl Iterator<Item = (usize, u64)> {
-        self.charges.iter().map(|charge| (charge.charge.limit_index, charge.charge.cost_or_permit_id))
+        self.charges.iter().map(|charge| (charge.charge.limit_index, charge.charge.cost))
     }
 
     /// Add the cost that `cost_of` returns for each limit index to the usage totals of a model, on the day of the
@@ -676,18 +680,16 @@ impl DeferredCharges {
     fn calls(&mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Vec<SettlementCall> {
         let mut calls: Vec<SettlementCall> = Vec::new();
         for DeferredCharge { deferred, decided_by, charged_at, charge: pending } in mem::take(&mut self.charges) {
-            let charged = pending.cost_or_permit_id;
+            let charged = pending.cost;
             let refund = Operation::Refund { charged_at };
             let (operation, pending) = match action_for(pending.limit_index, deferred) {
                 SettleAction::Nothing => continue,
-                SettleAction::Charge(cost) => (Operation::Charge, OwnedCharge { cost_or_permit_id: cost, ..pending }),
+                SettleAction::Charge(cost) => (Operation::Charge, OwnedCharge { cost, ..pending }),
                 SettleAction::Refund => (refund, pending),
                 SettleAction::Settle(cost) => match cost.cmp(&charged) {
                     CmpOrdering::Equal => continue,
                     CmpOrdering::Less => (refund, pending.partial_refund(cost, decided_by)),
-                    CmpOrdering::Greater => {
-                        (Operation::Charge, OwnedCharge { cost_or_permit_id: cost - charged, ..pending })
-                    }
+                    CmpOrdering::Greater => (Operation::Charge, OwnedCharge { cost: cost - charged, ..pending }),
                 },
             };
             match calls.iter_mut().find(|call| (call.decided_by, call.operation) == (decided_by, operation)) {
@@ -784,7 +786,8 @@ mod tests {
             limit_index: 0,
             variant: Arc::new(variant),
             identity: Identity(1),
-            cost_or_permit_id: 0,
+            cost: 1,
+            permit_id: 0,
             prefetch: 0,
             debt_before_us: 0,
             usage: None,
@@ -796,14 +799,14 @@ mod tests {
     }
 
     async fn acquire(queue: &Arc<SettlementQueue>, permit: &OwnedCharge, permit_id: u64) -> ConcurrencyPermits {
-        let permits = vec![OwnedCharge { cost_or_permit_id: permit_id, ..permit.clone() }];
+        let permits = vec![OwnedCharge { permit_id, ..permit.clone() }];
         let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Check, &permits);
         assert_eq!(call.await.unwrap().granted, 1);
         ConcurrencyPermits::requested(queue.clone(), DecidedBy::Store, permits).hold(|_| true)
     }
 
     async fn remaining(queue: &SettlementQueue, permit: &OwnedCharge) -> u64 {
-        let permits = [OwnedCharge { cost_or_permit_id: u64::MAX, ..permit.clone() }];
+        let permits = [OwnedCharge { permit_id: u64::MAX, ..permit.clone() }];
         let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Peek, &permits);
         call.await.unwrap().outcomes[0].remaining
     }
@@ -850,7 +853,8 @@ mod tests {
             limit_index: 0,
             variant: Arc::new(variant),
             identity: Identity(1),
-            cost_or_permit_id: cost,
+            cost,
+            permit_id: 0,
             prefetch: 0,
             debt_before_us: 0,
         }
@@ -938,7 +942,7 @@ mod tests {
             let refund = refund.partial_refund(kept, DecidedBy::Store);
             let kind = StepKind::Refund { charged_at, debt_before_us: refund.debt_before_us };
             let charged = next_state(check.change, state.clone());
-            let settled = rule.step(charged.as_ref(), settled_at, kind, refund.cost_or_permit_id).outcome.remaining;
+            let settled = rule.step(charged.as_ref(), settled_at, kind, refund.cost).outcome.remaining;
             let actual = next_state(rule.step(state.as_ref(), charged_at, StepKind::Charge, kept).change, state);
             let expected = rule.step(actual.as_ref(), settled_at, StepKind::Check, 0).free;
             prop_assert!(settled <= expected && settled + 1 >= expected, "{settled} instead of {expected}");
@@ -960,7 +964,7 @@ mod tests {
                 charge: OwnedCharge {
                     limit_index,
                     identity: Identity(limit_index as u128 + 1),
-                    cost_or_permit_id: cost,
+                    cost,
                     usage: Some(days.clone()),
                     ..permit.clone()
                 },

@@ -252,10 +252,10 @@ impl FlightTask {
             let refund = Operation::Refund { charged_at: verdict.now_us };
             let kept = verdict.granted.min(waiter_count) - abandoned;
             let refunds = refunds(&self.charges, &verdict.outcomes, abandoned, verdict.granted - kept);
-            let ledger = self.store_handle.clone();
+            let store_handle = self.store_handle.clone();
             // Refund in a separate task, so that the checks without a token do not wait for the refund.
             self.store_handle.spawn(async move {
-                ledger.deliver(DecidedBy::Store, refund, refunds).await;
+                store_handle.deliver(DecidedBy::Store, refund, refunds).await;
             });
         }
         if unanswered.is_empty() {
@@ -402,7 +402,7 @@ impl Singleflight {
 
 /// Return the same charges with this cost.
 pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> {
-    charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
+    charges.iter().map(|pending| OwnedCharge { cost, ..pending.clone() }).collect()
 }
 
 /// Return the refunds of `tokens` tokens that a call has charged to each limit. `with_later` is `tokens` plus the
@@ -433,7 +433,8 @@ mod tests {
             limit_index: 0,
             variant: limit.default_variant.clone(),
             identity: hasher.hash(b"client"),
-            cost_or_permit_id: 1,
+            cost: 1,
+            permit_id: 0,
             prefetch: 0,
             debt_before_us: 0,
             usage: None,

@@ -1,10 +1,8 @@
 //! The store of one worker: memory, or Redis with a local fallback.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
@@ -16,10 +14,8 @@ use crate::limiter::redis::batcher::ServerStore;
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
-use crate::limiter::redis::commands::{EventClaim, Fields};
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, commands, overrides};
-use crate::limiter::usage::{UsageAmount, UsageFields, UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, overrides};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -51,7 +47,8 @@ impl RedisStore {
     /// Create the store client for a deployment. Create one client for each runtime, within this runtime, because
     /// connections belong to the runtime that opened them. `breaker` and `topology` are shared by the whole process.
     pub fn new(
-        (deployment, settings): &(RedisDeployment, RedisSettings),
+        deployment: &RedisDeployment,
+        settings: &RedisSettings,
         breaker: Arc<CircuitBreaker>,
         topology: Arc<ClusterMap>,
         metrics: Arc<LimiterMetrics>,
@@ -165,138 +162,15 @@ impl RedisStore {
         overrides::parse_restore_reply(self.admin_command(key_slot(hash_key.as_bytes()), &command).await?)
     }
 
-    /// Read a fenced hash (`lua/fenced_hash.lua`): its version, and its fields if the version is not `known_version`.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn read_fenced(&self, key: &str, known_version: u64) -> Result<(u64, Option<Fields>), StoreError> {
-        let command = commands::read_hash_command(key, known_version);
-        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        commands::parse_hash_reply(reply, known_version)
-    }
-
-    /// Lock a fenced hash for `ttl`, or renew the lock. Return the fencing token. `None` means that another owner has
-    /// the lock.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn lock_fenced(&self, key: &str, owner: &str, ttl: Duration) -> Result<Option<u64>, StoreError> {
-        let command = commands::lock_hash_command(key, owner, ttl);
-        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(Some(commands::parse_number(reply)?).filter(|token| *token != 0))
-    }
-
-    /// Release the lock of a fenced hash.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn unlock_fenced(&self, key: &str, token: u64) -> Result<(), StoreError> {
-        self.admin_command(key_slot(key.as_bytes()), &commands::unlock_hash_command(key, token)).await.map(drop)
-    }
-
-    /// Write a field of a fenced hash. An empty value removes the field. Return whether the token is still the token of
-    /// the last lock. If another lock has a newer token, nothing is written.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn write_fenced(&self, key: &str, token: u64, field: &str, value: &[u8]) -> Result<bool, StoreError> {
-        let command = commands::write_hash_command(key, token, field, value);
-        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(commands::parse_number(reply)? == 1)
-    }
-
-    /// Claim a quota event, and add it to a stream if the claim names one. Return `false` if another event already has
-    /// the claim. The call may be repeated without harm.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn claim_event(&self, claim: &EventClaim<'_>) -> Result<bool, StoreError> {
-        let key = format!("{}:{}", self.prefix(), claim.key);
-        let command = commands::claim_event_command(&key, claim);
-        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(commands::parse_number(reply)? == 1)
-    }
-
-    /// Add a post to the usage totals. Return `false` if Redis had already added this post. The call may be repeated
-    /// without harm.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn post_usage(&self, post: &UsagePost) -> Result<bool, StoreError> {
-        let command = commands::post_usage_command(self.prefix(), post);
-        let reply = self.admin_command(identity_slot(Identity(post.key.identity)), &command).await?;
-        Ok(reply == Value::Int(1))
-    }
-
-    /// Read usage totals, in no particular order. If the query has no identities, scan all keys of the store. While
-    /// slots of a cluster migrate, totals may be missing.
-    ///
-    /// # Errors
-    /// The store failed, or there are too many totals.
-    pub async fn read_usage(&self, query: &UsageQuery) -> Result<Vec<UsageRow>, UsageError> {
-        let keys = match &query.identities {
-            Some(identities) => usage_keys(query, identities),
-            None => self.scan_usage(query).await?,
-        };
-        let mut rows = Vec::new();
-        for keys in keys.chunks(MAX_CONCURRENT_READS) {
-            let hashes = join_all(keys.iter().map(async |key| {
-                let command = commands::read_usage_command(self.prefix(), key);
-                let reply = self.admin_command(identity_slot(Identity(key.identity)), &command).await?;
-                commands::parse_usage_reply(reply)
-            }));
-            for (key, amounts) in keys.iter().zip(hashes.await) {
-                let row = |UsageAmount { day, model, cost }| {
-                    let date = key.month.day(day)?;
-                    Some(UsageRow { limit: key.limit.clone(), identity: key.identity, date, model, cost })
-                };
-                let rows_of_key = amounts?.into_iter().filter_map(row);
-                rows.extend(rows_of_key.filter(|row| query.matches(&row.limit, row.identity, row.date)));
-            }
-            if rows.len() > query.max_rows {
-                return Err(UsageError::TooMany(query.max_rows));
-            }
-        }
-        Ok(rows)
-    }
-
-    /// Search Redis for the keys of the totals that a query selects. Return each key once.
-    async fn scan_usage(&self, query: &UsageQuery) -> Result<Vec<UsageKey>, UsageError> {
-        let (from, to) = (UsageMonth::from(query.from), UsageMonth::from(query.to));
-        let mut keys = BTreeSet::new();
-        for node in self.nodes().await? {
-            let mut cursor = 0;
-            loop {
-                let command = commands::scan_usage_command(self.prefix(), cursor);
-                let reply = node.admin_command(node.timeout(), false, &command).await?;
-                let (next, found) = commands::parse_usage_scan_reply(self.prefix(), reply)?;
-                let is_asked = |key: &UsageKey| {
-                    (from..=to).contains(&key.month)
-                        && query.limits.contains(&key.limit)
-                        && (query.with_models || key.fields == UsageFields::Days)
-                };
-                keys.extend(found.into_iter().filter(is_asked));
-                if keys.len() > query.max_rows {
-                    return Err(UsageError::TooMany(query.max_rows));
-                }
-                cursor = next;
-                if cursor == 0 {
-                    break;
-                }
-            }
-        }
-        Ok(keys.into_iter().collect())
-    }
-
     /// Return all servers: the single server, or the masters of the cluster.
-    async fn nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
+    pub(super) async fn nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
         match self {
             RedisStore::Single(server) => Ok(vec![server.clone()]),
             RedisStore::Cluster(cluster) => cluster.master_nodes().await,
         }
     }
 
-    fn prefix(&self) -> &str {
+    pub(super) fn prefix(&self) -> &str {
         match self {
             RedisStore::Single(server) => server.prefix(),
             RedisStore::Cluster(cluster) => cluster.prefix(),
@@ -304,46 +178,12 @@ impl RedisStore {
     }
 
     /// Send an administrative command for keys in one cluster slot. See [`ServerStore::admin_command`].
-    async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+    pub(super) async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
             RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
             RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
         }
     }
-}
-
-/// Return the keys of the totals of these identities.
-fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
-    let last = UsageMonth::from(query.to);
-    let kinds = if query.with_models { &[UsageFields::Days, UsageFields::Models][..] } else { &[UsageFields::Days] };
-    let mut keys = Vec::new();
-    for (limit, identity) in query.limits.iter().zip(identities) {
-        let mut month = UsageMonth::from(query.from);
-        while month <= last {
-            keys.extend(kinds.iter().map(|fields| UsageKey {
-                limit: limit.clone(),
-                identity: identity.0,
-                month,
-                fields: *fields,
-            }));
-            month = month.next();
-        }
-    }
-    keys
-}
-
-/// Maximum number of hashes that are read at the same time.
-const MAX_CONCURRENT_READS: usize = 64;
-
-/// The reason why usage totals cannot be read.
-#[derive(Debug, thiserror::Error)]
-pub enum UsageError {
-    /// The store failed.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// There are more totals than the query's maximum, which is this number.
-    #[error("there are more than {0} totals")]
-    TooMany(usize),
 }
 
 /// The component that made a decision: the store or this gateway.

@@ -273,8 +273,16 @@ impl UsageQuery {
 
 // === Totals in this process ===
 
-/// The totals of one identity, by day and model. Entries without a model are the totals of the day.
-type IdentityTotals = BTreeMap<(Date, Option<Box<str>>), i64>;
+/// Day and model of a total. The order is that of the days.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct TotalKey {
+    date: Date,
+    /// `None` for the total of the day.
+    model: Option<Box<str>>,
+}
+
+/// The totals of one identity.
+type IdentityTotals = BTreeMap<TotalKey, i64>;
 
 /// The totals of one limit, by the hash of the identity.
 type LimitTotals = BTreeMap<u128, IdentityTotals>;
@@ -355,17 +363,17 @@ impl UsageTable {
 
     /// Add an amount to the total of a day. The amount is negative for a refund.
     pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
-        self.add_total(limit, identity, (date, None), amount);
+        self.add_total(limit, identity, TotalKey { date, model: None }, amount);
     }
 
     /// Add a cost to the total of a model, which is a part of the total of the day. Only the first [`MAX_MODELS`]
     /// models of a month have totals.
     pub fn add_model(&self, limit: &str, identity: Identity, date: Date, model: &str, cost: i64) {
-        self.add_total(limit, identity, (date, Some(model.into())), cost);
+        self.add_total(limit, identity, TotalKey { date, model: Some(model.into()) }, cost);
     }
 
-    fn add_total(&self, limit: &str, identity: Identity, at: (Date, Option<Box<str>>), amount: i64) {
-        let date = at.0;
+    fn add_total(&self, limit: &str, identity: Identity, at: TotalKey, amount: i64) {
+        let date = at.date;
         let mut shard = self.lock(identity.0 as usize % SHARDS);
         let is_new_day = shard.newest.is_none_or(|newest| newest < date);
         if is_new_day {
@@ -375,7 +383,7 @@ impl UsageTable {
         }
         if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
-        } else if at.1.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
+        } else if at.model.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
             // Do not count the cost of the model as lost, because the total of the day contains it.
         } else if shard.rows < self.capacity {
             shard.insert(limit, identity.0, at, amount);
@@ -400,15 +408,15 @@ impl UsageTable {
         for index in 0..SHARDS {
             let shard = self.lock(index);
             for (limit, identity, totals) in shard.totals() {
-                let is_read = |(date, model): &(Date, Option<Box<str>>)| {
-                    (query.with_models || model.is_none()) && query.matches(limit, identity, *date)
+                let is_read = |at: &TotalKey| {
+                    (query.with_models || at.model.is_none()) && query.matches(limit, identity, at.date)
                 };
                 let totals = totals.iter().filter(|(at, _)| is_read(at));
-                rows.extend(totals.map(|((date, model), cost)| UsageRow {
+                rows.extend(totals.map(|(at, cost)| UsageRow {
                     limit: limit.into(),
                     identity,
-                    date: *date,
-                    model: model.clone(),
+                    date: at.date,
+                    model: at.model.clone(),
                     cost: *cost,
                 }));
                 if rows.len() > query.max_rows {
@@ -440,22 +448,22 @@ impl UsageTable {
 }
 
 impl UsageShard {
-    fn total_mut(&mut self, limit: &str, identity: u128, at: &(Date, Option<Box<str>>)) -> Option<&mut i64> {
+    fn total_mut(&mut self, limit: &str, identity: u128, at: &TotalKey) -> Option<&mut i64> {
         self.limits.get_mut(limit)?.get_mut(&identity)?.get_mut(at)
     }
 
     /// Return whether [`MAX_MODELS`] other models have totals in the month.
-    fn has_max_models(&self, limit: &str, identity: u128, (date, model): &(Date, Option<Box<str>>)) -> bool {
+    fn has_max_models(&self, limit: &str, identity: u128, at: &TotalKey) -> bool {
         let Some(totals) = self.limits.get(limit).and_then(|identities| identities.get(&identity)) else {
             return false;
         };
-        let is_in_month = |other: &Date| UsageMonth::from(*other) == UsageMonth::from(*date);
+        let is_in_month = |other: &&TotalKey| UsageMonth::from(other.date) == UsageMonth::from(at.date);
         let models: BTreeSet<_> =
-            totals.keys().filter(|(date, _)| is_in_month(date)).filter_map(|(_, model)| model.as_deref()).collect();
-        models.len() >= MAX_MODELS && !model.as_deref().is_some_and(|model| models.contains(model))
+            totals.keys().filter(is_in_month).filter_map(|other| other.model.as_deref()).collect();
+        models.len() >= MAX_MODELS && !at.model.as_deref().is_some_and(|model| models.contains(model))
     }
 
-    fn insert(&mut self, limit: &str, identity: u128, at: (Date, Option<Box<str>>), amount: i64) {
+    fn insert(&mut self, limit: &str, identity: u128, at: TotalKey, amount: i64) {
         if !self.limits.contains_key(limit) {
             self.limits.insert(limit.into(), LimitTotals::new());
         }
@@ -470,7 +478,7 @@ impl UsageShard {
         let before = self.rows;
         for identities in self.limits.values_mut() {
             identities.retain(|_, totals| {
-                let kept = totals.split_off(&(first, None));
+                let kept = totals.split_off(&TotalKey { date: first, model: None });
                 self.rows -= totals.len();
                 *totals = kept;
                 !totals.is_empty()
@@ -514,7 +522,7 @@ impl UsageTable {
         for index in 0..SHARDS {
             let mut shard = self.lock(index);
             for (limit, identity, totals) in shard.totals() {
-                for ((date, model), cost) in totals {
+                for (TotalKey { date, model }, cost) in totals {
                     if *cost == 0 {
                         self.rows.fetch_sub(1, Ordering::Relaxed);
                         continue;

@@ -336,10 +336,10 @@ pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
             header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
         let client = match header.addresses {
             v1::Addresses::Tcp4(tcp) => {
-                proxied((tcp.source_address, tcp.source_port), (tcp.destination_address, tcp.destination_port))
+                proxied(tcp.source_address, tcp.source_port, tcp.destination_address, tcp.destination_port)
             }
             v1::Addresses::Tcp6(tcp) => {
-                proxied((tcp.source_address, tcp.source_port), (tcp.destination_address, tcp.destination_port))
+                proxied(tcp.source_address, tcp.source_port, tcp.destination_address, tcp.destination_port)
             }
             v1::Addresses::Unknown => return Ok(ProxySource::Unknown),
         };
@@ -351,18 +351,23 @@ pub fn parse_proxy_header(header: &[u8]) -> Result<ProxySource, ProxyError> {
     Ok(match (header.command, header.protocol, header.addresses) {
         (v2::Command::Local, _, _) => ProxySource::Local,
         (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(tcp)) => ProxySource::Proxied(proxied(
-            (tcp.source_address, tcp.source_port),
-            (tcp.destination_address, tcp.destination_port),
+            tcp.source_address,
+            tcp.source_port,
+            tcp.destination_address,
+            tcp.destination_port,
         )),
         (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(tcp)) => ProxySource::Proxied(proxied(
-            (tcp.source_address, tcp.source_port),
-            (tcp.destination_address, tcp.destination_port),
+            tcp.source_address,
+            tcp.source_port,
+            tcp.destination_address,
+            tcp.destination_port,
         )),
         // Ignore the address if the connection is not TCP over IP (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }
 
-fn proxied<A: Into<IpAddr>>(source: (A, u16), destination: (A, u16)) -> ProxiedConnection {
-    ProxiedConnection::new(SocketAddr::from(source), Some(SocketAddr::from(destination)))
+fn proxied<A: Into<IpAddr>>(source: A, source_port: u16, destination: A, destination_port: u16) -> ProxiedConnection {
+    let source = SocketAddr::new(source.into(), source_port);
+    ProxiedConnection::new(source, Some(SocketAddr::new(destination.into(), destination_port)))
 }

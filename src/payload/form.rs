@@ -319,7 +319,8 @@ fn are_similar(name: &str, wanted: &str) -> bool {
         let name = if name.contains('[') { name } else { name.trim_end_matches(']') };
         name.to_lowercase().replace([' ', '.'], "_")
     };
-    let (name, wanted) = (canonical(name), canonical(wanted));
+    let name = canonical(name);
+    let wanted = canonical(wanted);
     let contains = |outer: &str, inner: &str| outer.strip_prefix(inner).is_some_and(|rest| rest.starts_with('['));
     // PHP reads `user[name` as `user_name`.
     let is_unclosed = name.split_once('[').is_some_and(|(_, rest)| !rest.contains(']'));

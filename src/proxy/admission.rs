@@ -415,7 +415,9 @@ async fn inspect<'a, I: AdmissionIo>(
     let content = match body {
         Some(content) => content,
         None => {
-            let (max_body, reads_tokens, deadline) = (route.max_body, llm.is_some(), facts.deadline);
+            let max_body = route.max_body;
+            let reads_tokens = llm.is_some();
+            let deadline = facts.deadline;
             let content = io.read_body(head, BodyRead { max_body, max_read, reads_tokens, deadline }).await?;
             body.insert(Box::new(content))
         }
@@ -517,7 +519,8 @@ async fn check_limits<'a, I: AdmissionIo>(
     verified: Verified,
     mut body: Option<Box<BodyContent>>,
 ) -> Result<Limited<'a, I::Undecided>, Rejection<'a>> {
-    let (config, overrides) = (facts.config, io.overrides());
+    let config = facts.config;
+    let overrides = io.overrides();
     let limits = RouteChecks { config, route, overrides: overrides.as_deref() };
     let (mut known, mut early_body) = (None, None);
     let (mut first, mut llm) = (None, None);

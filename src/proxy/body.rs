@@ -158,7 +158,8 @@ impl LimitInspection {
     /// Return what the limits read from a request with this method, or `None` if they do not depend on the body.
     /// `max_values` is the maximum length of a body from which values are read.
     pub fn new(limits: &RouteLimits, method: &Method, max_values: usize) -> Option<Self> {
-        let (body_use, llm) = (limits.body_use(method), limits.llm_inspection(method));
+        let body_use = limits.body_use(method);
+        let llm = limits.llm_inspection(method);
         let bounds = [body_use.is_any().then_some(max_values), llm.map(|llm| llm.max_body)];
         let max_read = bounds.into_iter().flatten().max()?;
         Some(LimitInspection { body_use, llm, max_read })
@@ -242,7 +243,8 @@ pub(super) fn rest_bounds(snapshot: &ConfigSnapshot, peer: &Peer, headers: &Head
 /// `max_connections_per_ip` is 0 or does not apply to the client, or the client is a trusted proxy that forwards the
 /// requests of many clients without their addresses.
 pub(super) fn counted_network(config: &CompiledConfig, peer: &Peer, headers: &HeaderMap) -> Option<IpAddr> {
-    let (settings, client) = (&config.server, peer.client_address(headers));
+    let settings = &config.server;
+    let client = peer.client_address(headers);
     let is_proxy = peer.forwarded.trusted && config.client_ip.is_trusted(client);
     let is_exempt = settings.max_connections_per_ip == 0 || is_proxy || settings.is_exempt_from_per_ip(client);
     (!is_exempt).then(|| config.client_ip.network(client))

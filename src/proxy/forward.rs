@@ -101,7 +101,8 @@ pub(super) async fn forward(
     let upgrade_request = {
         let (credentials, request_id) = (&{ credentials }, request_id);
         let header_values = if rules.has_variables() {
-            let (head, request_id) = (RequestHead::from(&*request), request_id.clone());
+            let head = RequestHead::from(&*request);
+            let request_id = request_id.clone();
             let variables = RequestVariables { route, peer, credentials, head, request_id };
             rules.render(|variable| variables.content(variable))
         } else {

@@ -147,7 +147,8 @@ impl LlmRequest {
             check.deferred = if self.is_counted_by(llm) { Deferred::Settle } else { Deferred::Nothing };
             let capacity = check.variant.rule.capacity();
             if check.cost > capacity && !check.limit.shadow {
-                let (limit, unit) = (check.limit.name.clone(), check.limit.unit.clone());
+                let limit = check.limit.name.clone();
+                let unit = check.limit.unit.clone();
                 let error = LlmError::TooLarge { limit, unit, cost: check.cost, capacity };
                 return Err(Rejection::Llm(error));
             }

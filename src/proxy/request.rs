@@ -40,7 +40,9 @@ pub struct RequestHead<'r> {
 
 impl<'r, B> From<&'r Request<B>> for RequestHead<'r> {
     fn from(request: &'r Request<B>) -> Self {
-        let (method, uri, version) = (request.method(), request.uri(), request.version());
+        let method = request.method();
+        let uri = request.uri();
+        let version = request.version();
         RequestHead { method, uri, version, headers: request.headers() }
     }
 }
@@ -348,7 +350,8 @@ impl Peer {
         let reads_forwarded = client_ip.header == FORWARDED;
         let forwarded = ForwardedInfo { trusted, reads_forwarded, ..self.forwarded.clone() };
         let client_ip = client_ip.clone();
-        let (certificate_subject, certificate) = (self.certificate_subject.clone(), self.certificate.clone());
+        let certificate_subject = self.certificate_subject.clone();
+        let certificate = self.certificate.clone();
         Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, ..*self }))
     }
 }

@@ -132,7 +132,8 @@ impl Kind {
 pub(super) fn authentication(
     config: &Config,
     limits: &LimitsByName,
-    (hasher, tier_source): (&IdentityHasher, TierSource),
+    hasher: &IdentityHasher,
+    tier_source: TierSource,
     internal: &mut InternalUpstreams,
     reader: &mut Validator<'_>,
 ) -> Authentication {
@@ -582,7 +583,8 @@ pub(super) fn check_limit(
     text: &Text,
     compiled: &CompiledLimit,
     auth: Option<&RouteAuth>,
-    (all, config): (&Authentication, &Config),
+    all: &Authentication,
+    config: &Config,
     reader: &mut Validator<'_>,
 ) {
     for descriptor in &compiled.identity_spec.descriptors {

@@ -150,7 +150,8 @@ fn compile_consumers(
     let mut names: HashMap<&String, Range<usize>> = HashMap::new();
     let ParsedFile { value, sources, unknown_keys, .. } = file;
     for written in &value.consumer {
-        let (span, written_span) = (written.span(), written.span());
+        let span = written.span();
+        let written_span = written.span();
         let written = written.get_ref();
         let name = match &written.name {
             Some(name) if !name.get_ref().is_empty() => name.get_ref(),
@@ -224,7 +225,8 @@ impl<'f> Groups<'f> {
     fn compile(written: &'f [Spanned<gateway::ConsumerGroup>], issues: &mut Vec<Issue>) -> Self {
         let mut groups = Groups(BTreeMap::new());
         for group in written {
-            let (span, group) = (group.span(), group.get_ref());
+            let span = group.span();
+            let group = group.get_ref();
             let (Some(name), Some(level)) = (&group.name, &group.level) else {
                 let issue = Issue::new(span, "a group needs a `name` and a `level`");
                 issues.push(issue.with_hint("[[group]] name = \"search\", level = \"team\", parent = \"acme\""));

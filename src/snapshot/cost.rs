@@ -427,7 +427,8 @@ fn long_context(
     tokens: &KindWeights,
     reader: &mut Validator<'_>,
 ) -> Option<LongContext> {
-    let (span, long) = (written.span(), written.get_ref());
+    let span = written.span();
+    let long = written.get_ref();
     reader.required(long.above.as_ref(), &span, "above", "200000")?;
     let above = reader.number(long.above.as_ref(), 1..MAX_TOKENS as i64 + 1, 1) as u64;
     let input = (tokens[TokenKind::Input as usize], long.input.as_ref());
@@ -467,7 +468,8 @@ pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceL
         reader.check_name(list.span(), name);
         let mut models = Vec::new();
         for (model, written) in list.get_ref() {
-            let (span, prices) = (written.span(), written.get_ref());
+            let span = written.span();
+            let prices = written.get_ref();
             reader.required(prices.input.as_ref(), &span, "input", "1.25");
             let free = Weights { tokens: [0; KINDS], ..Weights::default() };
             let compiled = weights(prices, &free, CacheWrites::AsPriced, reader);

@@ -191,7 +191,8 @@ pub(super) fn cors_policy(
     reader: &mut Validator<'_>,
 ) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
-    let (span, cors) = (written.span(), written.get_ref());
+    let span = written.span();
+    let cors = written.get_ref();
     let credentials = cors.credentials.as_ref().is_some_and(|value| *value.get_ref());
     let origins = origins(cors, reader);
     if cors.origins.is_empty() {

@@ -82,12 +82,13 @@ const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "t
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
-    (instances, costs): (u64, CostContext<'_>),
+    costs: CostContext<'_>,
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
     tier_source: &TierSource,
     reader: &mut Validator<'_>,
 ) -> BTreeMap<String, CompiledLimit> {
+    let gateway_count = reader.number(config.store.gateway_count.as_ref(), 1..10_001, 1) as u64;
     let mut limits = BTreeMap::new();
     for (name, limit) in &config.limit {
         let span = limit.span();
@@ -132,7 +133,7 @@ pub(super) fn limits(
         check_conflicts(limit, cost.as_ref(), identity_spec.counted_messages(), &rule, reader);
         let usage = usage_days(limit, &rule, reader);
         let notify = notify::limit_notify(name, limit, &rule, config, reader);
-        let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
+        let division = LocalShare { gateway_count, max_cost: max_cost(config, name, cost.as_ref()) };
         let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
             Ok(spec) => {
                 let unit = unit.unwrap_or(spec.unit);
@@ -158,7 +159,7 @@ pub(super) fn limits(
             reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));
             compiled.prefetch = 0;
         }
-        compiled.tiers = tiers(limit, &compiled, (&identity_spec, tier_source), hasher, reader);
+        compiled.tiers = tiers(limit, &compiled, &identity_spec, tier_source, hasher, reader);
         match (&cost, &limit.cost) {
             (Some(Cost::Fixed(cost)), Some(written)) => check_cost_fits(*cost, &compiled, written.span(), reader),
             (Some(Cost::Tools(tools)), Some(written)) => {
@@ -463,7 +464,8 @@ fn check_conflicts(
 fn tiers(
     limit: &config::tables::Limit,
     compiled: &LimitSpec,
-    (identity_spec, tier_source): (&IdentitySpec, &TierSource),
+    identity_spec: &IdentitySpec,
+    tier_source: &TierSource,
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
 ) -> BTreeMap<Box<str>, Arc<LimitVariant>> {

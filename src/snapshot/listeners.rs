@@ -297,7 +297,8 @@ pub(super) fn shadowed_certificates(tls: &ListenerTls) -> Vec<(usize, String)> {
         let hidden: Vec<_> = names.iter().filter_map(|name| Some((name, shadow(name)?))).collect();
         let Some((_, (_, [first_file, _]))) = hidden.first() else { continue };
         let hidden_names: Vec<_> = hidden.iter().map(|(name, _)| format!("`{name}`")).collect();
-        let (path, first_path) = (file.path.display(), first_file.path.display());
+        let path = file.path.display();
+        let first_path = first_file.path.display();
         let text = format!(
             "{path} is never served for {}: {first_path} is listed before it, is valid for the same name and has the \
              same type of key",
@@ -505,7 +506,8 @@ pub(super) fn acme(
 }
 
 fn settings(acme: &Spanned<gateway::Acme>, config: &Config, reader: &mut Validator<'_>) -> Option<AcmeSettings> {
-    let (span, acme) = (acme.span(), acme.get_ref());
+    let span = acme.span();
+    let acme = acme.get_ref();
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
         let issue = Issue::new(span, "CAs issue certificates only if you accept their terms of service");
@@ -637,10 +639,12 @@ fn external_account(
     account: &Spanned<gateway::ExternalAccount>,
     reader: &mut Validator<'_>,
 ) -> Option<ExternalAccount> {
-    let (span, account) = (account.span(), account.get_ref());
+    let span = account.span();
+    let account = account.get_ref();
     let key_id = reader.required(account.key_id.as_ref(), &span, "key_id", "\"kid-1\"");
     let mac_key = reader.required(account.mac_key.as_ref(), &span, "mac_key", "\"${ACME_MAC_KEY}\"");
-    let (key_id, mac_key) = (key_id?, mac_key?);
+    let key_id = key_id?;
+    let mac_key = mac_key?;
     let bytes = URL_SAFE_NO_PAD.decode(mac_key.get_ref().trim_end_matches('=')).ok().filter(|bytes| !bytes.is_empty());
     if bytes.is_none() && !reader.is_unresolved(mac_key) {
         let issue = Issue::new(mac_key.span(), "`mac_key` is not base64url");

@@ -94,7 +94,8 @@ pub(super) fn destinations(
             let message = format!("the gateway uses the upstream name `{}` for [notify.{name}]", internal_name(name));
             reader.push_issue(Issue::new(upstream.span(), message).with_hint("choose another name for this upstream"));
         }
-        let (span, table) = (destination.span(), destination.get_ref());
+        let span = destination.span();
+        let table = destination.get_ref();
         let one = match (&table.webhook, &table.stream) {
             (Some(url), None) => {
                 report_keys(&[("max_length", table.max_length.as_ref().map(|key| key.span()))], "stream", reader);

@@ -150,7 +150,8 @@ pub(super) fn forward(
     let text = reader.required(auth.url.as_ref(), span, "url", "\"http://127.0.0.1:4181/verify\"")?;
     let (settings, target, authority) = {
         let url = server_url(text, reader)?;
-        let (target, authority) = (url.target(), HeaderValue::from_str(url.authority()).ok()?);
+        let target = url.target();
+        let authority = HeaderValue::from_str(url.authority()).ok()?;
         let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
         let (settings, tls) = upstreams::upstream(&internal_name(name), &table, &text.span(), None, reader);
         internal.tls.extend(tls);

@@ -626,7 +626,8 @@ pub(super) fn mirror(
     reader: &mut Validator<'_>,
 ) -> Option<Mirror> {
     let written = route.mirror.as_ref()?;
-    let (span, mirror) = (written.span(), written.get_ref());
+    let span = written.span();
+    let mirror = written.get_ref();
     if route.upstream.is_none() {
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader

@@ -43,7 +43,9 @@ pub(super) fn retry_rules(
     span: &Range<usize>,
     reader: &mut Validator<'_>,
 ) -> Option<RetryRules> {
-    let (retries, retry_on, methods) = (&route.retries, &route.retry_on, &route.retry_methods);
+    let retries = &route.retries;
+    let retry_on = &route.retry_on;
+    let methods = &route.retry_methods;
     if retries.is_none() && retry_on.is_none() && methods.is_none() && route.fallback.is_none() {
         return None;
     }
@@ -103,7 +105,8 @@ pub(super) fn fallback(
     }
     let mut compiled = Vec::new();
     for entry in written {
-        let (span, table) = (entry.span(), entry.get_ref());
+        let span = entry.span();
+        let table = entry.get_ref();
         let (name, table) = match table {
             shorthand::Fallback::Name(name) => (name.as_str(), None),
             shorthand::Fallback::Table(table) => {

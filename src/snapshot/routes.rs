@@ -361,7 +361,8 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let upstream_host = upstream_host(written, reader);
         let rewrite = rewrite(written, path, reader);
-        let (retry, fallback) = (retry_rules(written, &span, reader), fallback(written, path, upstreams, reader));
+        let retry = retry_rules(written, &span, reader);
+        let fallback = fallback(written, path, upstreams, reader);
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
@@ -492,7 +493,7 @@ fn route_limits(
                 );
             }
         }
-        check_limit(text, compiled, auth, (authentication, config), reader);
+        check_limit(text, compiled, auth, authentication, config, reader);
         let is_concurrency = limit.default_variant.rule.is_concurrency();
         let limit_cost = match limit_cost.clone() {
             None if is_concurrency => Cost::Fixed(1),

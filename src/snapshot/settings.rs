@@ -321,7 +321,8 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     let facility = reader.one_of(table.facility.as_ref(), DEFAULT_FACILITY, &FACILITIES);
     let tag = syslog_tag(table.tag.as_ref(), reader);
     let Some((to, span)) = to else { return (AccessLogTarget::Stdout, sample) };
-    let (is_syslog, is_journald) = (to == "syslog", to == "journald");
+    let is_syslog = to == "syslog";
+    let is_journald = to == "journald";
     let settings = [
         ("socket", &table.socket, is_syslog || is_journald, "\"syslog\" and \"journald\""),
         ("tag", &table.tag, is_syslog || is_journald, "\"syslog\" and \"journald\""),
@@ -562,11 +563,6 @@ pub fn raise_soft_limit() {
 
 // === `[store]`: the store URL, TLS, timeouts and capacities ===
 
-/// Compile `gateway_count`.
-pub(super) fn gateway_count(store: &gateway::Store, reader: &mut Validator<'_>) -> u64 {
-    reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
-}
-
 /// Compile `[store]`. The limits of the routes and descriptors determine the algorithms that the Lua scripts must
 /// support.
 pub(super) fn store(
@@ -637,7 +633,8 @@ pub(super) fn store(
 fn credentials([username, password, password_file]: [&Option<Text>; 3], reader: &mut Validator<'_>) -> Credentials {
     let non_empty =
         |text: &Option<Text>| text.as_ref().map(|text| text.get_ref().clone()).filter(|text| !text.is_empty());
-    let (username_value, written) = (non_empty(username), non_empty(password));
+    let username_value = non_empty(username);
+    let written = non_empty(password);
     let from_file = password_file.as_ref().and_then(|file| read_password(file, reader));
     if let (Some(file), true) = (password_file, written.is_some()) {
         let issue = Issue::new(file.span(), "`password` and `password_file` cannot be combined");

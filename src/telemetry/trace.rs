@@ -190,6 +190,17 @@ impl TraceExporter {
     }
 }
 
+/// What differs between the spans of a request.
+struct SpanParts {
+    id: u64,
+    parent: Option<u64>,
+    kind: SpanKind,
+    name: String,
+    /// Start of the span, after the start of the request.
+    start_offset: Duration,
+    duration: Duration,
+}
+
 impl RequestTrace<'_> {
     /// Return the server span, which lasts from the start of the request to the end of its response.
     fn server_span(&self) -> SpanData {
@@ -209,15 +220,15 @@ impl RequestTrace<'_> {
         // For a server span, a 4xx status does not count as an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
-        let ids = (self.trace.request_span_id, self.trace.parent_span_id);
-        self.build_span(
-            ids,
-            SpanKind::Server,
+        let span = SpanParts {
+            id: self.trace.request_span_id,
+            parent: self.trace.parent_span_id,
+            kind: SpanKind::Server,
             name,
-            (Duration::ZERO, self.record.duration_ms),
-            attributes,
-            error.as_deref(),
-        )
+            start_offset: Duration::ZERO,
+            duration: self.record.duration_ms,
+        };
+        self.build_span(span, attributes, error.as_deref())
     }
 
     /// Return the internal span that covers the rate limit check.
@@ -229,15 +240,15 @@ impl RequestTrace<'_> {
             attributes.push(KeyValue::new("sluicegate.remaining", effective_limit.remaining as i64));
         }
         let error = (decision.decision == "store_error").then_some("store_error");
-        let ids = (self.trace.decision_span_id, Some(self.trace.request_span_id));
-        self.build_span(
-            ids,
-            SpanKind::Internal,
-            "rate_limit_check".to_owned(),
-            (decision.start_offset, decision.duration),
-            attributes,
-            error,
-        )
+        let span = SpanParts {
+            id: self.trace.decision_span_id,
+            parent: Some(self.trace.request_span_id),
+            kind: SpanKind::Internal,
+            name: "rate_limit_check".to_owned(),
+            start_offset: decision.start_offset,
+            duration: decision.duration,
+        };
+        self.build_span(span, attributes, error)
     }
 
     /// Return the client span, which lasts from the upstream request to its response headers.
@@ -262,27 +273,19 @@ impl RequestTrace<'_> {
             Some(status) => (status >= 400).then(|| status.to_string()),
             None => Some(self.record.outcome.to_owned()),
         };
-        let ids = (self.trace.upstream_span_id, Some(self.trace.request_span_id));
-        let name = self.record.method.to_owned();
-        self.build_span(
-            ids,
-            SpanKind::Client,
-            name,
-            (upstream.start_offset, upstream.duration),
-            attributes,
-            error.as_deref(),
-        )
+        let span = SpanParts {
+            id: self.trace.upstream_span_id,
+            parent: Some(self.trace.request_span_id),
+            kind: SpanKind::Client,
+            name: self.record.method.to_owned(),
+            start_offset: upstream.start_offset,
+            duration: upstream.duration,
+        };
+        self.build_span(span, attributes, error.as_deref())
     }
 
-    fn build_span(
-        &self,
-        (id, parent): (u64, Option<u64>),
-        span_kind: SpanKind,
-        name: String,
-        (start_offset, duration): (Duration, Duration),
-        mut attributes: Vec<KeyValue>,
-        error: Option<&str>,
-    ) -> SpanData {
+    fn build_span(&self, span: SpanParts, mut attributes: Vec<KeyValue>, error: Option<&str>) -> SpanData {
+        let SpanParts { id, parent, kind: span_kind, name, start_offset, duration } = span;
         attributes.extend(error.map(|kind| string_attribute("error.type", kind)));
         let context = (TraceId::from(self.trace.trace_id), SpanId::from(id), TraceFlags::SAMPLED);
         let start_time: SystemTime = UNIX_EPOCH + Duration::from_micros(self.record.time) + start_offset;

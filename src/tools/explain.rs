@@ -199,8 +199,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let target = admitted.rewritten_target.clone();
         let target = target.or_else(|| origin_form(request.uri(), admitted.forwarded_path.as_deref()));
         let target = target.as_ref().or(request.uri().path_and_query());
-        let forwarded = (request.clone(), target, self.body_length(request.headers()));
-        Some(routing::upstream_report(self.config, variables, weighted_upstreams, forwarded, received))
+        let length = self.body_length(request.headers());
+        let forwarded = request.clone();
+        Some(routing::upstream_report(self.config, variables, weighted_upstreams, forwarded, target, length, received))
     }
 
     /// Return the content of the body of a request with these headers.

@@ -89,7 +89,8 @@ impl UpstreamCluster {
         endpoints: Vec<Arc<Endpoint>>,
         queue: Arc<PendingQueue>,
     ) -> Self {
-        let (endpoints, opened) = (Arc::new(endpoints), monotonic());
+        let endpoints = Arc::new(endpoints);
+        let opened = monotonic();
         let rendezvous = rendezvous_table(&settings, &endpoints);
         let (table, _) = LoadBalancer::new(&settings, endpoints, rendezvous, opened);
         UpstreamCluster {
@@ -252,7 +253,8 @@ impl UpstreamCluster {
             news
         };
         if is_new && endpoint.state.unreachable_log.should_log(UNREACHABLE_LOG_INTERVAL) {
-            let (upstream, server) = (&self.settings.name, endpoint.name());
+            let upstream = &self.settings.name;
+            let server = endpoint.name();
             warn!(%upstream, %server, %error, "server is unreachable");
         }
         self.report_failure(endpoint, error);
@@ -269,7 +271,8 @@ impl UpstreamCluster {
         }
         endpoint.state.consecutive_errors.store(0, Ordering::Relaxed);
         let Some(time) = endpoint.health_state().eject(monotonic(), time) else { return };
-        let (upstream, server) = (&self.settings.name, endpoint.name());
+        let upstream = &self.settings.name;
+        let server = endpoint.name();
         self.rebuild(&self.lock_rebuild());
         warn!(%upstream, %server, ejected_for = ?time, errors, %error, "server is ejected after consecutive errors");
     }
@@ -283,7 +286,8 @@ impl UpstreamCluster {
             return;
         }
         self.rebuild(&self.lock_rebuild());
-        let (upstream, server) = (&self.settings.name, endpoint.name());
+        let upstream = &self.settings.name;
+        let server = endpoint.name();
         match result {
             Ok(()) => info!(%upstream, %server, "server is healthy again"),
             Err(reason) => warn!(%upstream, %server, %reason, "server is unhealthy"),

@@ -85,7 +85,8 @@ impl EndpointPool {
     /// not trust the server of an open connection, or may have another client certificate.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let fits = self.endpoint.is_same_as(endpoint) && self.endpoint.server.tls == endpoint.server.tls;
-        let (pool, proxy_protocol) = (self.pool.clone(), self.proxy_protocol);
+        let pool = self.pool.clone();
+        let proxy_protocol = self.proxy_protocol;
         fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool, proxy_protocol })
     }
 

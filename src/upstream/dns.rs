@@ -131,7 +131,8 @@ impl HostEntry {
     fn record_answer(&mut self, mut resolved: ResolvedAddresses) -> Duration {
         resolved.addresses.sort_unstable();
         resolved.addresses.dedup();
-        let (host, was_failing) = (&self.host, self.last_error.take().is_some());
+        let host = &self.host;
+        let was_failing = self.last_error.take().is_some();
         if self.addresses != resolved.addresses {
             if self.addresses.is_empty() && !was_failing {
                 debug!(%host, addresses = ?resolved.addresses, "resolved host");
@@ -257,7 +258,8 @@ impl DnsResolver {
 
 /// Look up a host in /etc/hosts. As in getaddrinfo, a host that is found there is not queried in DNS.
 fn lookup_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
-    let (hosts, name) = (Hosts::from_system().ok()?, Name::from_utf8(host).ok()?);
+    let hosts = Hosts::from_system().ok()?;
+    let name = Name::from_utf8(host).ok()?;
     let found = [RecordType::A, RecordType::AAAA].map(|record_type| Query::query(name.clone(), record_type));
     let found = found.iter().filter_map(|query| hosts.lookup_static_host(query));
     let addresses: Vec<_> = found

@@ -120,7 +120,8 @@ impl Endpoint {
 
     /// Acquire a request permit. Return `None` if the endpoint has `max_requests` in flight.
     pub(super) fn try_acquire(endpoint: &Arc<Endpoint>) -> Option<RequestPermit> {
-        let (in_flight, max) = (&endpoint.state.in_flight, endpoint.state.max_requests.load(Ordering::Relaxed));
+        let in_flight = &endpoint.state.in_flight;
+        let max = endpoint.state.max_requests.load(Ordering::Relaxed);
         if max == 0 {
             in_flight.fetch_add(1, Ordering::Relaxed);
         } else {
@@ -228,7 +229,8 @@ impl PendingQueue {
         if state.waiters.len() >= self.max.load(Ordering::Relaxed) {
             return None;
         }
-        let (id, is_first) = (state.next_id, state.waiters.is_empty());
+        let id = state.next_id;
+        let is_first = state.waiters.is_empty();
         state.next_id += 1;
         state.waiters.push_back((id, sender));
         // Publish the length before the caller looks for a free permit again, so that every later release of a permit
@@ -444,8 +446,8 @@ impl LoadBalancer {
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
         let other = others.find(|other| *other != one).unwrap_or_else(|| self.any_other(one, rng));
         let load = |index: usize| self.endpoints[index].in_flight() as u64;
-        let (of_one, of_other) =
-            (load(one) * self.weighted_slots.share(other), load(other) * self.weighted_slots.share(one));
+        let of_one = load(one) * self.weighted_slots.share(other);
+        let of_other = load(other) * self.weighted_slots.share(one);
         Some(if of_one <= of_other { one } else { other })
     }
 

@@ -301,7 +301,9 @@ impl<'b> ReplayableRequest<'b> {
             encoded.extend_from_slice(name);
             encoded.extend_from_slice(value);
         }
-        let (method, uri, version) = (request.method().clone(), request.uri().clone(), request.version());
+        let method = request.method().clone();
+        let uri = request.uri().clone();
+        let version = request.version();
         ReplayableRequest { body, method, uri, version, encoded_headers: encoded }
     }
 
@@ -319,9 +321,11 @@ impl<'b> ReplayableRequest<'b> {
 fn decode_headers(mut encoded: Bytes) -> HeaderMap {
     let mut headers = HeaderMap::new();
     while encoded.has_remaining() {
-        let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
+        let name = encoded.get_u32() as usize;
+        let value = encoded.get_u32() as usize;
         let secret = value % 2 == 1;
-        let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
+        let name = encoded.split_to(name);
+        let value = encoded.split_to(value / 2);
         // Parsing cannot fail, because name and value were encoded from a `HeaderMap`.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);

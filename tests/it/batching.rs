@@ -252,8 +252,8 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
 /// Performs checks of one identity. Concurrent checks are coalesced into one call.
 #[derive(Clone)]
 struct Hot {
-    ledger: Arc<StoreHandle>,
-    coalescer: Arc<Singleflight>,
+    store_handle: Arc<StoreHandle>,
+    singleflight: Arc<Singleflight>,
     plan: Arc<LimitVariant>,
 }
 
@@ -263,25 +263,26 @@ impl Hot {
         let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
         let backend = Store::Redis { store, fallback, metrics: Arc::default() };
         Hot {
-            ledger: Arc::new(StoreHandle {
+            store_handle: Arc::new(StoreHandle {
                 store: backend,
                 denials: None,
                 events: Arc::default(),
                 tasks: TaskTracker::new(),
             }),
-            coalescer: Arc::new(Singleflight::new(timeout, Arc::default())),
+            singleflight: Arc::new(Singleflight::new(timeout, Arc::default())),
             plan: Arc::new(plan()),
         }
     }
 
     /// Perform a check, and return whether it got a verdict.
     async fn check(&self) -> bool {
-        let Hot { ledger, coalescer, plan } = self;
+        let Hot { store_handle, singleflight, plan } = self;
         let pending = OwnedCharge {
             limit_index: 0,
             variant: plan.clone(),
             identity: Identity(1),
-            cost_or_permit_id: 1,
+            cost: 1,
+            permit_id: 0,
             prefetch: 0,
             debt_before_us: 0,
             usage: None,
@@ -291,7 +292,7 @@ impl Hot {
         let (mode, usage) = (ChargeMode::Enforced, None);
         let charge = Charge { key, rule: &plan.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage };
         let set = CheckGroup { id: 1, prefetch: 0 };
-        coalescer.check(ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
+        singleflight.check(store_handle, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
     }
 }
 

@@ -533,9 +533,9 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let store = RedisStore::Single(redis_store(&server, "coalesced", clock.clone()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
-    let ledger =
+    let store_handle =
         Arc::new(StoreHandle { store: backend, denials: None, events: Arc::default(), tasks: TaskTracker::new() });
-    let coalescer = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
+    let singleflight = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
     let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
         id: 1,
@@ -548,7 +548,8 @@ async fn coalesced_tokens_return_the_debt_before_each() {
         limit_index: 0,
         variant: plan.clone(),
         identity: Identity(1),
-        cost_or_permit_id: 1,
+        cost: 1,
+        permit_id: 0,
         prefetch: 0,
         debt_before_us: 0,
         usage: None,
@@ -560,7 +561,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let pending = || vec![pending.clone()];
     let set = CheckGroup { id: 1, prefetch: 0 };
     // The first check is sent alone. The other checks are coalesced when its reply has arrived.
-    let checks = (0..6).map(|_| coalescer.check(&ledger, set, &charge, monotonic(), pending));
+    let checks = (0..6).map(|_| singleflight.check(&store_handle, set, &charge, monotonic(), pending));
     let verdicts: Vec<_> = all(checks).await.into_iter().map(Result::unwrap).collect();
     assert_eq!(verdicts.iter().map(|verdict| verdict.charged_later).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
     let before = verdicts.iter().map(|verdict| rule.debt_before_us(&verdict.outcomes[0], 0, 1 + verdict.charged_later));

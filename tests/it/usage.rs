@@ -21,6 +21,7 @@ use serde_json::Value;
 use sluicegate::clock::Clock;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::{RedisDeployment, RedisSettings};
+use sluicegate::limiter::shared_data::SharedData;
 use sluicegate::limiter::store::RedisStore;
 use sluicegate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
@@ -413,7 +414,8 @@ async fn post_that_is_sent_again_is_added_once() {
     let redis = Redis::start();
     let settings = RedisSettings { timeout: crate::support::MAX_WAIT, ..RedisSettings::default() };
     let deployment = RedisDeployment::Single(RedisEndpoint::Single(redis.client()));
-    let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), Arc::default());
+    let store = RedisStore::new(&deployment, &settings, Arc::default(), Arc::default(), Arc::default());
+    let data = SharedData(&store);
     let post = |poster, sequence, days: &[(i8, i64)]| UsagePost {
         key: UsageKey { limit: "l".into(), identity: 7, month: "2026-11".parse().unwrap(), fields: UsageFields::Days },
         amounts: days.iter().map(|(day, cost)| UsageAmount { day: *day, model: None, cost: *cost }).collect(),
@@ -421,11 +423,11 @@ async fn post_that_is_sent_again_is_added_once() {
         sequence,
     };
     let first = post(1, 5, &[(22, 10), (23, -3)]);
-    assert!(store.post_usage(&first).await.unwrap());
-    assert!(!store.post_usage(&first).await.unwrap(), "a post whose reply was lost is not added twice");
-    assert!(store.post_usage(&post(2, 1, &[(23, 4)])).await.unwrap(), "a post of another gateway is added");
-    assert!(store.post_usage(&post(1, 6, &[(23, 100)])).await.unwrap(), "the next post is added");
-    assert!(!store.post_usage(&first).await.unwrap());
+    assert!(data.post_usage(&first).await.unwrap());
+    assert!(!data.post_usage(&first).await.unwrap(), "a post whose reply was lost is not added twice");
+    assert!(data.post_usage(&post(2, 1, &[(23, 4)])).await.unwrap(), "a post of another gateway is added");
+    assert!(data.post_usage(&post(1, 6, &[(23, 100)])).await.unwrap(), "the next post is added");
+    assert!(!data.post_usage(&first).await.unwrap());
     let totals = usage_in_redis(&redis, "rl");
     let day = |day: &str| totals[&("l".to_owned(), 7, day.to_owned())];
     assert_eq!((totals.len(), day("2026-11-22"), day("2026-11-23")), (2, 10, 101), "{totals:?}");

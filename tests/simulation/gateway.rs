@@ -67,19 +67,19 @@ impl Gateway {
             }
             _ => RedisDeployment::Single(RedisEndpoint::Dialed { client, mode: ServerMode::Standalone, dial }),
         };
-        let servers = (deployment, settings);
         let mut first = None;
         let worker = |worker: usize| {
             let metrics = Arc::<sluicegate::limiter::metrics::LimiterMetrics>::default();
-            let store = RedisStore::new(&servers, breaker.clone(), topology.clone(), metrics.clone());
+            let store = RedisStore::new(&deployment, &settings, breaker.clone(), topology.clone(), metrics.clone());
             let connecting_store = store.clone();
             first.get_or_insert_with(|| store.clone());
             tokio::spawn(async move { connecting_store.connect().await });
             let backend = Store::Redis { store, fallback: fallback.clone(), metrics };
             let first_permit_id = (index as u64) << 40 | (worker as u64 + 1) << 32;
-            let shared = (Arc::clone(&prefetch_pool), Arc::clone(&wait_queues));
             let (overrides, events) = (overrides.clone(), Arc::default());
-            Arc::new(Limiter::new(backend, denials.clone(), shared, overrides, events, first_permit_id))
+            let (prefetch_pool, wait_queues) = (Arc::clone(&prefetch_pool), Arc::clone(&wait_queues));
+            let denials = denials.clone();
+            Arc::new(Limiter::new(backend, denials, prefetch_pool, wait_queues, overrides, events, first_permit_id))
         };
         let workers = (0..schedule.workers).map(worker).collect();
         let store = first.expect("a worker");

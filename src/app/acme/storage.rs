@@ -22,6 +22,7 @@ use uuid::Uuid;
 use crate::app::acme::TICK;
 use crate::clock::LogThrottle;
 use crate::http::url::HttpUrl;
+use crate::limiter::shared_data::SharedData;
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::tls::Certificate;
@@ -503,7 +504,7 @@ pub(super) struct LockKeeper {
 
 impl LockKeeper {
     async fn lock(&self) -> Result<Option<u64>, StorageError> {
-        Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
+        Ok(SharedData(&self.store).lock_hash(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
     /// Renew the lock until the future is dropped. If another gateway has acquired the lock, writes of this gateway
@@ -539,7 +540,7 @@ impl SharedRecords {
     /// # Errors
     /// The store cannot be read, or a record was encrypted with another secret.
     pub(super) async fn read(&mut self) -> Result<Option<Records>, StorageError> {
-        let (version, fields) = self.keeper.store.read_fenced(&self.keeper.key, self.version).await?;
+        let (version, fields) = SharedData(&self.keeper.store).read_hash(&self.keeper.key, self.version).await?;
         let Some(fields) = fields else { return Ok(None) };
         let decrypt = |(name, value): (String, Vec<u8>)| {
             let content = self.cipher.decrypt(&name, &value);
@@ -562,7 +563,7 @@ impl SharedRecords {
     /// Release the lock. If the store cannot be reached, the lock expires instead.
     pub(super) async fn unlock(&mut self) {
         if let Some(token) = self.token.take()
-            && let Err(error) = self.keeper.store.unlock_fenced(&self.keeper.key, token).await
+            && let Err(error) = SharedData(&self.keeper.store).unlock_hash(&self.keeper.key, token).await
         {
             debug!(%error, "cannot release the lock for ACME orders");
         }
@@ -576,7 +577,7 @@ impl SharedRecords {
         let token = self.token.ok_or(StorageError::LockLost)?;
         let encrypted = content.map(|content| self.cipher.encrypt(name, content).map_err(|_| StorageError::Cipher));
         let encrypted = encrypted.transpose()?.unwrap_or_default();
-        match self.keeper.store.write_fenced(&self.keeper.key, token, name, &encrypted).await? {
+        match SharedData(&self.keeper.store).write_hash(&self.keeper.key, token, name, &encrypted).await? {
             true => Ok(()),
             false => Err(StorageError::LockLost),
         }

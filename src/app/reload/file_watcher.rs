@@ -55,9 +55,9 @@ pub(crate) struct FileGroup {
     pub(crate) on_change: OnChange,
 }
 
-/// Creates a group with a fixed list of files.
-impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
-    fn from((files, on_change): (Vec<FileSnapshot>, OnChange)) -> Self {
+impl FileGroup {
+    /// Create a group with a fixed list of files.
+    pub(crate) fn fixed(files: Vec<FileSnapshot>, on_change: OnChange) -> Self {
         let read = |files: &[FileSnapshot]| {
             let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
             files.iter().map(read).collect()
@@ -346,7 +346,7 @@ impl WatchedFiles {
                 result.is_ok()
             }
         };
-        let mut group = FileGroup::from((files, Box::new(on_change) as OnChange));
+        let mut group = FileGroup::fixed(files, Box::new(on_change));
         let read = group.read;
         group.read = Box::new(move |files| {
             read(files).inspect_err(|(path, error)| record(Err(format!("cannot read {}: {error}", path.display()))))
@@ -384,7 +384,7 @@ mod tests {
             on_change(files);
             true
         });
-        FileGroup::from((files, on_change))
+        FileGroup::fixed(files, on_change)
     }
 
     #[test]
@@ -427,7 +427,7 @@ mod tests {
             reported.send((String::from_utf8(files[0].content.clone()).unwrap(), content)).unwrap();
             decisions.recv().unwrap()
         });
-        let watcher = watch(vec![FileGroup::from((vec![read], on_change))]).unwrap();
+        let watcher = watch(vec![FileGroup::fixed(vec![read], on_change)]).unwrap();
         // Each step: the new content, or `None` for `report_all`; then the report, and whether the callback accepts it.
         for (change, text, content, is_accepted) in [
             (None, "one", Content::Known, true),

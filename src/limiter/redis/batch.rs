@@ -80,7 +80,7 @@ pub(super) struct ProbeCall {
 }
 
 impl ProbeCall {
-    /// Create a sample from the first charge that counts usage or, if no charge counts usage, from the first charge.
+    /// Describe the call by the first charge that counts usage or, if no charge counts usage, from the first charge.
     /// Return `None` if there are no charges.
     pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
         let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
@@ -196,7 +196,7 @@ impl Batch {
         self.key_bytes
     }
 
-    /// Return the sample for a probe.
+    /// Return the call for a probe.
     pub(super) fn probe_call(&self) -> Option<ProbeCall> {
         self.probe_call.clone()
     }

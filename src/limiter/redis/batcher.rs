@@ -291,8 +291,8 @@ impl Batcher {
     fn ensure_sweep(self: &Arc<Self>, queue: &mut BatchQueue) {
         if !queue.is_sweeping && queue.is_limited() {
             queue.is_sweeping = true;
-            let caller = self.clone();
-            tokio::spawn(async move { caller.reject_expired().await });
+            let batcher = self.clone();
+            tokio::spawn(async move { batcher.reject_expired().await });
         }
     }
 

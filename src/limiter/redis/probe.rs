@@ -62,18 +62,18 @@ impl Batcher {
         }
     }
 
-    /// Record a failed call that was sent in this epoch of the circuit breaker. If there is a `sample`, later probes
-    /// send a call with the properties of this sample.
-    pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
+    /// Record a failed call that was sent in this epoch of the circuit breaker. If there is a `call`, later probes
+    /// send a call with its properties.
+    pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, call: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
-            Assessment::Failing => self.open_breaker(epoch, error, sample),
+            Assessment::Failing => self.open_breaker(epoch, error, call),
             Assessment::Suspect | Assessment::Outdated => {}
         }
     }
 
     /// Open the circuit breaker if it is closed and `epoch` is still its current epoch. Then probe until the server
-    /// replies to a call with the properties of the failed call (`sample`).
-    pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
+    /// replies to a call with the properties of the failed `call`.
+    pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, call: Option<ProbeCall>) {
         if !self.breaker.try_open(epoch) {
             return;
         }
@@ -87,7 +87,7 @@ impl Batcher {
             loop {
                 sleep(delay + breaker.probe_jitter(delay)).await;
                 let Some(batcher) = batcher.upgrade() else { return };
-                match batcher.probe(sample.as_ref()).await {
+                match batcher.probe(call.as_ref()).await {
                     Ok(()) => break,
                     Err(error) => outage_log.log_failure(&error),
                 }
@@ -152,12 +152,12 @@ impl Batcher {
         Err(StoreError::Timeout)
     }
 
-    /// Send a call with the properties of the failed call (`sample`). Without a sample, send the smallest script. Any
+    /// Send a call with the properties of the failed `call`. Without it, send the smallest script. Any
     /// reply that is not a failure of the server counts as a success, even if it rejects the call.
-    async fn probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
+    async fn probe(self: &Arc<Self>, call: Option<&ProbeCall>) -> Result<(), StoreError> {
         // Connect first, with the connect timeout, because connecting takes several round trips.
         checkout(&self.connections).await?;
-        let result = timeout(self.timeout, self.send_probe(sample)).await.unwrap_or(Err(StoreError::Timeout));
+        let result = timeout(self.timeout, self.send_probe(call)).await.unwrap_or(Err(StoreError::Timeout));
         match result {
             Err(error) if error.error_reply().is_none() || self.is_failure_reply(&error) => Err(error),
             Ok(()) | Err(_) => Ok(()),
@@ -166,8 +166,8 @@ impl Batcher {
 
     /// Send a probe that needs the same Redis permissions as the failed call. The probe uses the slot of the failed
     /// call, and writes with the same commands to a state that no request uses.
-    async fn send_probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
-        let Some(ProbeCall { identity, rule, usage }) = sample else {
+    async fn send_probe(self: &Arc<Self>, call: Option<&ProbeCall>) -> Result<(), StoreError> {
+        let Some(ProbeCall { identity, rule, usage }) = call else {
             let mut connection = checkout(&self.connections).await?;
             let reply = connection.send(redis::cmd("EVAL").arg("return 1").arg(0)).await;
             return reply.map(drop).map_err(|error| RedisErrorKind::to_store_error(&error));

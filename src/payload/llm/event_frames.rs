@@ -97,7 +97,8 @@ impl EventFrames {
 
     /// Check the prelude and return the section that follows.
     fn headers(&mut self) -> Section {
-        let (total, headers) = (self.number(0), self.number(4));
+        let total = self.number(0);
+        let headers = self.number(4);
         let mut crc = Crc::new();
         crc.update(&self.fixed[..8]);
         let payload = total.checked_sub(headers).and_then(|rest| rest.checked_sub((PRELUDE + CHECKSUM) as u32));

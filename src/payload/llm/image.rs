@@ -161,7 +161,8 @@ impl Base64Bytes<'_> {
                 .into(),
             )
         };
-        let (first, shift) = (index / 3 * 4 + index % 3, 4 - 2 * (index % 3));
+        let first = index / 3 * 4 + index % 3;
+        let shift = 4 - 2 * (index % 3);
         let two = bits(first)? << 6 | bits(first + 1)?;
         Some((two >> shift & 0xFF) as u8)
     }

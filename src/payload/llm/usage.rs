@@ -217,7 +217,8 @@ impl TokenUsage {
 
     /// Set the parts of the input and the output that OpenAI reports as details.
     fn with_details(self, input: Option<Details>, output: Option<Details>) -> Option<Self> {
-        let (input, output) = (input.unwrap_or_default(), output.unwrap_or_default());
+        let input = input.unwrap_or_default();
+        let output = output.unwrap_or_default();
         Some(TokenUsage {
             cached_input: self.cached_input.max(input.cached_tokens.get()?),
             cache_write_5m: self.cache_write_5m.max(input.cache_write_tokens.get()?),
@@ -255,7 +256,8 @@ impl UsageObject<'_> {
                 ..TokenUsage::default()
             }
         } else if self.prompt_tokens.is_present() || self.completion_tokens.is_present() {
-            let (input, output) = (self.prompt_tokens.get()?, self.completion_tokens.get()?);
+            let input = self.prompt_tokens.get()?;
+            let output = self.completion_tokens.get()?;
             let cached_input = self.prompt_cache_hit_tokens.get()?;
             TokenUsage { input, cached_input, output, ..TokenUsage::default() }
                 .with_details(self.prompt_tokens_details, self.completion_tokens_details)?
@@ -276,7 +278,8 @@ impl UsageObject<'_> {
                 .with_details(self.input_tokens_details, self.output_tokens_details)?
         } else if self.bedrock_input.is_present() || self.bedrock_output.is_present() {
             total = self.bedrock_total;
-            let (cache_read, cache_write) = (self.bedrock_cache_read.get()?, self.bedrock_cache_write.get()?);
+            let cache_read = self.bedrock_cache_read.get()?;
+            let cache_write = self.bedrock_cache_write.get()?;
             TokenUsage {
                 input: self.bedrock_input.get()? + cache_write + cache_read,
                 cached_input: cache_read,
@@ -288,7 +291,8 @@ impl UsageObject<'_> {
             if !units.input_tokens.is_present() && !units.output_tokens.is_present() {
                 return None;
             }
-            let (input, output) = (units.input_tokens.get()?, units.output_tokens.get()?);
+            let input = units.input_tokens.get()?;
+            let output = units.output_tokens.get()?;
             TokenUsage { input, output, ..TokenUsage::default() }
         } else if self.total_tokens.is_present() {
             TokenUsage { input: self.total_tokens.get()?, ..TokenUsage::default() }
@@ -494,7 +498,8 @@ impl Weights {
     fn dearest(&self, weights: &KindWeights) -> KindWeights {
         let (input, output) = weights.split_at(INPUT_KINDS);
         let largest = |weights: &[u64]| weights.iter().copied().max().unwrap_or(0);
-        let (input, output) = (largest(input), largest(output));
+        let input = largest(input);
+        let output = largest(output);
         std::array::from_fn(|kind| if kind < INPUT_KINDS { input } else { output })
     }
 

@@ -387,12 +387,12 @@ impl RedisCounters {
     /// # Errors
     /// The tokio runtime cannot be created.
     pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
-        let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
+        let Some((deployment, settings)) = &config.store.redis else { return Ok(None) };
         let key = overrides::hash_key(&settings.prefix);
-        let redis = (servers.clone(), RedisSettings { timeout: LOOKUP_TIMEOUT, ..settings.clone() });
+        let settings = RedisSettings { timeout: LOOKUP_TIMEOUT, ..settings.clone() };
         let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
         let (store, overrides) = tokio_runtime.block_on(async {
-            let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
+            let store = RedisStore::new(deployment, &settings, Arc::default(), Arc::default(), Arc::default());
             let overrides = empty_overrides(config);
             // Ignore a connection error here, because `peek` reports an unreachable store.
             let _ = overrides.refresh(&store, &key).await;

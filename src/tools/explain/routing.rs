@@ -172,7 +172,9 @@ pub(super) fn upstream_report(
     config: &CompiledConfig,
     variables: &RequestVariables<'_>,
     weighted_upstreams: &WeightedUpstreams,
-    (mut forwarded_request, target, length): (Request<()>, Option<&PathAndQuery>, Option<u64>),
+    mut forwarded_request: Request<()>,
+    target: Option<&PathAndQuery>,
+    length: Option<u64>,
     received_headers: &HeaderMap,
 ) -> UpstreamReport {
     let RequestVariables { route, peer, credentials, head, .. } = *variables;

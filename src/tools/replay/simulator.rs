@@ -54,7 +54,9 @@ struct Scheduled {
     limit_index: u16,
     variant_index: u16,
     identity: u128,
-    cost_or_permit_id: u64,
+    cost: u64,
+    /// The permit id, if the algorithm is concurrency; otherwise 0.
+    permit_id: u64,
     kind: ScheduledKind,
 }
 
@@ -175,15 +177,15 @@ impl<'a> Simulation<'a> {
             if matches!(kind, ScheduledKind::Refund { .. }) && !is_refunded {
                 continue;
             }
-            let cost_or_permit_id =
-                if kind == ScheduledKind::Release { check.permit_id(first_permit_id) } else { check.cost };
+            let is_release = kind == ScheduledKind::Release;
             self.scheduled.push(Reverse(Scheduled {
                 due_at_us: now_us + meta.duration_us,
                 sequence: self.sequence,
                 limit_index: replay_check.limit_index,
                 variant_index: replay_check.variant_index,
                 identity: check.identity.0,
-                cost_or_permit_id,
+                cost: if is_release { 1 } else { check.cost },
+                permit_id: if is_release { check.permit_id(first_permit_id) } else { 0 },
                 kind,
             }));
         }
@@ -198,13 +200,12 @@ impl<'a> Simulation<'a> {
             self.scheduled.pop();
             self.advance_clock(self.now_us.max(entry.due_at_us));
             let variant = &self.variants[usize::from(entry.limit_index)][usize::from(entry.variant_index)];
-            let in_flight = variant.rule.is_concurrency();
             let charge = Charge {
                 key: Key { identity: Identity(entry.identity), state_name: &variant.state_name },
                 rule: &variant.rule,
-                cost: if in_flight { 1 } else { entry.cost_or_permit_id },
+                cost: entry.cost,
                 mode: ChargeMode::Enforced,
-                permit_id: if in_flight { entry.cost_or_permit_id } else { 0 },
+                permit_id: entry.permit_id,
                 debt_before_us: if let ScheduledKind::Refund { debt_before_us, .. } = entry.kind {
                     debt_before_us
                 } else {
@@ -281,11 +282,6 @@ impl LimitStats {
         self.by_identity[identity_index].0 = self.by_identity[identity_index].0.saturating_add(1);
         self.by_identity[identity_index].1 = self.by_identity[identity_index].1.saturating_add(u32::from(denied));
         self.series.record(time_us / 1_000_000, denied);
-    }
-
-    /// Return the share of denied requests, from 0 to 1.
-    pub fn denied_ratio(&self) -> f64 {
-        self.denied as f64 / self.requests.max(1) as f64
     }
 
     /// Return the number of identities with requests.
