@@ -39,7 +39,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
-use crate::admin::api::{Access, Endpoint};
+use crate::admin::api::{Access, Detail, Endpoint};
 use crate::admin::connections::{AdminConnection, AdminConnections};
 use crate::admin::events::EventStream;
 use crate::admin::request::{ApiContext, require_json};
@@ -221,9 +221,20 @@ impl AdminServer {
             return if is_read { file } else { ApiError::method_not_allowed("GET, HEAD").into_response() };
         }
         if !self.is_authenticated(headers) {
-            return unauthorized();
+            return self.respond_openly(path).unwrap_or_else(unauthorized);
         }
         self.respond(request, connection).await.unwrap_or_else(ApiError::into_response)
+    }
+
+    /// Respond to a request without the token if `admin.open` contains its path. The response names no server.
+    fn respond_openly(&self, path: &str) -> Option<AdminResponse> {
+        let active = self.state.config_handle.active();
+        let open = &active.config.admin.as_ref()?.open;
+        match path {
+            _ if !open.contains(&path) => None,
+            "/healthz" => Some(text_response(StatusCode::OK, "ok\n")),
+            _ => Some(api::readiness(&self.state, Detail::Status)),
+        }
     }
 
     /// Respond to a request that is authorized to read data. Also authorize requests that change data.

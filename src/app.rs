@@ -47,7 +47,7 @@ use crate::limiter::redis::overrides;
 use crate::limiter::store::{RedisStore, Store};
 use crate::limiter::{Limiter, random_permit_id};
 use crate::listener::{ConnectionLimits, Server};
-use crate::proxy::Gateway;
+use crate::proxy::{Gateway, GatewayWorker};
 use crate::routing::RouteRequest;
 use crate::routing::condition::RouteBody;
 use crate::snapshot::listeners::Listener;
@@ -450,11 +450,15 @@ impl Worker {
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let limiter = self.build_limiter().await;
             let state = &self.state;
-            let metrics = state.request_metrics.clone();
+            let worker = GatewayWorker {
+                request_metrics: state.request_metrics.clone(),
+                worker: self.index,
+                stopping: state.stopping.clone(),
+            };
             let listener_metrics = state.listener_metrics.get_or_create("", self.index);
             let gateway = self.gateways.register(&state.config_handle, |active| {
                 let sinks = state.telemetry_sinks.clone();
-                Gateway::new(active.config.clone(), limiter, &active.clusters, sinks, metrics, self.index)
+                Gateway::new(active.config.clone(), limiter, &active.clusters, sinks, worker)
             });
             let server = Server::new(gateway, state.connection_limits.clone(), listener_metrics, self.stop);
             // Ignore a send error, which means that the receiver was dropped.

@@ -164,7 +164,7 @@ impl Limiter {
     /// later.
     pub async fn refund_before(&self, checks: &[LimitCheck<'_, '_>], deadline: Instant) -> Vec<Outcome> {
         let operation = Operation::Refund { charged_at: unix_us() };
-        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge()).collect();
         if let Some(denials) = &self.store_handle.denials {
             checks.iter().for_each(|check| denials.remove(check.key().local_hash()));
         }
@@ -180,7 +180,7 @@ impl Limiter {
     /// Charge the costs of checks that the store has denied: their limits go into debt. If the store does not answer
     /// before `deadline`, the charge is made later.
     pub async fn charge_before(&self, checks: &[&LimitCheck<'_, '_>], decided_by: DecidedBy, deadline: Instant) {
-        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+        let charges: Vec<_> = checks.iter().map(|check| check.owned_charge()).collect();
         let started_at = self.started_for(deadline);
         if let Err(error) = self.store_handle.call(decided_by, started_at, Operation::Charge, &charges).await {
             self.settlements.deliver_after(&error, Operation::Charge, charges);

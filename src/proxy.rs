@@ -29,6 +29,7 @@ use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use crate::clock::monotonic;
@@ -64,7 +65,7 @@ use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::route_action::RouteAction;
+use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::TelemetrySinks;
@@ -86,18 +87,30 @@ pub struct Gateway {
     worker: usize,
 }
 
+/// The worker of a gateway, and what it shares with the other workers.
+#[derive(Debug, Default)]
+pub struct GatewayWorker {
+    /// Metrics of all workers.
+    pub request_metrics: Arc<RequestMetrics>,
+    /// Index of the worker thread.
+    pub worker: usize,
+    /// Cancelled when load balancers must stop sending requests to this gateway.
+    pub stopping: CancellationToken,
+}
+
 impl Gateway {
     /// Create a gateway with its own connections to the upstreams in `clusters`, which has one entry for each of
-    /// `config.upstreams`, in the same order. The metrics of this gateway have the index `worker`.
+    /// `config.upstreams`, in the same order.
     pub fn new(
         config: Arc<CompiledConfig>,
         limiter: Limiter,
         clusters: &[Arc<UpstreamCluster>],
         sinks: TelemetrySinks,
-        request_metrics: Arc<RequestMetrics>,
-        worker: usize,
+        worker: GatewayWorker,
     ) -> Self {
-        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(config, clusters, &request_metrics, worker));
+        let GatewayWorker { request_metrics, worker, stopping } = worker;
+        let snapshot = ConfigSnapshot::new(config, clusters, &request_metrics, worker, stopping);
+        let snapshot = ArcSwap::from_pointee(snapshot);
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
@@ -492,6 +505,10 @@ impl<'a> Exchange<'a> {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
                 Ok(respond.response())
+            }
+            RouteAction::Readiness => {
+                request_body::discard_body(request, flow);
+                Ok(DirectResponse::readiness(snapshot.is_ready()).response())
             }
             RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());

@@ -132,6 +132,14 @@ pub struct BodyInspection {
 }
 
 impl CompiledConfig {
+    /// Return whether each listener with ACME has obtained a certificate.
+    pub fn has_certificates(&self) -> bool {
+        self.listeners
+            .iter()
+            .filter_map(|listener| listener.tls.as_ref()?.tls.managed())
+            .all(|(names, certificates)| names.iter().any(|name| certificates.get(name).certificate.is_some()))
+    }
+
     /// Read, validate and compile a configuration.
     ///
     /// # Errors

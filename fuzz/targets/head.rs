@@ -15,8 +15,8 @@ use sluicegate::http::flow::ConnectionActivity;
 use sluicegate::http::flow::StreamFlow;
 use sluicegate::http::request_body::RequestBody;
 use sluicegate::limiter::Limiter;
-use sluicegate::proxy::Gateway;
 use sluicegate::proxy::request::Peer;
+use sluicegate::proxy::{Gateway, GatewayWorker};
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::telemetry::access_log::TelemetrySinks;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -89,7 +89,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::in_memory(10_000);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &config);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    let gateway = Gateway::new(config, limiter, &[], TelemetrySinks::default(), Arc::default(), 0);
+    let gateway = Gateway::new(config, limiter, &[], TelemetrySinks::default(), GatewayWorker::default());
     Fixture { executor, gateway, peer }
 }
 

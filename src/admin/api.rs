@@ -9,6 +9,7 @@ use hyper::body::Incoming;
 use jiff::Timestamp;
 use jiff::civil::Date;
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::json;
 
 use crate::admin::api::identities::IdentityQuery;
 use crate::admin::configuration::{absolute_path, config_view, reload};
@@ -17,6 +18,7 @@ use crate::admin::request::{ApiContext, QueryParams, read_json, unknown_limit};
 use crate::admin::response::{
     AdminResponse, ApiError, Result, format_rfc3339, json_response, store_error, text_response, typed_response,
 };
+use crate::admin::state::ProcessState;
 use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
 use crate::clock::{monotonic, unix_us};
 use crate::identity::display::IdentityDisplay;
@@ -150,7 +152,7 @@ impl Endpoint {
         let query = QueryParams::parse(request.uri().query());
         match self.operation {
             Operation::Health => Ok(text_response(StatusCode::OK, "ok\n")),
-            Operation::Readiness => Ok(readiness(context)),
+            Operation::Readiness => Ok(readiness(context.state, Detail::All)),
             Operation::Metrics => metrics(context, &request),
             Operation::Status => Ok(show_status(context)),
             Operation::Config => Ok(config_view(context)),
@@ -179,9 +181,20 @@ fn not_found() -> String {
 
 // === `/readyz` and `/metrics` ===
 
-fn readiness(context: &ApiContext<'_>) -> AdminResponse {
-    let health = context.state.readiness();
-    json_response(if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }, &health)
+/// How much of the readiness a client learns.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Detail {
+    Status,
+    All,
+}
+
+pub(super) fn readiness(state: &ProcessState, detail: Detail) -> AdminResponse {
+    let health = state.readiness();
+    let status = if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    match detail {
+        Detail::Status => json_response(status, &json!({ "status": health.status })),
+        Detail::All => json_response(status, &health),
+    }
 }
 
 fn metrics(context: &ApiContext<'_>, request: &Request<Incoming>) -> Result<AdminResponse> {

@@ -23,7 +23,6 @@ use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::metrics::RequestMetrics;
-use crate::snapshot::listeners::Listener;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
 
@@ -111,7 +110,7 @@ impl ProcessState {
 /// Response body of `/readyz`.
 #[derive(Debug, Serialize)]
 pub(super) struct ReadinessReport<'a> {
-    status: ReadinessStatus,
+    pub(super) status: ReadinessStatus,
     store: StoreReadiness<'a>,
     upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,7 +127,7 @@ struct CertificateReadiness {
 /// The status of the process in the readiness report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum ReadinessStatus {
+pub(super) enum ReadinessStatus {
     /// All circuit breakers of the store are closed, and no listener lacks a certificate.
     Ready,
     /// A circuit breaker of the store is open. The gateway serves requests, and each limit applies its
@@ -167,12 +166,11 @@ impl ProcessState {
     pub(super) fn readiness(&self) -> ReadinessReport<'_> {
         let failing_stores = self.failing_stores();
         let active = self.config_handle.active();
-        let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
-        let status = match (self.stopping.is_cancelled(), lacks_certificates, failing_stores.is_empty()) {
+        let status = match (self.stopping.is_cancelled(), active.config.has_certificates(), failing_stores.is_empty()) {
             (true, ..) => ReadinessStatus::Stopping,
-            (false, true, _) => ReadinessStatus::Pending,
-            (false, false, true) => ReadinessStatus::Ready,
-            (false, false, false) => ReadinessStatus::Degraded,
+            (false, false, _) => ReadinessStatus::Pending,
+            (false, true, true) => ReadinessStatus::Ready,
+            (false, true, false) => ReadinessStatus::Degraded,
         };
         let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
         let certificates = active.config.acme.as_ref().map(|acme| {
@@ -190,10 +188,4 @@ impl ProcessState {
             certificates,
         }
     }
-}
-
-/// Return whether a listener with ACME has no certificate from ACME yet.
-fn lacks_certificates(listener: &Listener) -> bool {
-    let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
-    managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))
 }

@@ -295,6 +295,10 @@ pub struct Admin {
     /// read-only, and `address` must be a loopback address.
     #[schemars(schema_with = "schema::secret")]
     pub token: Option<Text>,
+    /// Paths that need no token, for load balancers that cannot send one: `["/healthz", "/readyz"]`. Without a token,
+    /// `/readyz` returns only the status.
+    #[schemars(schema_with = "schema::open_paths")]
+    pub open: Option<Vec<Text>>,
 }
 
 /// `[log]`

@@ -96,6 +96,10 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "string", "enum": ["http-01", "tls-alpn-01"] }))
 }
 
+pub(super) fn open_paths(_: &mut SchemaGenerator) -> Schema {
+    array_schema(&json_schema!({ "type": "string", "enum": ["/healthz", "/readyz"] }))
+}
+
 /// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if
 /// it is in upper case.
 pub const IDENTITY_SOURCES: [&str; 23] = [

@@ -269,6 +269,31 @@ pub struct CompressTable {
     pub algorithms: Option<Spanned<Vec<Text>>>,
 }
 
+/// `"readiness"` or `{ status = 200, … }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum Respond {
+    /// The name of a response that depends on the state of the gateway.
+    Named(#[schemars(extend("enum" = ["readiness"]))] String),
+    /// A fixed response.
+    Fixed(DirectResponse),
+}
+
+/// `respond = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["status"]))]
+pub struct DirectResponse {
+    /// Status code of the response.
+    #[schemars(range(min = 200, max = 599))]
+    pub status: Option<Spanned<i64>>,
+    /// Body of the response. Default: an empty body.
+    pub body: Option<Text>,
+    /// Value of the `Content-Type` header.
+    #[schemars(extend("default" = "text/plain; charset=utf-8"))]
+    pub content_type: Option<Text>,
+}
+
 /// `"/healthz"` or `{ path = "/healthz", … }`.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
@@ -560,6 +585,13 @@ either!(AccessLog, "a destination or a table with `to`", |short| short.text().ma
     AccessLog::Table(Box::new(table))
 });
 either!(Compress, "a boolean or a table", |short| short.boolean().map(Compress::On), Table, Compress::Table);
+either!(
+    Respond,
+    "\"readiness\" or a table with `status`",
+    |short| short.text().map(Respond::Named),
+    Table,
+    Respond::Fixed
+);
 either!(
     HealthCheck,
     "a path or a table with `path`",

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::config::schema;
 use crate::config::shorthand::{
-    Compress, Fallback, HeaderRules, HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, StatusRule,
+    Compress, Fallback, HeaderRules, HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, Respond, StatusRule,
     UpstreamServer, UpstreamWeights,
 };
 use crate::config::spanned::{Spanned, Text};
@@ -66,8 +66,9 @@ pub struct Route {
     /// have executed is sent to a fallback only if its method is in `retry_methods` ([fallback](upstreams.md#fallback)).
     pub fallback: Option<Vec<Spanned<Fallback>>>,
     /// Response that the gateway sends itself, without an upstream: `{ status = 200, body = "…", content_type =
-    /// "text/plain" }`.
-    pub respond: Option<Spanned<DirectResponse>>,
+    /// "text/plain" }`. `"readiness"`: 200 if load balancers should send requests to this gateway, otherwise 503
+    /// ([health](admin-api.md#health)).
+    pub respond: Option<Spanned<Respond>>,
     /// Redirect to a path or URL: `{ to = "/v1/{rest}", status = 308 }`. To redirect to the same host, path and query
     /// with another scheme: `{ scheme = "https" }`.
     pub redirect: Option<Spanned<Redirect>>,
@@ -257,21 +258,6 @@ pub struct Mirror {
     /// Maximum number of copies in flight per worker. While this maximum is reached, requests are not copied.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub max_in_flight: Option<Spanned<i64>>,
-}
-
-/// `respond = { … }` of a route
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["status"]))]
-pub struct DirectResponse {
-    /// Status code of the response.
-    #[schemars(range(min = 200, max = 599))]
-    pub status: Option<Spanned<i64>>,
-    /// Body of the response. Default: an empty body.
-    pub body: Option<Text>,
-    /// Value of the `Content-Type` header.
-    #[schemars(extend("default" = "text/plain; charset=utf-8"))]
-    pub content_type: Option<Text>,
 }
 
 /// `redirect = { … }` of a route

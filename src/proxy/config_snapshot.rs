@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tokio_util::sync::CancellationToken;
+
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror_state::MirrorTasks;
 use crate::snapshot::CompiledConfig;
@@ -16,6 +18,8 @@ pub(super) struct ConfigSnapshot {
     pub(super) upstreams: Vec<Arc<Upstream>>,
     pub(super) metrics: WorkerMetrics,
     pub(super) mirror_tasks: MirrorTasks,
+    /// Cancelled when load balancers must stop sending requests to this gateway.
+    stopping: CancellationToken,
 }
 
 impl ConfigSnapshot {
@@ -25,10 +29,11 @@ impl ConfigSnapshot {
         clusters: &[Arc<UpstreamCluster>],
         request_metrics: &RequestMetrics,
         worker: usize,
+        stopping: CancellationToken,
     ) -> Self {
         let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
+        ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default(), stopping }
     }
 
     /// Create the snapshot that replaces `previous`. Take over the connections of `previous` to upstreams that still
@@ -49,7 +54,13 @@ impl ConfigSnapshot {
             }
         };
         let metrics = WorkerMetrics::new(request_metrics, &config, worker);
-        let mirror_tasks = previous.mirror_tasks.clone();
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), config, metrics, mirror_tasks }
+        let upstreams = clusters.iter().map(upstream).collect();
+        let ConfigSnapshot { mirror_tasks, stopping, .. } = previous;
+        ConfigSnapshot { upstreams, config, metrics, mirror_tasks: mirror_tasks.clone(), stopping: stopping.clone() }
+    }
+
+    /// Return whether load balancers should send requests to this gateway.
+    pub(super) fn is_ready(&self) -> bool {
+        !self.stopping.is_cancelled() && self.config.has_certificates()
     }
 }

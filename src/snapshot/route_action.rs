@@ -13,7 +13,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::error::Issue;
-use crate::config::shorthand::UpstreamWeights;
+use crate::config::shorthand::{self, Respond, UpstreamWeights};
 use crate::config::spanned::{Spanned, Text};
 use crate::http::body::Body;
 use crate::http::target::{PathError, PathPolicy, canonical_path, forwarded_path, request_host};
@@ -38,6 +38,8 @@ pub enum RouteAction {
     Forward(WeightedUpstreams),
     /// Send a fixed response, without an upstream.
     DirectResponse(DirectResponse),
+    /// Send whether load balancers should send requests to this gateway.
+    Readiness,
     /// Redirect the client.
     Redirect(Redirect),
 }
@@ -93,6 +95,16 @@ pub struct DirectResponse {
 }
 
 impl DirectResponse {
+    /// Return the response that tells load balancers whether the gateway is ready.
+    pub fn readiness(is_ready: bool) -> DirectResponse {
+        let (status, body) = match is_ready {
+            true => (StatusCode::OK, "ready\n"),
+            false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
+        };
+        let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
+        DirectResponse { status, body: Bytes::from_static(body.as_bytes()), content_type }
+    }
+
     /// Return the response to a request of the route.
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
@@ -245,7 +257,7 @@ pub(super) fn route_action(
         return weighted_upstreams(shares.get_ref(), &shares.span(), upstreams, reader).map(RouteAction::Forward);
     }
     if let Some(respond) = &route.respond {
-        return Some(RouteAction::DirectResponse(self::direct_response(respond.get_ref(), &respond.span(), reader)));
+        return respond_action(respond, reader);
     }
     if let Some(redirect) = &route.redirect {
         return self::redirect(redirect.get_ref(), &redirect.span(), path, reader).map(RouteAction::Redirect);
@@ -300,8 +312,20 @@ fn weighted_upstreams(
     WeightedUpstreams::new(known)
 }
 
+fn respond_action(respond: &Spanned<Respond>, reader: &mut Validator<'_>) -> Option<RouteAction> {
+    match respond.get_ref() {
+        Respond::Named(name) if name == "readiness" => Some(RouteAction::Readiness),
+        Respond::Named(name) => {
+            let issue = Issue::new(respond.span(), format!("unknown response `{name}`"));
+            reader.push_issue(issue.with_hint("write respond = { status = 200, body = \"…\" } or \"readiness\""));
+            None
+        }
+        Respond::Fixed(fixed) => Some(RouteAction::DirectResponse(direct_response(fixed, &respond.span(), reader))),
+    }
+}
+
 fn direct_response(
-    direct_response: &config::tables::DirectResponse,
+    direct_response: &shorthand::DirectResponse,
     span: &Range<usize>,
     reader: &mut Validator<'_>,
 ) -> DirectResponse {

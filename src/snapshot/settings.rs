@@ -462,6 +462,8 @@ pub struct AdminSettings {
     pub address: SocketAddr,
     /// Token that clients must send. `None` if clients need no token.
     pub token: Option<AdminToken>,
+    /// Paths that need no token.
+    pub open: Vec<&'static str>,
 }
 
 /// Path of the admin socket.
@@ -541,7 +543,10 @@ pub(super) fn admin(
             issue.with_hint("set token = \"${SLUICEGATE_ADMIN_TOKEN}\", or use an address of 127.0.0.0/8 or [::1]"),
         );
     }
-    Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
+    let open = admin.open.iter().flatten();
+    let open =
+        open.map(|path| reader.one_of(Some(path), "/readyz", &[("/healthz", "/healthz"), ("/readyz", "/readyz")]));
+    Some(AdminSettings { address, open: open.collect(), token: token.map(|token| AdminToken(token.into())) })
 }
 
 /// Assumed limit on open files if the system sets none.

@@ -297,6 +297,23 @@ fn without_a_token_only_local_hosts_are_served() {
 }
 
 #[test]
+fn open_paths_need_no_token_and_name_no_server() {
+    let config = |open: &str| with_admin(&format!("token = \"sesame\"\nopen = {open}\n{HELLO}"));
+    let gateway = Gateway::start(&config("[\"/healthz\", \"/readyz\"]"));
+    assert_eq!(ask(&gateway, "/readyz").text(), "{\"status\":\"ready\"}\n");
+    assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
+    for path in ["/metrics", "/api/status", "/readyz/"] {
+        assert_eq!(ask(&gateway, path).status, 401, "{path}");
+    }
+    let known = [HERE, ("authorization", "Bearer sesame")];
+    let all = Client::connect(gateway.admin()).get_with("/readyz", &known);
+    assert_eq!(all.json()["store"]["name"], "memory");
+    let gateway = Gateway::start(&config("[\"/healthz\"]"));
+    assert_eq!(ask(&gateway, "/healthz").status, 200);
+    assert_eq!(ask(&gateway, "/readyz").status, 401);
+}
+
+#[test]
 fn unknown_admin_paths_and_methods_are_rejected() {
     let gateway = Gateway::start(&with_admin(HELLO));
     assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");

@@ -779,8 +779,8 @@ fn resets_of_one_client_fail_no_request_of_others() {
 /// there are none.
 #[test]
 fn resets_are_paced_while_others_use_the_connection() {
-    const CLIENTS: usize = 25;
-    for is_shared in [true, false] {
+    // With a pace of 10 resets per second, 95 resets would take 9 s.
+    for (is_shared, requests) in [(true, 25), (false, 95)] {
         let (server, ended) = silent();
         let gateway = gateway(server.address, "");
         let ask = || {
@@ -789,23 +789,22 @@ fn resets_are_paced_while_others_use_the_connection() {
             client
         };
         let other = is_shared.then(ask);
-        let clients: Vec<_> = (0..CLIENTS).map(|_| ask()).collect();
-        let requests = CLIENTS + usize::from(is_shared);
-        eventually("all requests have arrived", || server.connections().len() == requests);
+        let clients: Vec<_> = (0..requests).map(|_| ask()).collect();
+        let all = requests + usize::from(is_shared);
+        eventually("all requests have arrived", || server.connections().len() == all);
         let left = monotonic();
         drop(clients);
-        let times: Vec<_> = (0..CLIENTS)
+        let times: Vec<_> = (0..requests)
             .map(|_| {
                 assert_eq!(ended.recv_timeout(MAX_WAIT).expect("the stream is reset"), Reason::CANCEL);
                 left.elapsed()
             })
             .collect();
-        assert!(times[9] < Duration::from_secs(2), "the first resets are sent soon: {times:?}");
         if is_shared {
-            assert!(times[10] - times[9] > Duration::from_millis(900), "10 resets per second: {times:?}");
-            assert!(times[20] - times[19] > Duration::from_millis(900), "10 resets per second: {times:?}");
+            assert!(times[10] > Duration::from_millis(900), "10 resets per second: {times:?}");
+            assert!(times[20] > Duration::from_millis(1900), "10 resets per second: {times:?}");
         } else {
-            assert!(times[CLIENTS - 1] < Duration::from_secs(2), "{times:?}");
+            assert!(times[requests - 1] < Duration::from_secs(8), "no reset is delayed: {times:?}");
         }
         // The other request continues, and new requests use another connection.
         assert!(ended.try_recv().is_err(), "the request of the other client is not reset");
@@ -817,7 +816,8 @@ fn resets_are_paced_while_others_use_the_connection() {
 
 #[test]
 fn response_shows_that_earlier_streams_may_be_reset() {
-    const CLIENTS: usize = 25;
+    // With a pace of 10 resets per second, 95 resets would take 9 s.
+    const CLIENTS: usize = 95;
     let (server, ended) = silent();
     let gateway = gateway(server.address, "");
     let clients: Vec<_> = (0..=CLIENTS)
@@ -836,7 +836,7 @@ fn response_shows_that_earlier_streams_may_be_reset() {
     for _ in 0..CLIENTS {
         assert_eq!(ended.recv_timeout(MAX_WAIT).expect("the stream is reset"), Reason::CANCEL);
     }
-    assert!(left.elapsed() < Duration::from_secs(1), "no reset is delayed: {:?}", left.elapsed());
+    assert!(left.elapsed() < Duration::from_secs(8), "no reset is delayed: {:?}", left.elapsed());
     assert_eq!(gateway.get("/ok").status, 200);
     assert_eq!(server.connections().last(), Some(&0));
 }

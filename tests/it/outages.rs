@@ -194,7 +194,9 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     eventually("the store decides", || gateway.get("/r").header("ratelimit").is_some());
     signal(&redis.child, "STOP");
     let asked = monotonic();
-    gateway.get("/r").assert_problem(503, "the breaker is still closed");
+    // 503, or 200 if the breaker has opened before the gateway answers.
+    let status = gateway.get("/r").status;
+    assert!([200, 503].contains(&status), "{status}");
     // Without a further request, the gateway probes the store by itself.
     eventually("the breaker is open", || gateway.log().contains("the store is down"));
     let opened = asked.elapsed();

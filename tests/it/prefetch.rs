@@ -231,7 +231,7 @@ fn prefetched_tokens_are_not_used_in_the_next_window() {
         let inside = times.iter().filter(|(_, answered)| *answered < end).count() as u64;
         assert!(inside <= UNITS, "{inside} in one window");
     }
-    assert!(seen >= 4 * UNITS as usize, "{seen} admitted");
+    assert!(seen > 2 * UNITS as usize, "{seen} admitted");
 }
 
 #[test]

@@ -22,8 +22,8 @@ use crate::routing::RouteRequest;
 use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_action::WeightedUpstreams;
+use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::routes::Route;
 use crate::tools::explain::limits::PeekedLimits;
 use crate::tools::explain::report::{
@@ -319,6 +319,7 @@ pub(super) fn admitted_response(
             });
         }
         RouteAction::DirectResponse(direct_response) => direct_response.response(),
+        RouteAction::Readiness => DirectResponse::readiness(true).response(),
         RouteAction::Redirect(redirect) => {
             let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
             redirect.response(request, &route.path_pattern, path)?
