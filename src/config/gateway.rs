@@ -109,6 +109,11 @@ pub struct Server {
     /// timeout of upgraded connections (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
+    /// Maximum time without progress on the response to a client that has ended its side of the connection (TCP FIN or
+    /// TLS `close_notify`) after a complete request ([half-closed
+    /// connections](upstreams.md#half-closed-connections)). `"0s"`: cancel the request at once.
+    #[schemars(schema_with = "schema::duration", extend("default" = "5s"))]
+    pub half_close_timeout: Option<Text>,
     /// Maximum time without progress on a request or response body. If the client stops sending the request body, it
     /// gets 408. If a response body stops, the gateway aborts the response ([timeouts of bodies](#timeouts-of-bodies)).
     /// Does not apply while the upstream pauses a response of unknown length, such as server-sent events.

@@ -477,13 +477,27 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
     }
 }
 
+/// Return whether a write failed because the peer has closed the connection. The peer may have sent a response before,
+/// such as 413 to a request whose body is still being sent. hyper would discard this response after the error of the
+/// write. The stream therefore discards the written bytes, and lets hyper read the response and then the end of the
+/// connection, or the error that belongs to it.
+fn is_closed_by_peer(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadLimitedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(self.stream.get_mut()).poll_write(cx, bytes)
+        match Pin::new(self.stream.get_mut()).poll_write(cx, bytes) {
+            Poll::Ready(Err(error)) if is_closed_by_peer(&error) => Poll::Ready(Ok(bytes.len())),
+            polled => polled,
+        }
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(self.stream.get_mut()).poll_flush(cx)
+        match Pin::new(self.stream.get_mut()).poll_flush(cx) {
+            Poll::Ready(Err(error)) if is_closed_by_peer(&error) => Poll::Ready(Ok(())),
+            polled => polled,
+        }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -48,6 +48,8 @@ pub struct ConnectionActivity {
     is_suspension_forbidden: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: ContinuationSlot,
+    /// Whether the connection becomes a tunnel.
+    is_tunnel: AtomicBool,
     /// Number of HTTP/2 requests.
     requests: AtomicU32,
     /// Number of HTTP/2 requests that were reset before their response, within `PREMATURE_AGE`.
@@ -90,7 +92,7 @@ impl ConnectionActivity {
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter) = Default::default();
         let (announces_close, has_unwritten_response, is_suspended, is_suspension_forbidden) = Default::default();
-        let tunnel = Default::default();
+        let (tunnel, is_tunnel) = Default::default();
         let (requests, premature_resets) = Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
@@ -101,6 +103,7 @@ impl ConnectionActivity {
             is_suspended,
             is_suspension_forbidden,
             tunnel,
+            is_tunnel,
             requests,
             premature_resets,
             in_flight: AtomicUsize::new(0),
@@ -165,6 +168,12 @@ impl ConnectionActivity {
     /// Return whether a request is in flight, or a part of its response is not written yet.
     pub fn has_unwritten_response(&self) -> bool {
         self.has_unwritten_response.load(Ordering::Relaxed)
+    }
+
+    /// Return whether the client of an HTTP/1.x connection waits for a response, or for the rest of a response. Both
+    /// sides of a tunnel end independently, so a tunnel does not count.
+    pub fn awaits_response(&self) -> bool {
+        self.has_unwritten_response() && !self.is_tunnel.load(Ordering::Relaxed)
     }
 
     /// Set whether later responses announce with `Connection: close` that the connection will be closed (RFC 9112
@@ -249,6 +258,7 @@ impl InFlightRequest {
 
     /// Set the tunnel that the connection becomes after the response.
     pub(super) fn set_tunnel(&self, tunnel: Continuation) {
+        self.activity.is_tunnel.store(true, Ordering::Relaxed);
         self.activity.tunnel.put(tunnel);
     }
 }

@@ -144,6 +144,12 @@ pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
+/// Return whether the sender closes the connection after this message (RFC 9112 §9.6).
+pub fn closes_connection(headers: &HeaderMap) -> bool {
+    let values = headers.get_all(CONNECTION).iter().filter_map(|value| value.to_str().ok());
+    values.flat_map(|value| value.split(',')).any(|option| option.trim().eq_ignore_ascii_case("close"))
+}
+
 /// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).
 ///
 /// `Connection` cannot remove the headers in `protected` or the gateway's own headers. Some proxies forward the

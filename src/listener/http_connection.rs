@@ -183,7 +183,13 @@ impl HttpConnection {
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let stream = MonitoredStream::new(stream, protocol, self.activity.clone(), settings.proxy_status);
+        let stream = MonitoredStream::new(
+            stream,
+            protocol,
+            self.activity.clone(),
+            settings.half_close_timeout,
+            settings.proxy_status,
+        );
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 if self.serves == ListenerProtocol::RateLimit => {
@@ -653,6 +659,8 @@ fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
     // Copy headers and body into one buffer, because a copy of a small response costs less than a vectored write.
     builder.writev(false);
+    // `MonitoredStream` detects clients that end their side of the connection before the response.
+    builder.half_close(true);
     // Set both limits, because hyper fills buffers to their capacity, which can exceed `max_buf_size`.
     builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
     if settings.max_headers != HYPER_MAX_HEADERS {

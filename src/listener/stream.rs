@@ -1,12 +1,16 @@
 //! The streams of a client connection: the socket below TLS, with a read budget, and the stream below HTTP, which
 //! limits HTTP/2 frames and adds problem documents to the error responses of hyper's HTTP/1 parser.
 
+use std::future::Future;
 use std::io;
 use std::io::IoSlice;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::Duration;
+use std::time::Instant as StdInstant;
 
 use bytes::{Buf, Bytes};
 use http::StatusCode;
@@ -14,6 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
+use tokio::time::{Instant, Sleep, sleep};
 
 use crate::clock::monotonic;
 use crate::http::flow::ConnectionActivity;
@@ -188,6 +193,12 @@ pub(super) struct MonitoredStream<S> {
     /// Bytes that hyper had read but not parsed when the connection was suspended, or the byte that ended the
     /// suspension. Reads return these bytes before the bytes of `stream`.
     unparsed: Bytes,
+    /// Whether hyper waits for data since its last poll: it reads, and then finds the end of the stream itself.
+    is_read_pending: bool,
+    /// `Some` after the client has ended its side of the connection.
+    half_closed: Option<Box<HalfClosed>>,
+    /// Maximum time without progress on the response after the client has ended its side of the connection.
+    half_close_timeout: Duration,
     /// The unwritten part of the problem document that replaces a [`ParserError`].
     error_response: Option<Bytes>,
     /// Whether error responses have the header `Proxy-Status`.
@@ -202,7 +213,7 @@ struct FrameMonitor {
     /// Whether the client has sent only a part of a header block.
     in_header_block: bool,
     credit: u32,
-    refilled_at: Instant,
+    refilled_at: StdInstant,
     /// Number of bytes sent to the client that have not been converted to credit yet. Each response counts as
     /// additional bytes.
     uncredited_bytes: u32,
@@ -222,7 +233,13 @@ struct FrameParser {
 }
 
 impl<S> MonitoredStream<S> {
-    pub(super) fn new(stream: S, protocol: Protocol, activity: Arc<ConnectionActivity>, proxy_status: bool) -> Self {
+    pub(super) fn new(
+        stream: S,
+        protocol: Protocol,
+        activity: Arc<ConnectionActivity>,
+        half_close_timeout: Duration,
+        proxy_status: bool,
+    ) -> Self {
         let frames = (protocol == Protocol::Http2).then(|| FrameMonitor {
             input: FrameParser { remaining_payload: PREFACE.len(), ..FrameParser::default() },
             output: FrameParser::default(),
@@ -234,10 +251,23 @@ impl<S> MonitoredStream<S> {
             is_exceeded: false,
         });
         let unparsed = Bytes::new();
-        MonitoredStream { stream, activity, frames, unparsed, error_response: None, proxy_status }
+        MonitoredStream {
+            stream,
+            activity,
+            frames,
+            unparsed,
+            is_read_pending: false,
+            half_closed: None,
+            half_close_timeout,
+            error_response: None,
+            proxy_status,
+        }
     }
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
+        if let Some(half_closed) = &mut self.half_closed {
+            half_closed.record_progress(self.half_close_timeout);
+        }
         let Some(frames) = &mut self.frames else { return };
         let mut rest = count;
         let mut responses = 0;
@@ -249,6 +279,21 @@ impl<S> MonitoredStream<S> {
         let credited = count as u32 + responses * FRAMES_PER_RESPONSE * BYTES_PER_FRAME;
         frames.uncredited_bytes = frames.uncredited_bytes.saturating_add(credited);
     }
+}
+
+/// All bytes, so that no memory is allocated for a single byte.
+static BYTES: [u8; 256] = {
+    let mut bytes = [0; 256];
+    let mut index = 0;
+    while index < bytes.len() {
+        bytes[index] = index as u8;
+        index += 1;
+    }
+    bytes
+};
+
+fn single_byte(byte: u8) -> Bytes {
+    Bytes::from_static(&BYTES[usize::from(byte)..][..1])
 }
 
 impl FrameMonitor {
@@ -343,6 +388,53 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
         )
     }
 
+    /// Detect a client that goes away, or ends its side of the connection, while it waits for the response to an
+    /// HTTP/1.x request. hyper itself does not read in this time (`half_close`).
+    ///
+    /// # Errors
+    /// The client has gone away, or does not read the response within `half_close_timeout`.
+    fn poll_client(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        if let Some(half_closed) = &mut self.half_closed {
+            return match half_closed.poll_expired(cx) {
+                Poll::Pending => Ok(()),
+                Poll::Ready(()) => Err(io::ErrorKind::TimedOut.into()),
+            };
+        }
+        // The client has sent a part of its next request. hyper reads it after the response.
+        if !self.unparsed.is_empty() {
+            return Ok(());
+        }
+        let mut byte = [0];
+        let mut buffer = ReadBuf::new(&mut byte);
+        let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(cx, &mut buffer) else { return Ok(()) };
+        read?;
+        if let [byte] = buffer.filled() {
+            self.unparsed = single_byte(*byte);
+            return Ok(());
+        }
+        let Some(mut half_closed) = HalfClosed::start(self.half_close_timeout) else {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        };
+        // Register the waker. The timeout has just been set, so it cannot have expired.
+        let _ = half_closed.poll_expired(cx);
+        self.half_closed = Some(Box::new(half_closed));
+        Ok(())
+    }
+
+    /// Return whether the end of an HTTP/2 connection must not reach h2 yet, because h2 would reset all streams.
+    fn delays_end(&mut self, cx: &mut Context<'_>) -> bool {
+        if !self.frames.as_ref().is_some_and(|frames| frames.input.is_between_frames()) {
+            return false;
+        }
+        if let Some(half_closed) = &mut self.half_closed {
+            return self.activity.has_unwritten_response() && half_closed.poll_expired(cx).is_pending();
+        }
+        self.half_closed = HalfClosed::start(self.half_close_timeout).map(Box::new);
+        // h2 may have read requests that hyper has not started yet. Read the end again afterwards.
+        cx.waker().wake_by_ref();
+        self.half_closed.is_some()
+    }
+
     /// Put back bytes that hyper has read but not parsed, so that the next read returns them.
     pub(super) fn put_back(&mut self, bytes: Bytes) {
         debug_assert!(self.unparsed.is_empty());
@@ -356,7 +448,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
             let mut byte = [0];
             let mut buffer = ReadBuf::new(&mut byte);
             ready!(Pin::new(&mut *self).poll_read(cx, &mut buffer))?;
-            self.unparsed = Bytes::copy_from_slice(buffer.filled());
+            self.unparsed = buffer.filled().first().map_or_else(Bytes::new, |byte| single_byte(*byte));
         }
         Poll::Ready(Ok(()))
     }
@@ -370,11 +462,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
         // Read from the stream also after unparsed bytes, because hyper allocates a larger buffer if headers arrive in
         // pieces.
         let mut polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        self.is_read_pending = polled.is_pending();
         if count > 0 && polled.is_pending() {
             polled = Poll::Ready(Ok(()));
         }
         let Some(received) = buffer.filled().get(before..).filter(|received| !received.is_empty()) else {
-            return polled;
+            let is_end = matches!(polled, Poll::Ready(Ok(()))) && buffer.remaining() > 0;
+            return if is_end && self.delays_end(cx) { Poll::Pending } else { polled };
         };
         let MonitoredStream { frames, activity, .. } = &mut *self;
         let Some(frames) = frames else {
@@ -388,7 +482,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if self.frames.is_none()
             && let Some(error) = ParserError::parse(bytes)
@@ -408,6 +502,15 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
         let flushed = ready!(Pin::new(&mut self.stream).poll_flush(cx));
         // hyper flushes the stream only when hyper has no bytes left to write.
         self.activity.record_flushed();
+        let is_read_pending = mem::take(&mut self.is_read_pending);
+        if self.frames.is_some() {
+            if self.half_closed.is_some() && !self.activity.has_unwritten_response() {
+                // All responses are written: read the end of the connection again.
+                cx.waker().wake_by_ref();
+            }
+        } else if flushed.is_ok() && !is_read_pending && self.activity.awaits_response() {
+            return Poll::Ready(self.poll_client(cx));
+        }
         Poll::Ready(flushed)
     }
 
@@ -434,6 +537,46 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
     fn is_write_vectored(&self) -> bool {
         self.stream.is_write_vectored()
+    }
+}
+
+// === Half-closed connections: the client has ended its side of the connection, and waits for the response ===
+
+/// Maximum number of half-closed connections. If there are more, the end of the client's side cancels the request.
+const MAX_HALF_CLOSED: usize = 1024;
+
+/// Number of half-closed connections of the process.
+static HALF_CLOSED: AtomicUsize = AtomicUsize::new(0);
+
+/// The time for which a half-closed connection still waits for its response. The time starts again with each part of
+/// the response that is written. If the client has in fact closed the whole connection, the kernel of the client
+/// responds to the first part with a reset, and the next write fails.
+#[derive(Debug)]
+struct HalfClosed(Pin<Box<Sleep>>);
+
+impl HalfClosed {
+    /// Return `None` if no connection may be half-closed, or if there are [`MAX_HALF_CLOSED`] such connections.
+    fn start(timeout: Duration) -> Option<Self> {
+        if timeout.is_zero() {
+            return None;
+        }
+        let half_closed = HalfClosed(Box::pin(sleep(timeout)));
+        // If there are too many connections, drop `half_closed`, which decrements the number again.
+        (HALF_CLOSED.fetch_add(1, Ordering::Relaxed) < MAX_HALF_CLOSED).then_some(half_closed)
+    }
+
+    fn record_progress(&mut self, timeout: Duration) {
+        self.0.as_mut().reset(Instant::now() + timeout);
+    }
+
+    fn poll_expired(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.0.as_mut().poll(cx)
+    }
+}
+
+impl Drop for HalfClosed {
+    fn drop(&mut self) {
+        HALF_CLOSED.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -531,7 +674,7 @@ mod parser_error_tests {
                      date: Sun, 06 Nov 1994 08:49:37 GMT\r\n\r\n";
         let activity = ConnectionActivity::new();
         let (stream, mut client) = tokio::io::duplex(4096);
-        let mut stream = MonitoredStream::new(stream, Protocol::Http1, activity.clone(), true);
+        let mut stream = MonitoredStream::new(stream, Protocol::Http1, activity.clone(), Duration::ZERO, true);
         let flow = StreamFlow::for_connection(Arc::new(BufferBudget::new(1 << 20)));
         // The response has ended, and bytes of the next request arrive before the response is written.
         drop(activity.start_request(flow.clone()));

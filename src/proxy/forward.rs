@@ -90,6 +90,7 @@ pub(super) async fn forward(
     }
     let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
+    let upload = if request_body::has_unread_body(&request) { request.body().progress() } else { None };
     let host = fallback.map_or(&route.upstream_host, |fallback| &fallback.host).as_ref().unwrap_or(upstream.host());
     let rules = fallback.and_then(|fallback| fallback.request_headers.as_ref()).unwrap_or(&route.request_headers);
     let selected = if fallback.is_none() { mirror::select(snapshot, peer, route, &request) } else { None };
@@ -178,6 +179,10 @@ pub(super) async fn forward(
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
         let upgraded = self::accept_upgrade(response, pending_upgrade, config.server.idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
+    }
+    // The upstream will not read the rest of the body, so the client connection cannot serve another request.
+    if upload.is_some_and(|upload| !upload.is_done()) && headers::closes_connection(response.headers()) {
+        flow.abandon_request();
     }
     // Mark a response to an HTTP/1.0 client as HTTP/1.0 if only the end of the connection delimits the body, because
     // hyper would otherwise keep the connection open.

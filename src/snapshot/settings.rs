@@ -94,6 +94,9 @@ pub struct ServerSettings {
     pub header_timeout: Duration,
     /// Maximum idle time of a connection between two requests.
     pub idle_timeout: Duration,
+    /// Maximum time without progress on the response to a client that has ended its side of the connection. Zero: the
+    /// end of this side cancels the request.
+    pub half_close_timeout: Duration,
     /// Maximum time without progress on a request or response body.
     pub body_idle_timeout: Duration,
     /// Minimum rate of a request body in bytes per second. 0 = no minimum.
@@ -231,6 +234,10 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),
+        half_close_timeout: match &server.half_close_timeout {
+            None => Duration::from_secs(5),
+            text => reader.duration_or_zero(text.as_ref()),
+        },
         body_idle_timeout: reader.duration(server.body_idle_timeout.as_ref(), Duration::from_secs(30)),
         min_body_rate: reader.size_or_off(server.min_body_rate.as_ref(), 240) as u64,
         body_timeout: server.body_timeout.as_ref().map(|text| reader.duration(Some(text), Duration::MAX)),

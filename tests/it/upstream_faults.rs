@@ -608,7 +608,7 @@ fn disconnected_clients_leave_no_descriptor_and_no_permit() {
     const EACH: usize = 50;
     let Leaving { address: upstream, begun, closed } = Leaving::start();
     let gateway = Gateway::start(&format!(
-        "[server]\nworkers = 1\nrequest_buffer = \"0B\"\n[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2000\"\n\
+        "[server]\nworkers = 1\nrequest_buffer = \"0B\"\nhalf_close_timeout = \"0s\"\n[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2000\"\n\
          [upstream.u]\nservers = [\"http://{upstream}\"]\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"places\"]\n\
          [[route]]\nname = \"quick\"\npath = \"/quick\"\nlimits = [\"places\"]\nrespond = {{ status = 200 }}\n"
