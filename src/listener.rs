@@ -218,6 +218,7 @@ impl Server {
             None
         };
         // Load the verifier first: if it is replaced now, the certificate of the client is verified twice.
+        let has_websockets = listener.has_websockets;
         let client_verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
         let challenges = listener.tls.as_ref().and_then(|tls| tls.tls.pending_challenges());
@@ -240,8 +241,10 @@ impl Server {
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
-        let new_connection =
-            |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, serves, buffer_budget, drain };
+        let new_connection = |peer| {
+            let peer = Arc::new(peer);
+            HttpConnection { gateway, peer, settings, activity, serves, buffer_budget, drain, has_websockets }
+        };
         // Box the future, because the task would otherwise reserve space for it until the connection is closed.
         let close_reason = match acceptor {
             None => {

@@ -28,11 +28,12 @@ use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use crate::clock::monotonic;
+use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
 use crate::http::compression::CompressionOffer;
 use crate::http::cors;
@@ -42,6 +43,7 @@ use crate::http::headers;
 use crate::http::headers::RenderedValues;
 use crate::http::request_body;
 use crate::http::request_body::{ReplayBody, RequestBody};
+use crate::http::upgrade::{ExtendedConnect, UpgradeRequest};
 use crate::identity::auth::{Credentials, ProviderKind, Verified};
 use crate::identity::forward::{CacheKey, ForwardProvider};
 use crate::identity::spec::RequestAttributes;
@@ -382,6 +384,9 @@ struct Exchange<'a> {
     is_http2_head: bool,
 }
 
+/// Minimum time between two warnings of a client that asks for a WebSocket on a route without WebSockets.
+const IGNORED_WEBSOCKET_INTERVAL: Duration = Duration::from_mins(1);
+
 /// One attempt to get a response from an upstream.
 struct Attempt<'a> {
     /// Index of the upstream.
@@ -499,6 +504,9 @@ impl<'a> Exchange<'a> {
     ) -> Result<Reply, Rejection<'a>> {
         let Admitted { route, decision, llm, forwarded_path, rewritten_target } = admitted;
         let Exchange { flow, snapshot, peer, .. } = *self;
+        if !route.websocket && request.extensions().get::<OnUpgrade>().is_some() {
+            self.ignore_websocket(route, &request)?;
+        }
         let holdings = Holdings::new(decision, llm);
         let mut rest = None;
         let result = match &route.action {
@@ -554,6 +562,28 @@ impl<'a> Exchange<'a> {
         route.response_headers.apply(response.headers_mut(), &self.response_values);
         route.rate_limits.append_headers(response.headers_mut(), &settled.decision);
         Ok(Reply { response, held: settled.held })
+    }
+
+    /// Count and log a request for a WebSocket on a route that does not allow WebSockets. An HTTP/1.1 request is then
+    /// an ordinary request.
+    ///
+    /// # Errors
+    /// The request was an extended CONNECT request, which has no meaning without the WebSocket.
+    fn ignore_websocket(&self, route: &Route, request: &Request<RequestBody>) -> Result<(), Rejection<'a>> {
+        static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+        let offered = UpgradeRequest::from_headers(request.headers());
+        if !offered.is_some_and(|offered| offered.offers_websocket()) {
+            return Ok(());
+        }
+        self.snapshot.metrics.record_ignored_websocket();
+        if LOG_THROTTLE.should_log(IGNORED_WEBSOCKET_INTERVAL) {
+            warn!(
+                route = &*route.name,
+                "a client asked for a WebSocket, but the route does not allow it: set `websocket = true` in the route; \
+                 further requests are not logged for a minute"
+            );
+        }
+        if request.extensions().get::<ExtendedConnect>().is_some() { Err(Rejection::NoWebSocket) } else { Ok(()) }
     }
 
     /// Send a request to one upstream, and record the attempt.

@@ -318,7 +318,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
-    let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut acme, &mut network_files, reader);
+    let mut listeners = listeners::listeners(&config.listener, trusted_proxies, &mut acme, &mut network_files, reader);
     let acme = listeners::acme(config, acme, &listeners, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
@@ -339,6 +339,10 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let descriptors = descriptors::descriptors(config, &limits, reader);
     let (routes, table) =
         routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
+    for (index, listener) in listeners.iter_mut().enumerate() {
+        let serves = |route: &Route| route.listeners.is_empty() || route.listeners.contains(&index);
+        listener.has_websockets = routes.iter().any(|route| route.websocket && serves(route));
+    }
     upstreams.extend(internal.settings);
     upstream_tls.extend(internal.tls);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)

@@ -101,6 +101,17 @@ impl ProcessState {
                 "HTTP/2 client connections that were closed because the client reset too many requests",
             )?
             .write_counter(&[], too_many_resets)?;
+        let [ignored] = sum_counts(
+            self.request_metrics
+                .ignored_websockets
+                .all()
+                .iter()
+                .flat_map(|(_, workers)| workers)
+                .map(|count| count.values()),
+        );
+        exposition
+            .counter("websockets_ignored", "Requests for WebSockets on routes that do not allow WebSockets")?
+            .write_counter(&[], ignored)?;
         let mut writer = exposition.counter("tls_handshakes", "TLS handshakes with clients")?;
         for (index, version) in TLS_VERSIONS.iter().enumerate() {
             let counts = sum_counts(metrics.iter().map(|metrics| metrics.handshakes[index].values()));

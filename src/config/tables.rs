@@ -131,7 +131,7 @@ pub struct Route {
     /// Send a copy of each forwarded request to another upstream and discard its response:
     /// `{ upstream = "next", percent = 10 }` ([mirroring](../how-to/mirror.md)).
     pub mirror: Option<Spanned<Mirror>>,
-    /// Allow protocol upgrades, such as WebSocket.
+    /// Allow protocol upgrades, such as WebSocket, over HTTP/1.1, and WebSockets over HTTP/2 (RFC 8441).
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
     /// Styles of the RateLimit headers: `draft-11`, `draft-07`, `draft-03`, `github`, `openai` or `anthropic`. `ietf`

@@ -245,14 +245,14 @@ impl Body {
 }
 
 /// Keep the request in flight until the body of its response is dropped. After a protocol upgrade, move the body to the
-/// connection, where it serves as the tunnel.
+/// connection or the HTTP/2 stream, where it serves as the tunnel.
 pub fn complete_response(in_flight: InFlightRequest, response: &mut Response<Body>) {
     if response.version() == Version::HTTP_10 {
         in_flight.flow().mark_close_delimited();
     }
-    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+    if matches!(response.body().kind, BodyKind::Tunnel { .. }) {
         let body = mem::replace(response.body_mut(), Body::full(""));
-        return in_flight.set_tunnel(Box::pin(body.run_tunnel()));
+        return in_flight.set_tunnel(body.run_tunnel());
     }
     if in_flight.announces_close() {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

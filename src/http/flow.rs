@@ -46,8 +46,6 @@ pub struct ConnectionActivity {
     is_suspended: AtomicBool,
     /// Whether the connection must not be suspended.
     is_suspension_forbidden: AtomicBool,
-    /// The tunnel that the connection becomes after a protocol upgrade.
-    tunnel: ContinuationSlot,
     /// Whether the connection becomes a tunnel.
     is_tunnel: AtomicBool,
     /// Number of HTTP/2 requests.
@@ -92,7 +90,7 @@ impl ConnectionActivity {
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter) = Default::default();
         let (announces_close, has_unwritten_response, is_suspended, is_suspension_forbidden) = Default::default();
-        let (tunnel, is_tunnel) = Default::default();
+        let is_tunnel = Default::default();
         let (requests, premature_resets) = Default::default();
         Arc::new(ConnectionActivity {
             opened_at: monotonic(),
@@ -102,7 +100,6 @@ impl ConnectionActivity {
             has_unwritten_response,
             is_suspended,
             is_suspension_forbidden,
-            tunnel,
             is_tunnel,
             requests,
             premature_resets,
@@ -182,11 +179,6 @@ impl ConnectionActivity {
         self.announces_close.store(announce, Ordering::Relaxed);
     }
 
-    /// Take the tunnel that uses the connection after the protocol upgrade.
-    pub fn take_tunnel(&self) -> Option<Continuation> {
-        self.tunnel.take()
-    }
-
     /// Return the time until the connection times out. Before the end of the first response, `header_timeout` applies,
     /// and afterwards `idle_timeout`. Return `None` if the timeout has expired. While a request is in flight, return
     /// the whole `idle_timeout`.
@@ -256,10 +248,19 @@ impl InFlightRequest {
         self.activity.announces_close.load(Ordering::Relaxed)
     }
 
-    /// Set the tunnel that the connection becomes after the response.
-    pub(super) fn set_tunnel(&self, tunnel: Continuation) {
-        self.activity.is_tunnel.store(true, Ordering::Relaxed);
-        self.activity.tunnel.put(tunnel);
+    /// Set the tunnel that the HTTP/1.x connection or the HTTP/2 stream becomes after the response. On an HTTP/2
+    /// connection, the request stays in flight until the tunnel ends.
+    pub(super) fn set_tunnel(self, tunnel: impl Future<Output = ()> + Send + 'static) {
+        let flow = self.flow.clone();
+        if flow.is_multiplexed {
+            flow.tunnel.put(Box::pin(async move {
+                tunnel.await;
+                drop(self);
+            }));
+        } else {
+            self.activity.is_tunnel.store(true, Ordering::Relaxed);
+            flow.tunnel.put(Box::pin(tunnel));
+        }
     }
 }
 
@@ -322,6 +323,8 @@ pub struct StreamFlow {
     is_abandoned: AtomicBool,
     /// The request that hyper has dropped, because its client has gone away.
     abandoned: ContinuationSlot,
+    /// The tunnel that follows a protocol upgrade.
+    tunnel: ContinuationSlot,
 }
 
 impl StreamFlow {
@@ -353,7 +356,13 @@ impl StreamFlow {
             is_in_exchange: AtomicBool::new(false),
             is_abandoned: AtomicBool::new(false),
             abandoned: ContinuationSlot::default(),
+            tunnel: ContinuationSlot::default(),
         })
+    }
+
+    /// Take the tunnel that follows a protocol upgrade.
+    pub fn take_tunnel(&self) -> Option<Continuation> {
+        self.tunnel.take()
     }
 
     /// Return the read limit of the upstream connection after `sent` bytes of the response were sent.

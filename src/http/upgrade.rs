@@ -7,13 +7,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
+use aws_lc_rs::digest::{SHA1_FOR_LEGACY_USE_ONLY, digest};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use futures_util::future::join;
-use http::HeaderMap;
-use http::header::{CONNECTION, HeaderName, HeaderValue, UPGRADE};
+use http::header::{
+    CONNECTION, HeaderName, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_VERSION, UPGRADE,
+};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use hyper::ext::Protocol;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf, copy_bidirectional};
 use tokio::time::timeout;
+use uuid::Uuid;
 
 use crate::clock::monotonic;
 
@@ -36,6 +43,11 @@ impl UpgradeRequest {
         let protocols: Vec<_> = tokens(headers, &UPGRADE).filter(|protocol| !carries_requests(protocol)).collect();
         let value = HeaderValue::from_str(&protocols.join(", ")).ok();
         value.filter(|value| !value.is_empty()).map(UpgradeRequest)
+    }
+
+    /// Return whether the client offers to open a WebSocket.
+    pub fn offers_websocket(&self) -> bool {
+        split_list(&self.0).any(|protocol| protocol.eq_ignore_ascii_case(WEBSOCKET))
     }
 
     /// Set `Connection` and `Upgrade` in the headers of the upstream request.
@@ -70,6 +82,51 @@ fn tokens<'a>(headers: &'a HeaderMap, name: &'a HeaderName) -> impl Iterator<Ite
 
 fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
     value.to_str().unwrap_or_default().split(',').map(str::trim).filter(|token| !token.is_empty())
+}
+
+// === WebSockets over HTTP/2 (RFC 8441): an extended CONNECT request becomes an HTTP/1.1 upgrade ===
+
+const WEBSOCKET: &str = "websocket";
+
+/// The text that the server appends to the key before it hashes the key (RFC 6455 §4.2.2).
+const ACCEPT_SUFFIX: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
+
+/// Marks an upgrade request that the gateway has made from an extended CONNECT request. Contains the value of
+/// `Sec-WebSocket-Accept` that the upstream must send.
+#[derive(Debug, Clone)]
+pub struct ExtendedConnect(HeaderValue);
+
+/// If this is an extended CONNECT request for a WebSocket, convert it into the upgrade request of HTTP/1.1: GET with
+/// `Upgrade: websocket` and a new `Sec-WebSocket-Key`. Routes and limits then handle it as such a request.
+pub fn convert_extended_connect<B>(request: &mut Request<B>) {
+    let protocol = request.extensions().get::<Protocol>();
+    if !protocol.is_some_and(|protocol| protocol.as_str().eq_ignore_ascii_case(WEBSOCKET)) {
+        return;
+    }
+    let key = STANDARD.encode(Uuid::new_v4().as_bytes());
+    let accept = STANDARD.encode(digest(&SHA1_FOR_LEGACY_USE_ONLY, format!("{key}{ACCEPT_SUFFIX}").as_bytes()));
+    let (Ok(key), Ok(accept)) = (HeaderValue::try_from(key), HeaderValue::try_from(accept)) else { return };
+    *request.method_mut() = Method::GET;
+    request.extensions_mut().insert(ExtendedConnect(accept));
+    let headers = request.headers_mut();
+    set_upgrade_headers(headers, HeaderValue::from_static(WEBSOCKET));
+    headers.insert(SEC_WEBSOCKET_KEY, key);
+    headers.entry(SEC_WEBSOCKET_VERSION).or_insert(HeaderValue::from_static("13"));
+}
+
+impl ExtendedConnect {
+    /// Return whether the upstream has accepted the WebSocket (RFC 6455 §4.1).
+    pub fn is_accepted(&self, response_headers: &HeaderMap) -> bool {
+        response_headers.get(SEC_WEBSOCKET_ACCEPT) == Some(&self.0)
+    }
+
+    /// Convert the 101 response of the upstream into the response to the extended CONNECT request (RFC 8441 §5).
+    pub fn convert_response<B>(response: &mut Response<B>) {
+        *response.status_mut() = StatusCode::OK;
+        for name in [CONNECTION, UPGRADE, SEC_WEBSOCKET_ACCEPT] {
+            response.headers_mut().remove(name);
+        }
+    }
 }
 
 // === Tunnel: bytes are copied between two upgraded connections until both directions have ended ===

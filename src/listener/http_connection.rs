@@ -1,5 +1,6 @@
 //! HTTP on one client connection: requests, timeouts, drain, and how the connection is closed.
 
+use std::cell::RefCell;
 use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
 
-use http::{Request, Response, StatusCode, Version};
+use http::{Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -28,6 +29,7 @@ use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
+use crate::http::upgrade;
 use crate::listener::handshake::{LOG_INTERVAL, Protocol};
 use crate::listener::stream::MonitoredStream;
 use crate::proxy::Gateway;
@@ -112,6 +114,8 @@ pub(super) struct HttpConnection {
     pub(super) buffer_budget: Arc<BufferBudget>,
     /// A token that is cancelled when draining starts.
     pub(super) drain: CancellationToken,
+    /// Whether HTTP/2 clients may open WebSockets (RFC 8441).
+    pub(super) has_websockets: bool,
 }
 
 /// The future of a request that the gateway handles.
@@ -151,6 +155,13 @@ struct StreamKeeper {
 #[derive(Debug, Clone)]
 struct StreamExecutor(Arc<ConnectionStreams>);
 
+thread_local! {
+    /// The flow of the stream that hyper passes to the executor next. hyper calls the service and then at once passes
+    /// the future of the service to the executor. Futures that hyper passes without a call of the service, for example
+    /// to send the bytes of a tunnel, get a new flow.
+    static NEXT_FLOW: RefCell<Option<Arc<StreamFlow>>> = const { RefCell::new(None) };
+}
+
 /// The streams of an HTTP/2 connection.
 #[derive(Debug)]
 struct ConnectionStreams {
@@ -159,9 +170,6 @@ struct ConnectionStreams {
     /// Budget of inspected request bodies, which the gateway reads before it forwards the request. They have a separate
     /// budget, because the gateway holds a whole inspected body in memory, and the body may be larger than `budget`.
     inspected: Arc<BufferBudget>,
-    /// The flow of the stream that hyper passes to the executor next. hyper calls the service and then passes the
-    /// future of the service to the executor, both in the task of the connection.
-    next_flow: Mutex<Option<Arc<StreamFlow>>>,
     /// Number of requests that the client has reset, and for which an upstream may still be working.
     abandoned: AtomicUsize,
     drain: CancellationToken,
@@ -227,8 +235,11 @@ impl HttpConnection {
             Protocol::Http2 => {
                 let executor = StreamExecutor::new(settings, self.buffer_budget.clone(), self.drain.clone());
                 let service = service_fn(|request| self.serve_stream(&executor, request));
-                let connection =
-                    http2_builder(settings, executor.clone()).serve_connection(TokioIo::new(stream), service);
+                let mut builder = http2_builder(settings, executor.clone());
+                if self.has_websockets {
+                    builder.enable_connect_protocol();
+                }
+                let connection = builder.serve_connection(TokioIo::new(stream), service);
                 // Use no grace period when draining, because GOAWAY tells the client which of its requests the gateway
                 // still serves (RFC 9113 §6.8). Box the future, because it is twice as large as the future of HTTP/1.
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
@@ -400,7 +411,7 @@ impl HttpConnection {
             }
             waker.mark_ready();
         }
-        if let Some(tunnel) = self.activity.take_tunnel() {
+        if let Some(tunnel) = flow.take_tunnel() {
             tunnel.await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
@@ -525,37 +536,26 @@ impl StreamExecutor {
         let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
         let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
         let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
-        let (next_flow, abandoned) = Default::default();
+        let abandoned = Default::default();
         let body_idle_timeout = settings.body_idle_timeout;
-        StreamExecutor(Arc::new(ConnectionStreams {
-            body_idle_timeout,
-            budget,
-            inspected,
-            next_flow,
-            abandoned,
-            drain,
-        }))
+        StreamExecutor(Arc::new(ConnectionStreams { body_idle_timeout, budget, inspected, abandoned, drain }))
     }
 
     /// Create the flow of the stream that hyper passes to the executor next.
     fn start_stream(&self) -> Arc<StreamFlow> {
         let flow = self.new_flow();
-        *self.lock_next_flow() = Some(flow.clone());
+        NEXT_FLOW.set(Some(flow.clone()));
         flow
     }
 
     fn new_flow(&self) -> Arc<StreamFlow> {
         StreamFlow::for_stream(self.0.budget.clone(), self.0.inspected.clone())
     }
-
-    fn lock_next_flow(&self) -> MutexGuard<'_, Option<Arc<StreamFlow>>> {
-        self.0.next_flow.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
-        let flow = self.lock_next_flow().take().unwrap_or_else(|| self.new_flow());
+        let flow = NEXT_FLOW.take().unwrap_or_else(|| self.new_flow());
         let mut watchdog = WriteWatchdog::new(self.0.body_idle_timeout, flow.clone());
         let mut stream = Box::pin(stream);
         let streams = self.0.clone();
@@ -563,6 +563,9 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
             poll_fn(|cx| watchdog.poll(stream.as_mut(), cx)).await;
             // If the watchdog has stopped, this sends RST_STREAM.
             drop(stream);
+            if let Some(tunnel) = flow.take_tunnel() {
+                tunnel.await;
+            }
             if let Some(request) = flow.take_abandoned() {
                 streams.abandoned.fetch_add(1, Ordering::Relaxed);
                 // Box the future, because only few streams need space for it.
@@ -633,7 +636,10 @@ fn serve_request(
     // result then covers only the bodies of earlier requests.
     let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
-    let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
+    let mut request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
+    if http2 && *request.method() == Method::CONNECT {
+        upgrade::convert_extended_connect(&mut request);
+    }
     Box::pin(async move {
         // Reset the stream of a malformed HTTP/2 request (RFC 9113 §8.1.1). For HTTP/1, hyper itself rejects malformed
         // requests.

@@ -21,7 +21,7 @@ use crate::http::headers::{
 use crate::http::request_body;
 use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::http::target::{canonical_path, request_host};
-use crate::http::upgrade::{Tunnel, UpgradeRequest};
+use crate::http::upgrade::{ExtendedConnect, Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
 use crate::identity::auth::Credentials;
 use crate::identity::client_cert::ClientCertificate;
@@ -127,10 +127,11 @@ pub(super) async fn forward(
         // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
-    let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
+    let pending_upgrade = upgrade_request.and_then(|offered| {
         let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
-        upgrade_request.insert_into(request.headers_mut());
-        Some((upgrade_request, downstream))
+        offered.insert_into(request.headers_mut());
+        let connect = request.extensions_mut().remove();
+        Some(PendingUpgrade { offered, downstream, connect })
     });
     if let Some(target) = target {
         *request.uri_mut() = Uri::from(target);
@@ -176,6 +177,12 @@ pub(super) async fn forward(
             Err(_) => return Err(route_timeout()),
         },
     };
+    let is_connect = pending_upgrade.as_ref().is_some_and(|pending| pending.connect.is_some());
+    if is_connect && response.status().is_success() {
+        // The client would take the response for a WebSocket.
+        let fault = "the response to a WebSocket handshake is neither 101 nor an error";
+        return Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault });
+    }
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
         let upgraded = self::accept_upgrade(response, pending_upgrade, config.server.idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
@@ -255,17 +262,32 @@ fn body_limits(
 /// Return the 101 response with the tunnel, or `None` if the upstream switched to a protocol that was not offered.
 fn accept_upgrade(
     response: Response<Body>,
-    pending: Option<(UpgradeRequest, OnUpgrade)>,
+    pending: Option<PendingUpgrade>,
     idle_timeout: Duration,
 ) -> Option<Response<Body>> {
-    let (upgrade_request, downstream) = pending?;
+    let PendingUpgrade { offered, downstream, connect } = pending?;
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
-    let protocols = upgrade_request.accepted_protocols(&parts.headers)?;
+    let protocols = offered.accepted_protocols(&parts.headers)?;
+    if connect.as_ref().is_some_and(|connect| !connect.is_accepted(&parts.headers)) {
+        return None;
+    }
     let upstream = parts.extensions.remove::<OnUpgrade>()?;
     headers::strip_hop_by_hop(&mut parts.headers, &ProtectedHeaders::default());
     upgrade::set_upgrade_headers(&mut parts.headers, protocols);
-    Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
+    let mut response = Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout }));
+    if connect.is_some() {
+        ExtendedConnect::convert_response(&mut response);
+    }
+    Some(response)
+}
+
+/// An upgrade that is offered to the upstream.
+struct PendingUpgrade {
+    offered: UpgradeRequest,
+    downstream: OnUpgrade,
+    /// `Some` if the client has sent an extended CONNECT request.
+    connect: Option<ExtendedConnect>,
 }
 
 // === Headers of the upstream request ===
@@ -310,7 +332,8 @@ pub fn prepare_upstream_headers<B>(
     let headers = request.headers_mut();
     // Do not offer an upgrade for HTTP/1.0, which does not support upgrades. Do not offer one for a request with a
     // body, because the body must be read before the protocol changes (RFC 9110 §7.8).
-    let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
+    // An HTTP/2 request with `Upgrade` was an extended CONNECT request.
+    let can_upgrade = route.websocket && version >= Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &config.protected_headers);
     headers::set_framing(headers, info.length);

@@ -147,6 +147,10 @@ impl Rejection<'_> {
                 problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the gateway does not serve this method"),
                 "unsupported-method",
             ),
+            Rejection::NoWebSocket => (
+                problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the route does not allow WebSockets"),
+                "websocket-not-allowed",
+            ),
             Rejection::LowercaseMethod => (
                 problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "the method must be in upper case"),
                 "bad-method",
@@ -593,6 +597,7 @@ impl Rejection<'_> {
             | Rejection::UriTooLong
             | Rejection::BodyTooLarge
             | Rejection::MethodNotImplemented
+            | Rejection::NoWebSocket
             | Rejection::LowercaseMethod
             | Rejection::UnsupportedTransferCoding
             | Rejection::MethodNotAllowed(_)

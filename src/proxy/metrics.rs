@@ -188,6 +188,8 @@ pub struct RequestMetrics {
     pub forward_auth: MetricFamily<Counter<4>>,
     /// Duration of rate limit checks, for all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
+    /// Requests for WebSockets on routes that do not allow WebSockets.
+    pub ignored_websockets: MetricFamily<Counter<1>>,
     /// Copies of mirrored requests, by route.
     pub mirrors: MetricFamily<MirrorStats>,
     /// Memory budget for the bodies of all mirrored copies.
@@ -283,6 +285,7 @@ pub(super) struct WorkerMetrics {
     /// Counters of [`AuthResult`] by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
+    ignored_websockets: Arc<Counter<1>>,
     pub(super) mirror_budget: Arc<BufferBudget>,
     pub(super) inspected_by_network: Arc<UsageByNetwork>,
     pub(super) rests: Arc<RestCounter>,
@@ -439,6 +442,7 @@ impl WorkerMetrics {
                 })
                 .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
+            ignored_websockets: request_metrics.ignored_websockets.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
             inspected_by_network: request_metrics.inspected_by_network.clone(),
             rests: request_metrics.rests.clone(),
@@ -473,6 +477,11 @@ impl WorkerMetrics {
     /// Record a request that the client aborted before the response.
     pub(super) fn record_aborted(&self, route: Option<usize>) {
         self.responses(route).1.increment(ABORTED);
+    }
+
+    /// Record a request for a WebSocket on a route that does not allow WebSockets.
+    pub(super) fn record_ignored_websocket(&self) {
+        self.ignored_websockets.increment(0);
     }
 
     /// Record the response to a request that the HTTP parser has rejected.

@@ -34,6 +34,8 @@ pub enum Rejection<'a> {
     BodyTooLarge,
     /// The method is CONNECT or TRACE, which the gateway does not implement.
     MethodNotImplemented,
+    /// The client opens a WebSocket over HTTP/2, but the route does not allow WebSockets.
+    NoWebSocket,
     /// The method contains lowercase letters.
     LowercaseMethod,
     /// The request has a transfer coding other than `chunked`. The gateway cannot forward other codings.

@@ -49,6 +49,8 @@ pub struct Listener {
     pub tls: Option<ListenerTls>,
     /// Client networks that may use the listener. `None` = all.
     pub access: Option<AccessRules>,
+    /// Whether a route of the listener allows WebSockets. HTTP/2 clients then learn that they may open WebSockets.
+    pub has_websockets: bool,
 }
 
 /// `protocol` of a listener
@@ -121,7 +123,7 @@ pub(super) fn listeners(
             None => {
                 spans.push((address, text.span()));
                 let name = listener.name.as_ref().map(|name| name.get_ref().as_str().into());
-                compiled.push(Listener { name, address, protocol, proxy_protocol, tls, access });
+                compiled.push(Listener { name, address, protocol, proxy_protocol, tls, access, has_websockets: false });
             }
         }
     }

@@ -81,6 +81,8 @@ pub struct Route {
     pub max_body: Option<u64>,
     /// Whether protocol upgrades are allowed.
     pub websocket: bool,
+    /// Indices of the listeners of the route. An empty list means all listeners.
+    pub listeners: Vec<usize>,
     /// Mirroring: which requests are copied to another upstream. `None` if none are.
     pub mirror: Option<Mirror>,
     /// Changes to the headers of the upstream request.
@@ -308,6 +310,7 @@ impl Route {
             rate_limits: RouteLimits::default(),
             max_body: None,
             websocket: false,
+            listeners: self.listeners.clone(),
             mirror: None,
             request_headers: HeaderMutations::default(),
             response_headers: HeaderMutations::default(),
@@ -410,6 +413,7 @@ pub(super) fn routes(
             rate_limits,
             max_body,
             websocket,
+            listeners: pattern.listeners.clone(),
             mirror,
             request_headers,
             sets_hsts: is_secured && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),

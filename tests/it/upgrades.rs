@@ -8,11 +8,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
+use crate::support::reload;
 use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{MAX_WAIT, assert_silent, eventually};
+use bytes::Bytes;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use sluicegate::clock::monotonic;
@@ -482,4 +485,214 @@ fn stopping_gateway_closes_tunnels_at_drain_timeout() {
     assert!(gateway.wait().success());
     assert_gone(&mut client);
     assert_gone(&mut server);
+}
+
+// ---- WebSockets over HTTP/2 (RFC 8441) -----------------------------------------------------------
+
+/// A text frame with the content `hello` (RFC 6455 §5.2): from a client with a mask of zeros, and from a server.
+const HELLO: [&[u8]; 2] = [b"\x81\x85\0\0\0\0hello", b"\x81\x05hello"];
+/// A close frame of a client, and of a server.
+const CLOSE: [&[u8]; 2] = [b"\x88\x80\0\0\0\0", b"\x88\0"];
+
+/// An HTTP/2 client that has received the SETTINGS of the gateway.
+async fn http2_client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
+    let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    let mut client = client.ready().await.unwrap();
+    let request = http::Request::get("http://chat.test/nowhere").body(()).unwrap();
+    assert_eq!(client.send_request(request, true).unwrap().0.await.unwrap().status(), 404);
+    client
+}
+
+/// A WebSocket of an HTTP/2 client.
+struct Http2Socket {
+    response: http::Response<()>,
+    sender: h2::SendStream<Bytes>,
+    receiver: h2::RecvStream,
+}
+
+impl Http2Socket {
+    async fn open(client: &mut h2::client::SendRequest<Bytes>, path: &str) -> Http2Socket {
+        let request = http::Request::connect(format!("http://chat.test{path}"))
+            .extension(h2::ext::Protocol::from_static("websocket"))
+            .header("sec-websocket-version", "13")
+            .body(())
+            .unwrap();
+        let (response, sender) = client.send_request(request, false).unwrap();
+        let (parts, receiver) = response.await.unwrap().into_parts();
+        Http2Socket { response: http::Response::from_parts(parts, ()), sender, receiver }
+    }
+
+    fn status(&self) -> u16 {
+        self.response.status().as_u16()
+    }
+
+    /// Send a frame, and read the frame that the server responds with.
+    async fn exchange(&mut self, [frame, expected]: [&'static [u8]; 2]) {
+        self.sender.send_data(Bytes::from_static(frame), false).unwrap();
+        let mut received = Vec::new();
+        while received.len() < expected.len() {
+            let data = self.receiver.data().await.unwrap().unwrap();
+            self.receiver.flow_control().release_capacity(data.len()).unwrap();
+            received.extend_from_slice(&data);
+        }
+        assert_eq!(received, expected);
+    }
+
+    /// Wait until the gateway ends the stream, with END_STREAM or a reset.
+    async fn assert_ended(mut self) {
+        if let Some(Ok(data)) = self.receiver.data().await {
+            assert_eq!(data.escape_ascii().to_string(), "", "bytes follow");
+        }
+    }
+}
+
+fn block_on<T>(talk: impl Future<Output = T>) -> T {
+    // A second thread drives the connections while the test waits for the gateway.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("the gateway responds in time") })
+}
+
+#[test]
+fn websocket_over_http2_reaches_an_http1_upstream() {
+    let (upstream, heads) = echo();
+    let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n";
+    let gateway = Gateway::start(&config(upstream, &format!("{log}{PLACES}")));
+    block_on(async {
+        let mut client = http2_client(&gateway).await;
+        assert!(client.is_extended_connect_protocol_enabled());
+        for ends_with_reset in [false, true] {
+            let mut sockets =
+                [Http2Socket::open(&mut client, "/ws?room=1").await, Http2Socket::open(&mut client, "/ws").await];
+            for socket in &mut sockets {
+                assert_eq!(socket.status(), 200);
+                for name in ["upgrade", "connection", "sec-websocket-accept"] {
+                    assert!(!socket.response.headers().contains_key(name), "{name}");
+                }
+                socket.exchange(HELLO).await;
+            }
+            // Both permits are held, over HTTP/2 and over HTTP/1.1.
+            assert_eq!(Http2Socket::open(&mut client, "/ws").await.status(), 429);
+            assert_eq!(gateway.get("/quick").status, 429);
+            for mut socket in sockets {
+                if ends_with_reset {
+                    socket.sender.send_reset(h2::Reason::CANCEL);
+                } else {
+                    socket.exchange(CLOSE).await;
+                    socket.assert_ended().await;
+                }
+            }
+            assert_permits_free(&gateway);
+        }
+    });
+    let heads = heads.lock().unwrap();
+    assert_eq!(heads.len(), 4);
+    for head in &*heads {
+        assert_eq!(
+            (&head["host"], &head["sec-websocket-version"]),
+            (&"chat.test".parse().unwrap(), &"13".parse().unwrap())
+        );
+        assert_eq!(head["sec-websocket-key"].len(), 24, "{head:?}");
+    }
+    assert_ne!(heads[0]["sec-websocket-key"], heads[1]["sec-websocket-key"]);
+    let record = |status: u64| {
+        let log = std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
+        let records = log.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+        records.filter(|record| record["route"] == "ws" && record["status"] == status).count()
+    };
+    eventually("each WebSocket has a record", || record(200) == 4 && record(429) == 2);
+}
+
+#[test]
+fn websocket_over_http2_ends_at_idle_timeout_and_gets_errors_of_the_upstream() {
+    let forbidding = serve(|mut stream| {
+        read_head(&mut stream).unwrap();
+        stream.write_all(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno").unwrap();
+    });
+    let (echo, _) = echo();
+    let gateway = Gateway::start(&config(echo, &format!("[server]\nidle_timeout = \"300ms\"\n{PLACES}")));
+    block_on(async {
+        let mut client = http2_client(&gateway).await;
+        let mut socket = Http2Socket::open(&mut client, "/ws").await;
+        socket.exchange(HELLO).await;
+        socket.assert_ended().await;
+    });
+    assert_permits_free(&gateway);
+    let gateway = Gateway::start(&config(forbidding, ""));
+    block_on(async {
+        let mut client = http2_client(&gateway).await;
+        let mut socket = Http2Socket::open(&mut client, "/ws").await;
+        assert_eq!(socket.status(), 403);
+        assert_eq!(socket.receiver.data().await.unwrap().unwrap(), "no");
+    });
+}
+
+#[test]
+fn http2_client_gets_502_if_the_upstream_does_not_accept_the_websocket_correctly() {
+    for response in [
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        "HTTP/1.1 204 No Content\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
+    ] {
+        let upstream = serve(move |mut stream| {
+            read_head(&mut stream).unwrap();
+            stream.write_all(response.as_bytes()).unwrap();
+            let _ = std::io::copy(&mut stream, &mut std::io::sink());
+        });
+        let gateway = Gateway::start(&config(upstream, ""));
+        block_on(async {
+            let mut client = http2_client(&gateway).await;
+            assert_eq!(Http2Socket::open(&mut client, "/ws").await.status(), 502, "{response}");
+        });
+    }
+}
+
+#[test]
+fn websocket_on_a_route_without_websockets_is_logged_and_counted() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&with_admin(&config(upstream.address, "")));
+    let ignored = || metric(&gateway, "sluicegate_websockets_ignored_total");
+    let websocket = [("Connection", "Upgrade"), ("Upgrade", "websocket")];
+    let mut client = gateway.client();
+    for count in 1..=3 {
+        assert_eq!(client.get_with("/plain", &websocket).status, 200, "an ordinary request");
+        assert_eq!(ignored(), f64::from(count));
+    }
+    // An offer of another protocol is no WebSocket.
+    assert_eq!(client.get_with("/plain", &SWITCH).status, 200);
+    block_on(async {
+        let mut client = http2_client(&gateway).await;
+        for path in ["/plain", "/quick"] {
+            assert_eq!(Http2Socket::open(&mut client, path).await.status(), 501, "{path}");
+        }
+        assert_eq!(Http2Socket::open(&mut client, "/nowhere").await.status(), 404);
+    });
+    assert_eq!(ignored(), 5.0);
+    let log = gateway.log();
+    let warning = "but the route does not allow it: set `websocket = true` in the route";
+    assert_eq!(log.matches(warning).count(), 1, "{log}");
+    assert!(log.contains("plain"), "{log}");
+    assert_eq!(upstream.count(), 4, "the upstream gets no request of an HTTP/2 WebSocket");
+}
+
+#[test]
+fn extended_connect_is_offered_only_on_listeners_with_a_websocket_route() {
+    let (upstream, _) = echo();
+    let open = config(upstream, "");
+    let closed = open.replace("websocket = true\n", "");
+    let gateway = Gateway::start(&reload::with_admin(&closed));
+    let is_offered = || block_on(async { http2_client(&gateway).await.is_extended_connect_protocol_enabled() });
+    assert!(!is_offered());
+    reload::reloads(&gateway, &open);
+    assert!(is_offered(), "a reload applies to new connections");
+    let other = open.replace("websocket = true\n", "websocket = true\nlisteners = [\"other\"]\n");
+    let listeners =
+        "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\nname = \"other\"\naddress = \"127.0.0.1:0\"\n";
+    let gateway = Gateway::start(&format!("{other}{listeners}"));
+    let is_offered = || block_on(async { http2_client(&gateway).await.is_extended_connect_protocol_enabled() });
+    assert!(!is_offered(), "the route belongs to another listener");
 }
