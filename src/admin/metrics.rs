@@ -20,6 +20,7 @@ use crate::proxy::metrics::{
 use crate::proxy::mirror_state::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
+use crate::upstream::cluster::ServerState;
 use crate::upstream::error::FailureReason;
 use crate::upstream::retry::RetryReason;
 
@@ -358,15 +359,20 @@ impl ProcessState {
         let clusters = self.config_handle.active().clusters.clone();
         let statuses: Vec<_> = clusters.iter().map(|cluster| (&*cluster.settings.name, cluster.status())).collect();
         let endpoints = || statuses.iter().flat_map(|(name, all)| all.iter().map(move |endpoint| (*name, endpoint)));
-        let mut writer = exposition.gauge(
-            "upstream_server_up",
-            "1 while an endpoint is healthy, 0 while it is unhealthy, ejected or unreachable",
-        )?;
+        let mut writer = exposition
+            .gauge("upstream_server_up", "0 while an endpoint is unhealthy, ejected or unreachable, otherwise 1")?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(
                 &[("upstream", upstream), ("server", &endpoint.server)],
-                u64::from(endpoint.state == "healthy"),
+                u64::from(!endpoint.state.is_fault()),
             )?;
+        }
+        let mut writer = exposition.gauge("upstream_servers", "Endpoints by upstream and state")?;
+        for (upstream, endpoints) in &statuses {
+            for state in ServerState::ALL {
+                let count = endpoints.iter().filter(|endpoint| endpoint.state == state).count();
+                writer.write_gauge(&[("upstream", upstream), ("state", state.label())], count as u64)?;
+            }
         }
         let mut writer = exposition
             .gauge("upstream_server_requests_in_flight", "Requests in flight at an endpoint, from all workers")?;

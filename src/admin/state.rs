@@ -172,7 +172,10 @@ impl ProcessState {
             (false, true, true) => ReadinessStatus::Ready,
             (false, true, false) => ReadinessStatus::Degraded,
         };
-        let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
+        let to_server = |EndpointStatus { server, state, in_flight }| {
+            let state = state.label();
+            EndpointReadiness { server, state, in_flight }
+        };
         let certificates = active.config.acme.as_ref().map(|acme| {
             let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
             CertificateReadiness { missing: missing.cloned().collect() }

@@ -26,7 +26,7 @@ const EXPIRY_WARNING_DAYS: i64 = 14;
 const SECONDS_PER_DAY: i64 = 86_400;
 
 /// The states of an endpoint.
-const ENDPOINT_STATES: [&str; 4] = ["healthy", "unhealthy", "ejected", "unreachable"];
+const ENDPOINT_STATES: [&str; 5] = ["healthy", "unhealthy", "ejected", "unreachable", "not checked"];
 
 /// Show the state of the running gateway on one page
 ///
@@ -227,22 +227,23 @@ impl<W: Write> Page<'_, W> {
             ENDPOINT_STATES.map(|state| as_list(servers).iter().filter(|server| server["state"] == state).count())
         };
         let rows = upstreams.iter().map(|(name, servers)| {
-            let [healthy, unhealthy, ejected, unreachable] = counts(servers).map(|count| count.to_string());
+            let [healthy, unhealthy, ejected, unreachable, unchecked] = counts(servers).map(|count| count.to_string());
             let in_flight: u64 = as_list(servers).iter().filter_map(|server| server["in_flight"].as_u64()).sum();
             let faulty = as_list(servers).iter().filter(|server| server["state"] != "healthy");
             let faulty: Vec<_> = faulty.map(|server| printable(&server["server"])).collect();
             let name = printable(&Value::from(name.as_str()));
-            [name, healthy, unhealthy, ejected, unreachable, in_flight.to_string(), faulty.join(" ")]
+            let in_flight = in_flight.to_string();
+            [name, healthy, unhealthy, ejected, unreachable, unchecked, in_flight, faulty.join(" ")]
         });
         let rows: Vec<_> = rows.collect();
         let style = |row: usize| match counts(upstreams.get(row)?.1) {
-            [0, ..] => Some(AnsiColor::Red.on_default()),
-            [_, 0, 0, 0] => None,
+            [_, 0, 0, 0, _] => None,
+            [0, .., 0] => Some(AnsiColor::Red.on_default()),
             _ => Some(AnsiColor::Yellow.on_default()),
         };
-        let [healthy, unhealthy, ejected, unreachable] = ENDPOINT_STATES;
-        let header = ["upstream", healthy, unhealthy, ejected, unreachable, "in flight", "not healthy"];
-        self.write_table(header, rows, &header[1..6], style)
+        let [healthy, unhealthy, ejected, unreachable, unchecked] = ENDPOINT_STATES;
+        let header = ["upstream", healthy, unhealthy, ejected, unreachable, unchecked, "in flight", "not healthy"];
+        self.write_table(header, rows, &header[1..7], style)
     }
 
     fn write_certificates(&mut self) -> io::Result<()> {

@@ -462,6 +462,9 @@ pub struct Upstream {
     /// hosting providers usually require `"server"`.
     #[schemars(extend("default" = "client"))]
     pub host: Option<Text>,
+    /// Which addresses of names the gateway uses: `"ipv4"` (A records), `"ipv6"` (AAAA records) or `"both"`.
+    #[schemars(extend("enum" = ["ipv4", "ipv6", "both"], "default" = "both"))]
+    pub resolve: Option<Text>,
     /// Maximum time to connect, including the TLS handshake and attempts at other servers. If it expires, the client
     /// gets 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]

@@ -22,7 +22,7 @@ use crate::tls::{Certificate, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, Protocol, ServerTrust, UpstreamTlsConfig};
 use crate::upstream::endpoint::hash;
 use crate::upstream::settings::{
-    EjectionSettings, HashSource, HealthSettings, HostPolicy, LoadBalancingPolicy, StickyCookie,
+    AddressFamilies, EjectionSettings, HashSource, HealthSettings, HostPolicy, LoadBalancingPolicy, StickyCookie,
     UpstreamServerSettings, UpstreamSettings,
 };
 
@@ -63,6 +63,11 @@ pub(super) fn upstream(
         name: name.into(),
         servers,
         protocol,
+        resolve: reader.one_of(
+            upstream.resolve.as_ref(),
+            AddressFamilies::Both,
+            &[("ipv4", AddressFamilies::Ipv4), ("ipv6", AddressFamilies::Ipv6), ("both", AddressFamilies::Both)],
+        ),
         host: upstream.host.as_ref().map_or(HostPolicy::Client, |text| host_policy(text, reader)),
         connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
         response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),

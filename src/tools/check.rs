@@ -41,7 +41,7 @@ use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_match::foreign_path_hint;
 use crate::snapshot::routes::Route;
 use crate::upstream::dns::DnsResolver;
-use crate::upstream::settings::UpstreamSettings;
+use crate::upstream::settings::{AddressFamilies, UpstreamSettings};
 
 /// A configuration in its parsed and in its compiled form.
 struct LintInput<'a> {
@@ -167,7 +167,7 @@ pub fn resolve_names(
     let mut warnings = Vec::new();
     let mut notes = Vec::new();
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return Ok((warnings, notes)) };
-    let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, &[])).await {
+    let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, AddressFamilies::Both, &[])).await {
         Ok(Ok(resolved)) => Ok(resolved.addresses),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("no response within {RESOLVE_TIMEOUT:?}")),

@@ -17,7 +17,7 @@ use crate::http::headers::cookie;
 use crate::upstream::endpoint::{
     Endpoint, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng, endpoint_weights, hash,
 };
-use crate::upstream::health::{Health, HealthState};
+use crate::upstream::health::{Contact, Health, HealthState};
 use crate::upstream::retry::RetryBudget;
 use crate::upstream::settings::{
     EjectionSettings, HashSource, HealthSettings, LoadBalancingPolicy, StickyCookie, UpstreamSettings,
@@ -51,14 +51,58 @@ pub struct UpstreamCluster {
 /// Minimum interval between log messages about an unreachable endpoint.
 const UNREACHABLE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
+/// State of an endpoint for the admin API and the metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerState {
+    /// The endpoint has accepted the last connection.
+    Healthy,
+    /// Health checks failed.
+    Unhealthy,
+    /// Requests failed, and outlier detection has ejected the endpoint.
+    Ejected,
+    /// The last attempt to connect failed.
+    Unreachable,
+    /// The gateway has not connected to the endpoint yet.
+    NotChecked,
+}
+
+impl ServerState {
+    /// All values of this enum.
+    pub const ALL: [ServerState; 5] = [
+        ServerState::Healthy,
+        ServerState::Unhealthy,
+        ServerState::Ejected,
+        ServerState::Unreachable,
+        ServerState::NotChecked,
+    ];
+
+    /// Return the name of the state.
+    pub fn label(self) -> &'static str {
+        match self {
+            ServerState::Healthy => "healthy",
+            ServerState::Unhealthy => "unhealthy",
+            ServerState::Ejected => "ejected",
+            ServerState::Unreachable => "unreachable",
+            ServerState::NotChecked => "not checked",
+        }
+    }
+
+    /// Return whether the state is a fault of the endpoint.
+    pub fn is_fault(self) -> bool {
+        match self {
+            ServerState::Unhealthy | ServerState::Ejected | ServerState::Unreachable => true,
+            ServerState::Healthy | ServerState::NotChecked => false,
+        }
+    }
+}
+
 /// Status of an endpoint for the admin API and the metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EndpointStatus {
     /// Name of the endpoint.
     pub server: String,
-    /// `healthy`, `unhealthy` (failed health checks), `ejected` (failed requests) or `unreachable` (in connect
-    /// backoff).
-    pub state: &'static str,
+    /// State of the endpoint.
+    pub state: ServerState,
     /// Number of requests in flight.
     pub in_flight: usize,
 }
@@ -126,10 +170,13 @@ impl UpstreamCluster {
         let status_of = |endpoint: &Arc<Endpoint>| {
             let health_state = endpoint.health_state();
             let state = match health_state.health(now) {
-                Health::Unhealthy => "unhealthy",
-                Health::Ejected => "ejected",
-                Health::Healthy if health_state.is_in_connect_backoff(now) => "unreachable",
-                Health::Healthy => "healthy",
+                Health::Unhealthy => ServerState::Unhealthy,
+                Health::Ejected => ServerState::Ejected,
+                Health::Healthy => match health_state.contact {
+                    Contact::None => ServerState::NotChecked,
+                    Contact::Reached => ServerState::Healthy,
+                    Contact::Failed => ServerState::Unreachable,
+                },
             };
             EndpointStatus { server: endpoint.name().to_owned(), state, in_flight: endpoint.in_flight() }
         };
@@ -396,7 +443,7 @@ impl UpstreamCluster {
 pub(super) mod tests {
     use super::*;
     use crate::upstream::connector::Protocol;
-    use crate::upstream::settings::{HostPolicy, UpstreamServerSettings};
+    use crate::upstream::settings::{AddressFamilies, HostPolicy, UpstreamServerSettings};
 
     pub(in crate::upstream) fn settings(servers: &[&str]) -> UpstreamSettings {
         let server = |host: &&str| UpstreamServerSettings {
@@ -411,6 +458,7 @@ pub(super) mod tests {
             name: "api".into(),
             servers: servers.iter().map(server).collect(),
             protocol: Protocol::Http1,
+            resolve: AddressFamilies::Both,
             host: HostPolicy::Client,
             connect_timeout: second,
             response_timeout: second,

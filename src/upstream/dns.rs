@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use hickory_resolver::config::{LookupIpStrategy, ResolveHosts, ResolverConfig, ResolverOpts};
+use hickory_resolver::config::{ResolveHosts, ResolverConfig, ResolverOpts};
+use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::net::{DnsError, NetError};
 use hickory_resolver::proto::op::{Query, ResponseCode};
@@ -15,11 +17,13 @@ use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::read_system_conf;
 use hickory_resolver::{Hosts, Resolver, TokioResolver};
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 use uuid::Uuid;
 
+use crate::clock::monotonic;
 use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::settings::AddressFamilies;
 
 /// Minimum time between lookups of a host. This is also the delay after the first failed lookup.
 const MIN_TTL: Duration = Duration::from_secs(1);
@@ -30,6 +34,10 @@ const MAX_TTL: Duration = Duration::from_secs(300);
 /// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each consecutive failure.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
+/// Maximum time to wait for the addresses of the other family after one family has been resolved (Resolution Delay, RFC
+/// 8305 §3).
+const RESOLUTION_DELAY: Duration = Duration::from_millis(50);
+
 /// The host names of all upstream clusters, with their addresses.
 #[derive(Debug)]
 pub struct DnsCache(Vec<HostEntry>);
@@ -38,6 +46,7 @@ pub struct DnsCache(Vec<HostEntry>);
 #[derive(Debug)]
 struct HostEntry {
     host: Box<str>,
+    resolve: AddressFamilies,
     /// Servers that have this host.
     servers: Vec<ServerRef>,
     /// Last known addresses, sorted.
@@ -60,21 +69,20 @@ impl DnsCache {
     /// addresses that the clusters have carried over from the previous configuration. Servers of new hosts have no
     /// address.
     pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
-        let mut names = BTreeMap::<Box<str>, Vec<ServerRef>>::new();
+        let mut names = BTreeMap::<(Box<str>, AddressFamilies), Vec<ServerRef>>::new();
         for cluster in clusters {
             for (index, server) in cluster.settings.servers.iter().enumerate() {
                 if server.needs_dns() {
                     let server = ServerRef { cluster: cluster.clone(), server_index: index, port: server.port };
-                    names
-                        .entry(cluster.settings.servers[index].host.to_ascii_lowercase().into())
-                        .or_default()
-                        .push(server);
+                    let host = cluster.settings.servers[index].host.to_ascii_lowercase().into();
+                    names.entry((host, cluster.settings.resolve)).or_default().push(server);
                 }
             }
         }
-        let name = |(host, servers): (_, Vec<_>)| {
+        let name = |((host, resolve), servers): (_, Vec<_>)| {
             let name = HostEntry {
                 host,
+                resolve,
                 addresses: known_addresses(&servers),
                 servers,
                 consecutive_failures: 0,
@@ -115,15 +123,25 @@ impl HostEntry {
     async fn run(mut self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut first = Some(first);
         loop {
-            let wait = match resolver.lookup(&self.host, &self.addresses).await {
-                Ok(resolved) => self.record_answer(resolved),
+            let mut pending = JoinSet::new();
+            let wait = match resolver.lookup(&self.host, self.resolve, &self.addresses).await {
+                Ok(mut resolved) => {
+                    pending = std::mem::take(&mut resolved.pending);
+                    self.record_answer(resolved)
+                }
                 Err(reason) => self.record_failure(reason),
             };
             drop(first.take());
             // Add a jitter of up to 10 %, so that gateways that start together do not make their lookups at the same
             // time.
             let jitter = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
-            sleep(wait + jitter).await;
+            let mut next = pin!(sleep(wait + jitter));
+            loop {
+                tokio::select! {
+                    () = &mut next => break,
+                    Some(Ok(late)) = pending.join_next() => self.record_late(late),
+                }
+            }
         }
     }
 
@@ -146,6 +164,24 @@ impl HostEntry {
         }
         self.consecutive_failures = 0;
         resolved.ttl.clamp(MIN_TTL, MAX_TTL)
+    }
+
+    /// Store the addresses of a family whose lookup took longer than that of the other family.
+    fn record_late(&mut self, FamilyLookup { is_v6, result }: FamilyLookup) {
+        let found = match result {
+            Ok(lookup) => addresses(&lookup),
+            Err(error) if is_failure(&error) => return,
+            Err(_) => Vec::new(),
+        };
+        let others = self.addresses.iter().copied().filter(|address| address.is_ipv6() != is_v6);
+        let mut now: Vec<_> = others.chain(found).collect();
+        now.sort_unstable();
+        now.dedup();
+        if now != self.addresses {
+            info!(host = %self.host, addresses = ?now, "resolved host to new addresses");
+            self.addresses = now;
+            self.update_clusters();
+        }
     }
 
     /// Set the addresses in all clusters that have servers with this host.
@@ -197,6 +233,38 @@ pub(crate) struct ResolvedAddresses {
     pub(crate) addresses: Vec<IpAddr>,
     /// Time for which the addresses may be cached.
     pub(crate) ttl: Duration,
+    /// Lookups of a family that take longer than [`RESOLUTION_DELAY`].
+    pending: JoinSet<FamilyLookup>,
+}
+
+/// The result of the lookup of one address family.
+#[derive(Debug)]
+struct FamilyLookup {
+    is_v6: bool,
+    result: Result<Lookup, NetError>,
+}
+
+/// Return the addresses in a response.
+fn addresses(lookup: &Lookup) -> Vec<IpAddr> {
+    lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect()
+}
+
+impl AddressFamilies {
+    /// Return the record types to query. `no_aaaa` is the option of resolv.conf(5).
+    fn record_types(self, no_aaaa: bool) -> &'static [RecordType] {
+        match self {
+            AddressFamilies::Ipv4 => &[RecordType::A],
+            AddressFamilies::Both if no_aaaa => &[RecordType::A],
+            AddressFamilies::Ipv6 => &[RecordType::AAAA],
+            AddressFamilies::Both => &[RecordType::A, RecordType::AAAA],
+        }
+    }
+}
+
+/// Return whether resolv.conf(5) has the option `no-aaaa`, which hickory does not read.
+fn has_no_aaaa(resolv_conf: &str) -> bool {
+    let options = resolv_conf.lines().filter_map(|line| line.trim_start().strip_prefix("options"));
+    options.flat_map(str::split_whitespace).any(|option| option == "no-aaaa")
 }
 
 /// Reason why a lookup failed.
@@ -215,14 +283,27 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails, also
-    /// return the known addresses of this family.
-    pub(crate) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
+    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails, or takes
+    /// longer than that of the other family by more than [`RESOLUTION_DELAY`], also return the known addresses of this
+    /// family.
+    pub(crate) async fn lookup(
+        &self,
+        host: &str,
+        resolve: AddressFamilies,
+        known: &[IpAddr],
+    ) -> Result<ResolvedAddresses, ResolveError> {
+        let mut no_aaaa = false;
         let (config, options) = match self {
             DnsResolver::System => {
-                if let Some(addresses) = lookup_hosts_file(host) {
-                    return Ok(ResolvedAddresses { addresses, ttl: HOSTS_TTL });
+                let is_wanted = |address: &IpAddr| {
+                    resolve == AddressFamilies::Both || (resolve == AddressFamilies::Ipv6) == address.is_ipv6()
+                };
+                if let Some(mut addresses) = lookup_hosts_file(host) {
+                    addresses.retain(is_wanted);
+                    let found = ResolvedAddresses { addresses, ttl: HOSTS_TTL, pending: JoinSet::new() };
+                    return if found.addresses.is_empty() { Err(ResolveError::NoRecords) } else { Ok(found) };
                 }
+                no_aaaa = std::fs::read_to_string("/etc/resolv.conf").is_ok_and(|text| has_no_aaaa(&text));
                 let (mut config, options) = read_system_conf()?;
                 // Remove the local domain if there is a `search` list, which overrides it (resolv.conf(5)).
                 config.domain = config.domain.filter(|_| config.search.is_empty());
@@ -231,29 +312,59 @@ impl DnsResolver {
             DnsResolver::Servers(config, options) => ((**config).clone(), (**options).clone()),
         };
         let resolver = build_resolver(config, options)?;
-        let found = resolver.lookup_ip(host).await?;
-        let found = found.as_lookup();
-        let mut addresses: Vec<_> = found.answers().iter().filter_map(|record| record.data.ip_addr()).collect();
-        let ttl = found.answers().iter().map(|record| record.ttl).min().unwrap_or(0);
-        for (record_type, is_v6) in [(RecordType::A, false), (RecordType::AAAA, true)] {
-            let of_family = |address: &&IpAddr| address.is_ipv6() == is_v6;
-            let lost = known.iter().any(|address| of_family(&address)) && !addresses.iter().any(|a| of_family(&a));
-            // hickory succeeds if the lookup of one address family succeeds. Query the missing family again, to find
-            // out whether its lookup failed.
-            if lost
-                && resolver
-                    .lookup(found.query().name().clone(), record_type)
-                    .await
-                    .is_err_and(|error| is_failure(&error))
-            {
-                addresses.extend(known.iter().filter(of_family));
+        let mut pending = JoinSet::new();
+        for record_type in resolve.record_types(no_aaaa) {
+            let (resolver, host) = (resolver.clone(), host.to_owned());
+            let is_v6 = *record_type == RecordType::AAAA;
+            pending.spawn(async move { FamilyLookup { is_v6, result: resolver.lookup(host, *record_type).await } });
+        }
+        gather(pending, known).await
+    }
+}
+
+/// Wait for the lookups of the address families.
+async fn gather(mut pending: JoinSet<FamilyLookup>, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
+    let known_of = |is_v6: bool| known.iter().copied().filter(move |address| address.is_ipv6() == is_v6);
+    let (mut found, mut kept, mut ttl) = (Vec::new(), Vec::new(), u32::MAX);
+    let mut failure = None;
+    let (mut answered, mut deadline) = ([false; 2], None);
+    loop {
+        let next = match deadline {
+            None => pending.join_next().await,
+            Some(deadline) => match timeout_at(deadline, pending.join_next()).await {
+                Ok(next) => next,
+                Err(_) => break,
+            },
+        };
+        let Some(Ok(FamilyLookup { is_v6, result })) = next else { break };
+        answered[usize::from(is_v6)] = true;
+        match result {
+            Ok(lookup) => {
+                found.extend(addresses(&lookup));
+                ttl = lookup.answers().iter().map(|record| record.ttl).fold(ttl, u32::min);
+            }
+            Err(error) => {
+                if is_failure(&error) {
+                    kept.extend(known_of(is_v6));
+                }
+                // A failed lookup says more than a response without addresses.
+                if failure.is_none() || is_failure(&error) {
+                    failure = Some(ResolveError::from(error));
+                }
             }
         }
-        match addresses.is_empty() {
-            true => Err(ResolveError::NoRecords),
-            false => Ok(ResolvedAddresses { addresses, ttl: Duration::from_secs(ttl.into()) }),
+        if !found.is_empty() {
+            deadline = Some((monotonic() + RESOLUTION_DELAY).into());
         }
     }
+    if found.is_empty() {
+        return Err(failure.unwrap_or(ResolveError::NoRecords));
+    }
+    for (is_v6, answered) in [(false, answered[0]), (true, answered[1])] {
+        found.extend(known_of(is_v6).filter(|_| !answered));
+    }
+    found.extend(kept);
+    Ok(ResolvedAddresses { addresses: found, ttl: Duration::from_secs(ttl.into()), pending })
 }
 
 /// Look up a host in /etc/hosts. As in getaddrinfo, a host that is found there is not queried in DNS.
@@ -270,9 +381,7 @@ fn lookup_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
 
 fn build_resolver(config: ResolverConfig, options: ResolverOpts) -> Result<TokioResolver, NetError> {
     let mut builder = Resolver::builder_with_config(config, TokioRuntimeProvider::default()).with_options(options);
-    let options = builder.options_mut();
-    options.ip_strategy = LookupIpStrategy::Ipv4AndIpv6;
-    options.use_hosts_file = ResolveHosts::Never;
+    builder.options_mut().use_hosts_file = ResolveHosts::Never;
     builder.build()
 }
 
@@ -303,6 +412,7 @@ mod tests {
     fn entry() -> HostEntry {
         HostEntry {
             host: "api.test".into(),
+            resolve: AddressFamilies::Both,
             servers: Vec::new(),
             addresses: Vec::new(),
             consecutive_failures: 0,
@@ -310,10 +420,28 @@ mod tests {
         }
     }
 
+    fn resolved(ttl: Duration) -> ResolvedAddresses {
+        ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl, pending: JoinSet::new() }
+    }
+
+    #[test]
+    fn option_no_aaaa_is_read_from_resolv_conf() {
+        for (text, expected) in [
+            ("nameserver 192.0.2.1\noptions ndots:2 no-aaaa timeout:1\n", true),
+            ("options no-aaaa", true),
+            ("# options no-aaaa\noptions ndots:2\n", false),
+            ("", false),
+        ] {
+            assert_eq!(has_no_aaaa(text), expected, "{text}");
+        }
+        assert_eq!(AddressFamilies::Both.record_types(true), [RecordType::A]);
+        assert_eq!(AddressFamilies::Ipv6.record_types(true), [RecordType::AAAA]);
+    }
+
     #[test]
     fn next_lookup_follows_ttl_within_bounds() {
         for (ttl, wait) in [(0, 1), (1, 1), (60, 60), (300, 300), (86_400, 300)] {
-            let resolved = ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: Duration::from_secs(ttl) };
+            let resolved = resolved(Duration::from_secs(ttl));
             assert_eq!(entry().record_answer(resolved), Duration::from_secs(wait), "a TTL of {ttl} s");
         }
     }
@@ -323,7 +451,7 @@ mod tests {
         let mut entry = entry();
         let mut fail = || entry.record_failure(ResolveError::Timeout).as_secs();
         assert_eq!([(); 7].map(|()| fail()), [1, 2, 4, 8, 16, 30, 30]);
-        entry.record_answer(ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: MIN_TTL });
+        entry.record_answer(resolved(MIN_TTL));
         assert_eq!(entry.record_failure(ResolveError::Timeout), MIN_TTL, "a successful lookup resets the backoff");
     }
 }

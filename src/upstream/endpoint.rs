@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use crate::clock::LogThrottle;
 use crate::upstream::connector::UpstreamStream;
-use crate::upstream::health::{Health, HealthState};
+use crate::upstream::health::{Contact, Health, HealthState};
 use crate::upstream::settings::{LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings};
 
 /// One address of an upstream server.
@@ -146,6 +146,12 @@ impl Endpoint {
     /// # Errors
     /// The connection fails, the name does not resolve, or the TLS handshake fails.
     pub(super) async fn connect(&self, proxy_header: Option<&[u8]>) -> io::Result<UpstreamStream> {
+        let connected = self.connect_and_handshake(proxy_header).await;
+        self.health_state().contact = if connected.is_ok() { Contact::Reached } else { Contact::Failed };
+        connected
+    }
+
+    async fn connect_and_handshake(&self, proxy_header: Option<&[u8]>) -> io::Result<UpstreamStream> {
         let mut stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,

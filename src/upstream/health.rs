@@ -24,9 +24,23 @@ pub(super) enum Health {
     Unhealthy,
 }
 
+/// The result of the last attempt to connect to an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Contact {
+    /// The gateway has not connected to the endpoint yet.
+    #[default]
+    None,
+    /// The endpoint has accepted the last connection.
+    Reached,
+    /// The last attempt failed.
+    Failed,
+}
+
 /// Health state of one endpoint.
 #[derive(Debug, Default)]
 pub(super) struct HealthState {
+    /// The last attempt to connect. It has no effect on load balancing.
+    pub(super) contact: Contact,
     is_unhealthy: bool,
     /// Number of consecutive checks whose result contradicts `is_unhealthy`.
     contrary_checks: u32,
@@ -114,6 +128,7 @@ impl HealthState {
     /// Start the connect backoff, or extend it if it has already started. Return whether the connect backoff has
     /// started with this call.
     pub(super) fn start_connect_backoff(&mut self, now: Instant) -> bool {
+        self.contact = Contact::Failed;
         let is_new = !self.is_in_connect_backoff(now);
         self.connect_backoff_until = Some(now + CONNECT_BACKOFF);
         is_new

@@ -21,6 +21,8 @@ pub struct UpstreamSettings {
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,
+    /// The address families of names.
+    pub resolve: AddressFamilies,
     /// `Host` of requests to the servers, for routes without `upstream_host`.
     pub host: HostPolicy,
     /// Maximum time until a connection to any endpoint is established, including the TLS handshake and attempts to
@@ -55,6 +57,17 @@ impl UpstreamSettings {
     pub fn needs_dns(&self) -> bool {
         self.servers.iter().any(UpstreamServerSettings::needs_dns)
     }
+}
+
+/// The address families that the gateway looks up for a name (`resolve`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AddressFamilies {
+    /// IPv4 addresses (A records).
+    Ipv4,
+    /// IPv6 addresses (AAAA records).
+    Ipv6,
+    /// Addresses of both families.
+    Both,
 }
 
 /// The `Host` that servers receive (`host` of an upstream, `upstream_host` of a route).

@@ -238,6 +238,33 @@ fn metrics_show_the_state_of_each_endpoint() {
 }
 
 #[test]
+fn servers_that_were_never_reached_are_told_apart_from_healthy_and_unreachable_ones() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&with_admin(&format!(
+        "[upstream.api]\nservers = [\"http://{}\", \"http://127.0.0.1:1\", {{ url = \"http://127.0.0.1:2\", weight = 0 }}]\n\
+         balance = \"round-robin\"\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n",
+        upstream.address
+    )));
+    let states = || {
+        let ready = ask(&gateway, "/readyz").json();
+        let servers = ready["upstreams"]["api"].as_array().unwrap().clone();
+        servers.iter().map(|server| server["state"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let count =
+        |state: &str| metric(&gateway, &format!("sluicegate_upstream_servers{{upstream=\"api\",state=\"{state}\"}}"));
+    assert_eq!(states(), ["not checked"; 3]);
+    assert_eq!((count("not checked"), count("healthy")), (3.0, 0.0));
+    let mut client = gateway.client();
+    eventually("both servers were tried", || {
+        assert_eq!(client.get("/up").status, 200);
+        states() == ["healthy", "unreachable", "not checked"]
+    });
+    for (state, expected) in [("healthy", 1.0), ("unreachable", 1.0), ("not checked", 1.0), ("ejected", 0.0)] {
+        assert_eq!(count(state), expected, "{state}");
+    }
+}
+
+#[test]
 fn configured_token_is_required() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);

@@ -1,11 +1,12 @@
 //! DNS names of upstreams: the gateway uses all resolved addresses and follows changes. If the resolver fails, the
 //! gateway keeps the known addresses.
+#![allow(clippy::disallowed_methods)] // measures with the system clock
 
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::Gateway;
@@ -20,12 +21,17 @@ use sluicegate::upstream::endpoint::Endpoint;
 
 /// Compile a configuration with one upstream per server. Return the upstream clusters.
 fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
+    fleets_with(servers, "")
+}
+
+/// As [`fleets`], with further settings of each upstream.
+fn fleets_with(servers: &[&str], lines: &str) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
         "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n"
             .to_owned();
     for (index, server) in servers.iter().enumerate() {
-        config.push_str(&format!("[upstream.u{index}]\nservers = [\"http://{server}\"]\n"));
+        config.push_str(&format!("[upstream.u{index}]\nservers = [\"http://{server}\"]\n{lines}\n"));
     }
     let path = folder.path().join("gateway.toml");
     std::fs::write(&path, config).unwrap();
@@ -138,6 +144,47 @@ fn failing_address_family_keeps_its_last_addresses() {
     eventually("the other family is followed", || has(&fleets[0], &["192.0.2.2", "2001:db8::1"]));
     dns.set_answer("dual.test", RecordType::AAAA, DnsAnswer::Code(ResponseCode::NoError));
     eventually("the removed address is gone", || has(&fleets[0], &["192.0.2.2"]));
+}
+
+#[test]
+fn family_without_an_answer_delays_the_other_family_by_50_ms_only() {
+    for (silent, address) in [(RecordType::AAAA, "192.0.2.1"), (RecordType::A, "2001:db8::1")] {
+        let dns = NameServer::start();
+        dns.set_addresses("api.test", &[address], 60);
+        dns.set_answer("api.test", silent, DnsAnswer::Nothing);
+        let fleets = fleets(&["api.test"]);
+        let before = Instant::now();
+        follow(&fleets, &dns, &[]);
+        // The timeout of the resolver is 5 s, and it sends each query twice.
+        assert!(before.elapsed() < Duration::from_secs(4), "{silent}: {:?}", before.elapsed());
+        assert!(has(&fleets[0], &[address]), "{silent}: {:?}", fleets[0].endpoints());
+    }
+}
+
+#[test]
+fn late_addresses_are_added() {
+    let dns = NameServer::start();
+    dns.set_addresses("api.test", &["192.0.2.1"], 60);
+    dns.set_answer("api.test", RecordType::AAAA, DnsAnswer::Nothing);
+    let fleets = fleets(&["api.test"]);
+    follow(&fleets, &dns, &[]);
+    assert!(has(&fleets[0], &["192.0.2.1"]));
+    // The resolver sends the query again when it gets no response.
+    dns.set_answer("api.test", RecordType::AAAA, DnsAnswer::At(vec!["2001:db8::1".parse().unwrap()], 60));
+    eventually("the late address", || has(&fleets[0], &["192.0.2.1", "2001:db8::1"]));
+}
+
+#[test]
+fn only_the_chosen_family_is_resolved() {
+    let dns = NameServer::start();
+    dns.set_addresses("api.test", &["192.0.2.1", "2001:db8::1"], 60);
+    for (resolve, addresses) in
+        [("ipv4", &["192.0.2.1"][..]), ("ipv6", &["2001:db8::1"]), ("both", &["192.0.2.1", "2001:db8::1"])]
+    {
+        let fleets = fleets_with(&["api.test"], &format!("resolve = \"{resolve}\""));
+        follow(&fleets, &dns, &[]);
+        assert!(has(&fleets[0], addresses), "{resolve}: {:?}", fleets[0].endpoints());
+    }
 }
 
 #[test]

@@ -125,8 +125,8 @@ fn status_shows_each_part_of_the_gateway() {
     let store = words(&page, "redis");
     assert_eq!(store[store.len() - 5..store.len() - 2], ["closed", "0", "times"], "{page}");
     let [ill, gone] = [ill, gone].map(|server| server.address.to_string());
-    assert_eq!(words(&page, "api"), ["api", "1", "0", "1", "0", "0", &*ill], "{page}");
-    assert_eq!(words(&page, "web"), ["web", "0", "0", "0", "1", "0", &*gone], "{page}");
+    assert_eq!(words(&page, "api"), ["api", "1", "0", "1", "0", "0", "0", &*ill], "{page}");
+    assert_eq!(words(&page, "web"), ["web", "0", "0", "0", "1", "0", "0", &*gone], "{page}");
     assert_eq!(words(&page, "gate.test")[1], "file", "{page}");
     assert_eq!(words(&page, "id")[..4], ["id", "5", "5", "path:id=a"], "{page}");
 

@@ -33,10 +33,11 @@ function describeTarget(route, upstreams) {
   const sum = Object.values(weights).reduce((total, weight) => total + weight, 0);
   const endpoints = names.flatMap((name) => upstreams[name] ?? []);
   const healthy = endpoints.filter(({ state }) => state === "healthy").length;
+  const unchecked = endpoints.filter(({ state }) => state === "not checked").length;
   return {
     name: names.map((name) => (names.length > 1 ? `${name} ${formatNumber((100 * weights[name]) / sum)} %` : name)).join(", "),
-    state: `${healthy} of ${endpoints.length} healthy`,
-    kind: healthy === endpoints.length ? "good" : "bad",
+    state: `${healthy} of ${endpoints.length} healthy${unchecked ? `, ${unchecked} not checked` : ""}`,
+    kind: healthy + unchecked < endpoints.length ? "bad" : unchecked ? "" : "good",
   };
 }
 

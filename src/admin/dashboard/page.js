@@ -76,6 +76,9 @@ function showCurrent({ second, connections, health }) {
 /** Return the requests per second between two counts, or `null` without an earlier count. */
 const rateBetween = (later, earlier, elapsed) => (earlier == null || !elapsed ? null : Math.max(0, later - earlier) / elapsed);
 
+/** The kinds of table cells by the state of a server. Other states are faults. */
+const endpointKinds = { healthy: "good", "not checked": "" };
+
 /** Show the limits, routes and upstreams with their rates in the most recent events. */
 function showRecent() {
   const event = recentEvents.at(-1);
@@ -107,7 +110,7 @@ function showRecent() {
     return {
       key: `${index}`,
       cells: [
-        server, upstream, { text: state, kind: state === "healthy" ? "good" : "bad" }, numberCell(in_flight),
+        server, upstream, { text: state, kind: endpointKinds[state] ?? "bad" }, numberCell(in_flight),
         ...(rates ? rates.map(numberCell) : ["", ""]),
       ],
     };

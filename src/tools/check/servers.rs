@@ -14,6 +14,7 @@ use crate::config::gateway::Config;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::remote_auth::internal_name;
 use crate::upstream::dns::DnsResolver;
+use crate::upstream::settings::AddressFamilies;
 
 /// Maximum time to resolve the name of a server, and to connect to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -22,6 +23,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 struct Server<'c> {
     upstream: &'c str,
     host: &'c str,
+    resolve: AddressFamilies,
     port: u16,
     span: Range<usize>,
 }
@@ -40,7 +42,7 @@ pub fn unreachable_servers(parsed: &Config, config: &CompiledConfig, resolver: &
     // Shut down without waiting for threads of the tokio runtime, because a DNS lookup may still block one of them.
     runtime.shutdown_background();
     let issue = |(server, result): (&Server<'_>, Result<(), String>)| {
-        let Server { upstream, host, port, span } = server;
+        let Server { upstream, host, port, span, .. } = server;
         let host = if host.contains(':') { format!("[{host}]") } else { (*host).to_owned() };
         let message = format!("`{upstream}`: cannot connect to {host}:{port}: {}", result.err()?);
         Some(Issue::new(span.clone(), message).with_hint("start the server, or correct the URL"))
@@ -63,6 +65,7 @@ fn servers<'c>(parsed: &'c Config, config: &'c CompiledConfig) -> impl Iterator<
         settings.servers.iter().zip(spans).map(move |(server, span)| Server {
             upstream: &settings.name,
             host: &server.host,
+            resolve: settings.resolve,
             port: server.port,
             span,
         })
@@ -74,7 +77,8 @@ async fn connect(server: &Server<'_>, resolver: &DnsResolver) -> Result<(), Stri
     let addresses = match server.host.parse::<IpAddr>() {
         Ok(address) => vec![address],
         Err(_) => {
-            let resolved = timeout(CONNECT_TIMEOUT, resolver.lookup(server.host, &[])).await.map_err(late)?;
+            let resolved =
+                timeout(CONNECT_TIMEOUT, resolver.lookup(server.host, server.resolve, &[])).await.map_err(late)?;
             resolved.map_err(|error| error.to_string())?.addresses
         }
     };
