@@ -450,7 +450,8 @@ pub struct LimitVariant {
 pub struct Upstream {
     /// URLs of the servers: `["http://10.0.0.1:9000", { url = "http://10.0.0.2:9000", weight = 2 }]`. `https://`
     /// selects TLS. Default port: 80 for `http://`, 443 for `https://`. A URL contains neither credentials nor a path:
-    /// use `request_headers` and `rewrite` of the route.
+    /// use `request_headers` and `rewrite` of the route. `srv:NAME` and, with TLS, `srv+https:NAME` are the targets of
+    /// an [SRV record](upstreams.md#srv-records).
     #[schemars(extend("secret" = "url"))]
     pub servers: Vec<Spanned<UpstreamServer>>,
     /// Protocol of the servers: `"http1"` or `"http2"`. HTTP/2 uses prior knowledge over plaintext, and ALPN over TLS.

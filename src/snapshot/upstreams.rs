@@ -120,6 +120,9 @@ fn server(
     reader: &mut Validator<'_>,
 ) -> Option<UpstreamServerSettings> {
     let written = Some(&server.get_ref().url).filter(|url| !url.is_empty());
+    if let Some(name) = written.and_then(|url| srv_name(url)) {
+        return srv_server(name, server, tls, reader);
+    }
     let url =
         match HttpUrl::parse_origin(reader.required(written, &server.span(), "url", "\"http://127.0.0.1:9000\"")?) {
             Ok(url) => url,
@@ -140,7 +143,55 @@ fn server(
     let tls = tls.filter(|_| url.is_https()).and_then(|tls| tls.for_server(url.host(), server.span(), reader));
     let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
     let (authority, host) = (url.authority().into(), url.host().into());
-    Some(UpstreamServerSettings { authority, host, port: url.port(), tls, weight })
+    Some(UpstreamServerSettings { authority, host, port: url.port(), tls, weight, is_srv: false })
+}
+
+/// The scheme of names of SRV records whose targets use TLS.
+const SRV_HTTPS: &str = "srv+https:";
+
+/// Return the name in `srv:NAME` or `srv+https:NAME`.
+fn srv_name(url: &str) -> Option<&str> {
+    url.strip_prefix("srv:").or_else(|| url.strip_prefix(SRV_HTTPS))
+}
+
+/// Compile a server whose hosts and ports come from an SRV record.
+fn srv_server(
+    name: &str,
+    server: &Spanned<config::shorthand::UpstreamServer>,
+    tls: Option<&UpstreamTls>,
+    reader: &mut Validator<'_>,
+) -> Option<UpstreamServerSettings> {
+    let is_label = |label: &str| {
+        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+        (1..64).contains(&label.len()) && label.bytes().all(is_valid)
+    };
+    let labels: Vec<_> = name.strip_suffix('.').unwrap_or(name).split('.').collect();
+    if name.len() > 253 || !labels.iter().all(|label| is_label(label)) || labels.iter().all(|one| one.starts_with('_'))
+    {
+        let issue = Issue::new(server.span(), format!("`{name}` is not the name of an SRV record"));
+        reader.push_issue(issue.with_hint("such as \"srv:_http._tcp.api.example.com\", without a port or a path"));
+        return None;
+    }
+    let is_https = server.get_ref().url.starts_with(SRV_HTTPS);
+    if let Some(tls) = tls.filter(|tls| is_https && tls.server_name.is_none()) {
+        // DNS without DNSSEC may name any target, so the certificate must contain a name from the configuration.
+        let message = format!("`{}`: servers from SRV records with TLS require `tls.server_name`", tls.name);
+        let issue = Issue::new(server.span(), message);
+        reader.push_missing(issue.with_hint("tls.server_name = \"api.example.com\", the name in the certificates"));
+        return None;
+    }
+    let tls = tls.filter(|_| is_https).and_then(|tls| tls.for_server(name, server.span(), reader));
+    let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
+    // The authority is `Host` of requests without a host. Service and protocol are not a part of it.
+    let host: Vec<_> = labels.into_iter().skip_while(|label| label.starts_with('_')).collect();
+    Some(UpstreamServerSettings {
+        authority: host.join(".").into(),
+        host: name.into(),
+        port: 0,
+        tls,
+        weight,
+        is_srv: true,
+    })
 }
 
 // Settings that apply to all servers of an upstream.
@@ -526,7 +577,9 @@ pub(super) fn upstream_tls(
     protocol: Protocol,
     reader: &mut Validator<'_>,
 ) -> Option<UpstreamTls> {
-    let is_https = |url: &str| url.get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"));
+    let is_https = |url: &str| {
+        url.starts_with(SRV_HTTPS) || url.get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"))
+    };
     let span = upstream.servers.iter().find(|server| is_https(&server.get_ref().url));
     let Some(span) = span.map(|server| server.span()) else {
         if let Some(tls) =

@@ -168,7 +168,7 @@ pub fn resolve_names(
     let mut notes = Vec::new();
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return Ok((warnings, notes)) };
     let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, AddressFamilies::Both, &[])).await {
-        Ok(Ok(resolved)) => Ok(resolved.addresses),
+        Ok(Ok(resolved)) => Ok(resolved.addresses.into_iter().map(|address| address.ip).collect::<Vec<_>>()),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("no response within {RESOLVE_TIMEOUT:?}")),
     };

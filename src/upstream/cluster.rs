@@ -1,7 +1,7 @@
 //! Upstream clusters: the endpoints of an upstream and their state, which all workers share.
 
 use std::fmt::Display;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,7 +15,8 @@ use crate::clock::monotonic;
 use crate::http::body_limits::UsageByNetwork;
 use crate::http::headers::cookie;
 use crate::upstream::endpoint::{
-    Endpoint, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng, endpoint_weights, hash,
+    Endpoint, EndpointAddress, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng,
+    endpoint_weights, hash, select_priority,
 };
 use crate::upstream::health::{Contact, Health, HealthState};
 use crate::upstream::retry::RetryBudget;
@@ -158,10 +159,10 @@ impl UpstreamCluster {
     }
 
     /// Return the resolved addresses of server `index`.
-    pub(super) fn addresses(&self, index: usize) -> Vec<IpAddr> {
+    pub(super) fn addresses(&self, index: usize) -> Vec<EndpointAddress> {
         let endpoints = self.endpoints();
         let own = endpoints.iter().filter(|endpoint| endpoint.server_index == index);
-        own.filter_map(|endpoint| endpoint.address).map(|address| address.ip()).collect()
+        own.filter_map(|endpoint| endpoint.endpoint_address()).collect()
     }
 
     /// Return the status of each endpoint.
@@ -184,21 +185,29 @@ impl UpstreamCluster {
     }
 
     /// Set the addresses of server `index`. Endpoints whose address is still in the list are kept with their state.
-    pub fn set_addresses(&self, index: usize, addresses: &[SocketAddr]) {
+    pub fn set_addresses(&self, index: usize, addresses: Vec<EndpointAddress>) {
         let rebuild_guard = self.lock_rebuild();
         let before = self.endpoints();
         let (own, others): (Vec<_>, Vec<_>) =
             before.iter().cloned().partition(|endpoint| endpoint.server_index == index);
-        let mut now: Vec<_> = addresses.to_vec();
-        now.sort_unstable();
-        now.dedup();
+        let mut now = addresses;
+        // Of several targets with the same address, keep that with the lowest priority number.
+        now.sort_unstable_by(|one, other| {
+            let key = |each: &EndpointAddress| (each.address, each.target.as_ref().map(|target| target.priority));
+            key(one).cmp(&key(other)).then_with(|| one.cmp(other))
+        });
+        now.dedup_by_key(|each| each.address);
         if own.len() == now.len()
-            && own.iter().all(|endpoint| endpoint.address.is_some_and(|known| now.contains(&known)))
+            && own.iter().all(|endpoint| endpoint.endpoint_address().is_some_and(|known| now.contains(&known)))
         {
             return;
         }
-        let endpoint = |address| {
-            let known = own.iter().find(|endpoint| endpoint.address == Some(address)).cloned();
+        let endpoint = |address: EndpointAddress| {
+            let known = own.iter().find(|endpoint| endpoint.address == Some(address.address));
+            let known = known.map(|known| match known.target == address.target {
+                true => known.clone(),
+                false => Arc::new(known.with_address(&self.settings, address.clone())),
+            });
             known.unwrap_or_else(|| {
                 // Skip slow start for the first addresses of a server, because the server has no other addresses that
                 // could take the load.
@@ -388,13 +397,15 @@ impl UpstreamCluster {
 }
 
 /// Return the address of server `index` if its host is an IP address.
-pub(super) fn literal_address(settings: &UpstreamSettings, index: usize) -> Option<SocketAddr> {
+pub(super) fn literal_address(settings: &UpstreamSettings, index: usize) -> Option<EndpointAddress> {
     let server = &settings.servers[index];
-    server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port))
+    let address = SocketAddr::new(server.host.parse().ok()?, server.port);
+    Some(EndpointAddress { address, target: None })
 }
 
 fn rendezvous_table(settings: &UpstreamSettings, endpoints: &[Arc<Endpoint>]) -> Option<Arc<RendezvousTable>> {
-    let weights = endpoint_weights(endpoints);
+    let mut weights = endpoint_weights(endpoints);
+    select_priority(endpoints, &mut weights);
     if !matches!(settings.balance, LoadBalancingPolicy::Hash(_)) || weights.iter().all(|weight| *weight == 0) {
         return None;
     }
@@ -413,7 +424,8 @@ impl UpstreamCluster {
         let known = previous.endpoints();
         let mut endpoints = Vec::new();
         for (index, server) in settings.servers.iter().enumerate() {
-            let same = known.iter().filter(|endpoint| endpoint.server.is_same_server(server));
+            let same =
+                known.iter().filter(|endpoint| previous.settings.servers[endpoint.server_index].is_same_server(server));
             let first = endpoints.len();
             endpoints.extend(same.map(|endpoint| Arc::new(endpoint.with_settings(&settings, index))));
             if endpoints.len() == first {
@@ -443,7 +455,7 @@ impl UpstreamCluster {
 pub(super) mod tests {
     use super::*;
     use crate::upstream::connector::Protocol;
-    use crate::upstream::settings::{AddressFamilies, HostPolicy, UpstreamServerSettings};
+    use crate::upstream::settings::{AddressFamilies, HostPolicy, SrvTarget, UpstreamServerSettings};
 
     pub(in crate::upstream) fn settings(servers: &[&str]) -> UpstreamSettings {
         let server = |host: &&str| UpstreamServerSettings {
@@ -452,6 +464,7 @@ pub(super) mod tests {
             port: 80,
             tls: None,
             weight: 1,
+            is_srv: false,
         };
         let second = Duration::from_secs(1);
         UpstreamSettings {
@@ -507,20 +520,63 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn targets_of_srv_records_share_by_weight_and_fail_over_by_priority() {
+        let cluster = cluster(&["_http._tcp.test", "10.0.0.9"]);
+        let target =
+            |host: &str, priority, weight| Some(Arc::new(SrvTarget { host: host.into(), port: 80, priority, weight }));
+        let (a, b, c) = (target("a", 10, 3), target("b", 10, 1), target("c", 20, 0));
+        let addresses = [("10.0.0.1:80", &a), ("10.0.0.2:80", &a), ("10.0.0.3:80", &b), ("10.0.0.4:80", &c)];
+        let address = |(address, target): (&str, &Option<Arc<SrvTarget>>)| EndpointAddress {
+            address: address.parse().unwrap(),
+            target: target.clone(),
+        };
+        cluster.set_addresses(0, addresses.map(address).to_vec());
+        // The shares of the literal address, of the addresses of `a` and `b`, and of `c`.
+        let shares = || {
+            let table = cluster.load_balancer.load();
+            let share = |ip: &str| {
+                let is_own = |endpoint: &Arc<Endpoint>| endpoint.address.is_some_and(|own| own.ip().to_string() == ip);
+                let index = table.endpoints.iter().position(is_own).unwrap();
+                table.weighted_slots.share(index)
+            };
+            ["10.0.0.9", "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"].map(share)
+        };
+        assert_eq!(shares(), [8, 3, 3, 2, 0]);
+        let fail = |ip: &str, passed| {
+            let endpoints = cluster.endpoints();
+            let endpoint =
+                endpoints.iter().find(|one| one.address.is_some_and(|own| own.ip().to_string() == ip)).unwrap();
+            endpoint.health_state().record_check(passed, monotonic(), 1, 1);
+            cluster.rebuild(&cluster.lock_rebuild());
+        };
+        fail("10.0.0.1", false);
+        fail("10.0.0.2", false);
+        assert_eq!(shares(), [4, 0, 0, 1, 0], "targets of the same priority remain");
+        fail("10.0.0.3", false);
+        assert_eq!(shares(), [1, 0, 0, 0, 1], "the next priority takes over");
+        fail("10.0.0.2", true);
+        assert_eq!(shares(), [8, 0, 3, 0, 0], "the first priority is back");
+    }
+
+    fn addresses(addresses: &[SocketAddr]) -> Vec<EndpointAddress> {
+        addresses.iter().map(|address| EndpointAddress { address: *address, target: None }).collect()
+    }
+
+    #[test]
     fn set_addresses_keeps_remaining_endpoints() {
         let cluster = cluster(&["name", "10.0.0.9"]);
         let [one, two, three] = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"].map(|text| text.parse().unwrap());
         let of = |address| cluster.endpoints().iter().find(|endpoint| endpoint.address == Some(address)).cloned();
         let literal = of("10.0.0.9:80".parse().unwrap()).expect("an IP address has an endpoint from the start");
-        cluster.set_addresses(0, &[one, two, one]);
+        cluster.set_addresses(0, addresses(&[one, two, one]));
         let kept = of(two).unwrap();
         assert_eq!(cluster.endpoints().len(), 3, "the name has two distinct addresses, and the other server has one");
-        cluster.set_addresses(0, &[three, two]);
+        cluster.set_addresses(0, addresses(&[three, two]));
         assert!(Arc::ptr_eq(&kept, &of(two).unwrap()) && of(one).is_none() && of(three).is_some());
         let before = cluster.endpoints();
-        cluster.set_addresses(0, &[two, three]);
+        cluster.set_addresses(0, addresses(&[two, three]));
         assert!(Arc::ptr_eq(&before, &cluster.endpoints()), "the order of addresses is irrelevant");
-        cluster.set_addresses(0, &[]);
+        cluster.set_addresses(0, addresses(&[]));
         assert!(
             cluster.endpoints().iter().all(|endpoint| Arc::ptr_eq(endpoint, &literal)),
             "{:?}",

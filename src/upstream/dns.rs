@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use hickory_resolver::config::{ResolveHosts, ResolverConfig, ResolverOpts};
 use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::net::{DnsError, NetError};
 use hickory_resolver::proto::op::{Query, ResponseCode};
-use hickory_resolver::proto::rr::{Name, RecordType};
+use hickory_resolver::proto::rr::{Name, RData, Record, RecordType};
 use hickory_resolver::system_conf::read_system_conf;
 use hickory_resolver::{Hosts, Resolver, TokioResolver};
 use tokio::task::JoinSet;
@@ -23,7 +24,8 @@ use uuid::Uuid;
 
 use crate::clock::monotonic;
 use crate::upstream::cluster::UpstreamCluster;
-use crate::upstream::settings::AddressFamilies;
+use crate::upstream::endpoint::EndpointAddress;
+use crate::upstream::settings::{AddressFamilies, SrvTarget};
 
 /// Minimum time between lookups of a host. This is also the delay after the first failed lookup.
 const MIN_TTL: Duration = Duration::from_secs(1);
@@ -42,19 +44,37 @@ const RESOLUTION_DELAY: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct DnsCache(Vec<HostEntry>);
 
-/// A host and its addresses.
+/// Maximum number of targets of an SRV record that the gateway uses.
+const MAX_SRV_TARGETS: usize = 256;
+
+/// A host or the name of an SRV record, and its addresses.
 #[derive(Debug)]
 struct HostEntry {
     host: Box<str>,
     resolve: AddressFamilies,
+    is_srv: bool,
     /// Servers that have this host.
     servers: Vec<ServerRef>,
     /// Last known addresses, sorted.
-    addresses: Vec<IpAddr>,
+    addresses: Vec<HostAddress>,
     /// Number of consecutive failed lookups.
     consecutive_failures: u32,
     /// Error that was last logged. `None` after a successful lookup.
     last_error: Option<ResolveError>,
+}
+
+/// An address of a host.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct HostAddress {
+    pub(crate) ip: IpAddr,
+    /// The target of the SRV record that led to the address. `None` for hosts without SRV records.
+    pub(crate) target: Option<Arc<SrvTarget>>,
+}
+
+impl From<IpAddr> for HostAddress {
+    fn from(ip: IpAddr) -> Self {
+        HostAddress { ip, target: None }
+    }
 }
 
 #[derive(Debug)]
@@ -69,20 +89,21 @@ impl DnsCache {
     /// addresses that the clusters have carried over from the previous configuration. Servers of new hosts have no
     /// address.
     pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
-        let mut names = BTreeMap::<(Box<str>, AddressFamilies), Vec<ServerRef>>::new();
+        let mut names = BTreeMap::<(Box<str>, AddressFamilies, bool), Vec<ServerRef>>::new();
         for cluster in clusters {
             for (index, server) in cluster.settings.servers.iter().enumerate() {
                 if server.needs_dns() {
+                    let key = (server.host.to_ascii_lowercase().into(), cluster.settings.resolve, server.is_srv);
                     let server = ServerRef { cluster: cluster.clone(), server_index: index, port: server.port };
-                    let host = cluster.settings.servers[index].host.to_ascii_lowercase().into();
-                    names.entry((host, cluster.settings.resolve)).or_default().push(server);
+                    names.entry(key).or_default().push(server);
                 }
             }
         }
-        let name = |((host, resolve), servers): (_, Vec<_>)| {
+        let name = |((host, resolve, is_srv), servers): (_, Vec<_>)| {
             let name = HostEntry {
                 host,
                 resolve,
+                is_srv,
                 addresses: known_addresses(&servers),
                 servers,
                 consecutive_failures: 0,
@@ -112,9 +133,11 @@ impl DnsCache {
 }
 
 /// Return the sorted addresses that the clusters have stored for these servers.
-fn known_addresses(servers: &[ServerRef]) -> Vec<IpAddr> {
+fn known_addresses(servers: &[ServerRef]) -> Vec<HostAddress> {
     let found = servers.iter().map(|server| server.cluster.addresses(server.server_index));
-    let mut addresses = found.max_by_key(Vec::len).unwrap_or_default();
+    let found = found.max_by_key(Vec::len).unwrap_or_default().into_iter();
+    let mut addresses: Vec<_> =
+        found.map(|known| HostAddress { ip: known.address.ip(), target: known.target }).collect();
     addresses.sort_unstable();
     addresses
 }
@@ -124,7 +147,11 @@ impl HostEntry {
         let mut first = Some(first);
         loop {
             let mut pending = JoinSet::new();
-            let wait = match resolver.lookup(&self.host, self.resolve, &self.addresses).await {
+            let found = match self.is_srv {
+                true => resolver.lookup_srv(&self.host, self.resolve, &self.addresses).await,
+                false => resolver.lookup(&self.host, self.resolve, &ips(&self.addresses)).await,
+            };
+            let wait = match found {
                 Ok(mut resolved) => {
                     pending = std::mem::take(&mut resolved.pending);
                     self.record_answer(resolved)
@@ -173,8 +200,8 @@ impl HostEntry {
             Err(error) if is_failure(&error) => return,
             Err(_) => Vec::new(),
         };
-        let others = self.addresses.iter().copied().filter(|address| address.is_ipv6() != is_v6);
-        let mut now: Vec<_> = others.chain(found).collect();
+        let others = self.addresses.iter().filter(|address| address.ip.is_ipv6() != is_v6).cloned();
+        let mut now: Vec<_> = others.chain(found.into_iter().map(HostAddress::from)).collect();
         now.sort_unstable();
         now.dedup();
         if now != self.addresses {
@@ -187,8 +214,11 @@ impl HostEntry {
     /// Set the addresses in all clusters that have servers with this host.
     fn update_clusters(&self) {
         for ServerRef { cluster: fleet, server_index: index, port } in &self.servers {
-            let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));
-            fleet.set_addresses(*index, &addresses.collect::<Vec<_>>());
+            let endpoint_address = |HostAddress { ip, target }: &HostAddress| {
+                let port = target.as_ref().map_or(*port, |target| target.port);
+                EndpointAddress { address: SocketAddr::new(*ip, port), target: target.clone() }
+            };
+            fleet.set_addresses(*index, self.addresses.iter().map(endpoint_address).collect());
         }
     }
 
@@ -230,7 +260,7 @@ pub enum DnsResolver {
 /// Addresses of a host.
 #[derive(Debug)]
 pub(crate) struct ResolvedAddresses {
-    pub(crate) addresses: Vec<IpAddr>,
+    pub(crate) addresses: Vec<HostAddress>,
     /// Time for which the addresses may be cached.
     pub(crate) ttl: Duration,
     /// Lookups of a family that take longer than [`RESOLUTION_DELAY`].
@@ -242,6 +272,10 @@ pub(crate) struct ResolvedAddresses {
 struct FamilyLookup {
     is_v6: bool,
     result: Result<Lookup, NetError>,
+}
+
+fn ips(addresses: &[HostAddress]) -> Vec<IpAddr> {
+    addresses.iter().map(|address| address.ip).collect()
 }
 
 /// Return the addresses in a response.
@@ -274,6 +308,8 @@ pub(crate) enum ResolveError {
     NxDomain,
     #[error("the name has no A or AAAA record")]
     NoRecords,
+    #[error("the name has no SRV record with a target")]
+    NoTarget,
     #[error("no name server responded in time; check /etc/resolv.conf")]
     Timeout,
     #[error("the name server returned an error ({0})")]
@@ -293,17 +329,85 @@ impl DnsResolver {
         known: &[IpAddr],
     ) -> Result<ResolvedAddresses, ResolveError> {
         let mut no_aaaa = false;
+        if let DnsResolver::System = self {
+            if let Some(found) = lookup_hosts_file(host.trim_end_matches('.')) {
+                let is_wanted = |ip: &IpAddr| resolve.record_types(false).contains(&record_type_of(ip));
+                let addresses: Vec<_> = found.into_iter().filter(is_wanted).map(HostAddress::from).collect();
+                let found = ResolvedAddresses { addresses, ttl: HOSTS_TTL, pending: JoinSet::new() };
+                return if found.addresses.is_empty() { Err(ResolveError::NoRecords) } else { Ok(found) };
+            }
+            no_aaaa = std::fs::read_to_string("/etc/resolv.conf").is_ok_and(|text| has_no_aaaa(&text));
+        }
+        let resolver = self.build()?;
+        let record_types = resolve.record_types(no_aaaa);
+        let mut pending = JoinSet::new();
+        for record_type in record_types {
+            let (resolver, host) = (resolver.clone(), host.to_owned());
+            let is_v6 = *record_type == RecordType::AAAA;
+            pending.spawn(async move { FamilyLookup { is_v6, result: resolver.lookup(host, *record_type).await } });
+        }
+        // Forget known addresses of a family that is no longer looked up.
+        let known: Vec<_> = known.iter().copied().filter(|ip| record_types.contains(&record_type_of(ip))).collect();
+        gather(pending, &known).await
+    }
+
+    /// Resolve the name of an SRV record (RFC 2782) and all its targets. `known` contains the last known addresses. If
+    /// the lookup of a target fails, also return its known addresses.
+    pub(crate) async fn lookup_srv(
+        &self,
+        name: &str,
+        resolve: AddressFamilies,
+        known: &[HostAddress],
+    ) -> Result<ResolvedAddresses, ResolveError> {
+        let found =
+            self.build()?.lookup(name, RecordType::SRV).await.map_err(|error| match ResolveError::from(error) {
+                ResolveError::NoRecords => ResolveError::NoTarget,
+                other => other,
+            })?;
+        let ttl = found.answers().iter().map(|record| record.ttl).min().unwrap_or(0);
+        let target = |record: &Record| match &record.data {
+            // The target `.` means that the service is not available.
+            RData::SRV(srv) if !srv.target.is_root() => Some(Arc::new(SrvTarget {
+                host: srv.target.to_ascii().trim_end_matches('.').to_ascii_lowercase().into(),
+                port: srv.port,
+                priority: srv.priority,
+                weight: srv.weight,
+            })),
+            _ => None,
+        };
+        let targets: Vec<_> = found.answers().iter().filter_map(target).take(MAX_SRV_TARGETS).collect();
+        let lookups = targets.into_iter().map(async |target| {
+            let of_target = |known: &&HostAddress| known.target.as_ref().is_some_and(|of| of.host == target.host);
+            let known: Vec<_> = known.iter().filter(of_target).map(|known| known.ip).collect();
+            // The dot keeps the resolver from appending search domains to the name.
+            let found = self.lookup(&format!("{}.", target.host), resolve, &known).await;
+            (target, known, found)
+        });
+        let mut resolved =
+            ResolvedAddresses { addresses: Vec::new(), ttl: Duration::from_secs(ttl.into()), pending: JoinSet::new() };
+        let mut failure = ResolveError::NoTarget;
+        for (target, known, found) in join_all(lookups).await {
+            let found = match found {
+                Ok(found) => {
+                    resolved.ttl = resolved.ttl.min(found.ttl);
+                    ips(&found.addresses)
+                }
+                Err(error) => {
+                    let is_gone = matches!(error, ResolveError::NxDomain | ResolveError::NoRecords);
+                    failure = error;
+                    if is_gone { Vec::new() } else { known }
+                }
+            };
+            let address = |ip| HostAddress { ip, target: Some(target.clone()) };
+            resolved.addresses.extend(found.into_iter().map(address));
+        }
+        if resolved.addresses.is_empty() { Err(failure) } else { Ok(resolved) }
+    }
+
+    /// Create a client of the name servers.
+    fn build(&self) -> Result<TokioResolver, NetError> {
         let (config, options) = match self {
             DnsResolver::System => {
-                let is_wanted = |address: &IpAddr| {
-                    resolve == AddressFamilies::Both || (resolve == AddressFamilies::Ipv6) == address.is_ipv6()
-                };
-                if let Some(mut addresses) = lookup_hosts_file(host) {
-                    addresses.retain(is_wanted);
-                    let found = ResolvedAddresses { addresses, ttl: HOSTS_TTL, pending: JoinSet::new() };
-                    return if found.addresses.is_empty() { Err(ResolveError::NoRecords) } else { Ok(found) };
-                }
-                no_aaaa = std::fs::read_to_string("/etc/resolv.conf").is_ok_and(|text| has_no_aaaa(&text));
                 let (mut config, options) = read_system_conf()?;
                 // Remove the local domain if there is a `search` list, which overrides it (resolv.conf(5)).
                 config.domain = config.domain.filter(|_| config.search.is_empty());
@@ -311,21 +415,18 @@ impl DnsResolver {
             }
             DnsResolver::Servers(config, options) => ((**config).clone(), (**options).clone()),
         };
-        let resolver = build_resolver(config, options)?;
-        let mut pending = JoinSet::new();
-        for record_type in resolve.record_types(no_aaaa) {
-            let (resolver, host) = (resolver.clone(), host.to_owned());
-            let is_v6 = *record_type == RecordType::AAAA;
-            pending.spawn(async move { FamilyLookup { is_v6, result: resolver.lookup(host, *record_type).await } });
-        }
-        gather(pending, known).await
+        build_resolver(config, options)
     }
+}
+
+fn record_type_of(ip: &IpAddr) -> RecordType {
+    if ip.is_ipv6() { RecordType::AAAA } else { RecordType::A }
 }
 
 /// Wait for the lookups of the address families.
 async fn gather(mut pending: JoinSet<FamilyLookup>, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
     let known_of = |is_v6: bool| known.iter().copied().filter(move |address| address.is_ipv6() == is_v6);
-    let (mut found, mut kept, mut ttl) = (Vec::new(), Vec::new(), u32::MAX);
+    let (mut found, mut kept, mut ttl) = (Vec::<IpAddr>::new(), Vec::new(), u32::MAX);
     let mut failure = None;
     let (mut answered, mut deadline) = ([false; 2], None);
     loop {
@@ -364,6 +465,7 @@ async fn gather(mut pending: JoinSet<FamilyLookup>, known: &[IpAddr]) -> Result<
         found.extend(known_of(is_v6).filter(|_| !answered));
     }
     found.extend(kept);
+    let found = found.into_iter().map(HostAddress::from).collect();
     Ok(ResolvedAddresses { addresses: found, ttl: Duration::from_secs(ttl.into()), pending })
 }
 
@@ -413,6 +515,7 @@ mod tests {
         HostEntry {
             host: "api.test".into(),
             resolve: AddressFamilies::Both,
+            is_srv: false,
             servers: Vec::new(),
             addresses: Vec::new(),
             consecutive_failures: 0,
@@ -421,7 +524,7 @@ mod tests {
     }
 
     fn resolved(ttl: Duration) -> ResolvedAddresses {
-        ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl, pending: JoinSet::new() }
+        ResolvedAddresses { addresses: vec![IpAddr::from([192, 0, 2, 1]).into()], ttl, pending: JoinSet::new() }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Endpoints: their request permits, the queue of requests that wait for a permit, and load balancing.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::Hasher;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ use uuid::Uuid;
 use crate::clock::LogThrottle;
 use crate::upstream::connector::UpstreamStream;
 use crate::upstream::health::{Contact, Health, HealthState};
-use crate::upstream::settings::{LoadBalancingPolicy, UpstreamServerSettings, UpstreamSettings};
+use crate::upstream::settings::{LoadBalancingPolicy, SrvTarget, UpstreamServerSettings, UpstreamSettings};
 
 /// One address of an upstream server.
 #[derive(Debug)]
@@ -28,10 +28,21 @@ pub struct Endpoint {
     pub server: UpstreamServerSettings,
     /// Address. `None` if the system resolves the host for each connection.
     pub address: Option<SocketAddr>,
+    /// The target of the SRV record that led to the address. `None` for servers without SRV records.
+    pub target: Option<Arc<SrvTarget>>,
     /// Name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
     name: Box<str>,
     /// State that this endpoint shares with the same endpoint in other configuration snapshots.
     pub(super) state: Arc<EndpointState>,
+}
+
+/// An address of a server, and the target of the SRV record that led to it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EndpointAddress {
+    /// IP address and port.
+    pub address: SocketAddr,
+    /// `None` for servers without SRV records.
+    pub target: Option<Arc<SrvTarget>>,
 }
 
 /// State of an endpoint that is kept across reloads.
@@ -54,7 +65,7 @@ impl Endpoint {
     pub(super) fn new(
         settings: &UpstreamSettings,
         index: usize,
-        address: Option<SocketAddr>,
+        address: Option<EndpointAddress>,
         health_state: HealthState,
         queue: Arc<PendingQueue>,
     ) -> Self {
@@ -82,21 +93,37 @@ impl Endpoint {
             self.health_state().reset_ejections();
             state.consecutive_errors.store(0, Ordering::Relaxed);
         }
-        Endpoint::with_state(settings, index, self.address, state)
+        Endpoint::with_state(settings, index, self.endpoint_address(), state)
+    }
+
+    /// Create an endpoint with a changed SRV record, which shares the state of this endpoint.
+    pub(super) fn with_address(&self, settings: &UpstreamSettings, address: EndpointAddress) -> Self {
+        Endpoint::with_state(settings, self.server_index, Some(address), self.state.clone())
+    }
+
+    /// Return the address. `None` if the system resolves the host for each connection.
+    pub(super) fn endpoint_address(&self) -> Option<EndpointAddress> {
+        self.address.map(|address| EndpointAddress { address, target: self.target.clone() })
     }
 
     fn with_state(
         settings: &UpstreamSettings,
         index: usize,
-        address: Option<SocketAddr>,
+        address: Option<EndpointAddress>,
         state: Arc<EndpointState>,
     ) -> Self {
-        let server = settings.servers[index].clone();
+        let mut server = settings.servers[index].clone();
+        let (address, target) = address.map_or((None, None), |found| (Some(found.address), found.target));
+        if let Some(target) = &target {
+            server.host = target.host.clone();
+            server.port = target.port;
+            server.authority = format!("{}:{}", target.host, target.port).into();
+        }
         let name = match address {
             Some(address) if server.host.parse::<IpAddr>().is_err() => format!("{} ({address})", server.authority),
             _ => server.authority.to_string(),
         };
-        Endpoint { server_index: index, server, address, name: name.into(), state }
+        Endpoint { server_index: index, server, address, target, name: name.into(), state }
     }
 
     /// Return whether both values are the same endpoint, possibly in different configuration snapshots. These values
@@ -305,7 +332,7 @@ pub(super) struct LoadBalancer {
     pub(super) usable: Box<[usize]>,
     /// Indices of the endpoints in connect backoff. These endpoints serve retries if no usable endpoint is left.
     backup: Box<[usize]>,
-    weighted_slots: WeightedSlots,
+    pub(super) weighted_slots: WeightedSlots,
     pub(super) rendezvous: Option<Arc<RendezvousTable>>,
     /// The token of each endpoint for sticky sessions. Empty for other policies.
     sticky_tokens: Box<[u64]>,
@@ -367,6 +394,7 @@ impl LoadBalancer {
                 *weight = 0;
             }
         }
+        select_priority(&endpoints, &mut weights);
         let sticky_tokens = match &settings.balance {
             LoadBalancingPolicy::Sticky(cookie) => {
                 endpoints.iter().map(|endpoint| cookie.token(endpoint.name())).collect()
@@ -470,13 +498,45 @@ impl LoadBalancer {
 
 /// Return the weight of each endpoint. The addresses of a server share its weight.
 pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
-    let servers = endpoints.iter().map(|endpoint| endpoint.server_index + 1).max().unwrap_or_default();
-    let mut addresses = vec![0; servers];
-    endpoints.iter().for_each(|endpoint| addresses[endpoint.server_index] += 1);
-    endpoints
-        .iter()
-        .map(|endpoint| u64::from(endpoint.server.weight) * WEIGHT_UNIT / addresses[endpoint.server_index])
-        .collect()
+    let share = |endpoint: &Endpoint| endpoint.target.as_ref().map_or(1, |target| target.share());
+    let priority = |endpoint: &Endpoint| endpoint.target.as_ref().map_or(0, |target| target.priority);
+    // The number of addresses of each target, and the sum of the shares of all targets with the same priority. A server
+    // without SRV records is its only target.
+    let mut addresses = BTreeMap::<(usize, Option<&SrvTarget>), u64>::new();
+    let mut totals = BTreeMap::<(usize, u16), u64>::new();
+    for endpoint in endpoints {
+        let count = addresses.entry((endpoint.server_index, endpoint.target.as_deref())).or_default();
+        if *count == 0 {
+            *totals.entry((endpoint.server_index, priority(endpoint))).or_default() += share(endpoint);
+        }
+        *count += 1;
+    }
+    let weight = |endpoint: &Arc<Endpoint>| {
+        let total = totals[&(endpoint.server_index, priority(endpoint))];
+        let count = addresses[&(endpoint.server_index, endpoint.target.as_deref())];
+        let weight = u64::from(endpoint.server.weight) * WEIGHT_UNIT;
+        // The server has a weight, so none of its addresses may have weight 0.
+        if weight == 0 { 0 } else { (weight * share(endpoint) / total / count).max(1) }
+    };
+    endpoints.iter().map(weight).collect()
+}
+
+/// Set the weights of the targets of SRV records to 0 that have a higher priority number than another target with a
+/// weight.
+pub(super) fn select_priority(endpoints: &[Arc<Endpoint>], weights: &mut [u64]) {
+    let mut lowest = BTreeMap::<usize, u16>::new();
+    let targets = || endpoints.iter().map(|endpoint| (endpoint.server_index, endpoint.target.as_deref()));
+    for ((server, target), weight) in targets().zip(&*weights) {
+        if let Some(target) = target.filter(|_| *weight > 0) {
+            let lowest = lowest.entry(server).or_insert(target.priority);
+            *lowest = target.priority.min(*lowest);
+        }
+    }
+    for ((server, target), weight) in targets().zip(weights) {
+        if target.is_some_and(|target| lowest.get(&server).is_some_and(|lowest| target.priority > *lowest)) {
+            *weight = 0;
+        }
+    }
 }
 
 // Policies and their tables. The CPU time of a selection does not depend on the number of endpoints.

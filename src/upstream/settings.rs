@@ -94,6 +94,29 @@ pub struct UpstreamServerSettings {
     pub tls: Option<EndpointTls>,
     /// Weight relative to the other servers. A server with weight 0 receives no requests.
     pub weight: u32,
+    /// Whether `host` is the name of an SRV record, which contains the hosts and ports. `port` is then 0.
+    pub is_srv: bool,
+}
+
+/// A target of an SRV record (RFC 2782).
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SrvTarget {
+    /// Host name without the trailing dot.
+    pub host: Box<str>,
+    /// TCP port.
+    pub port: u16,
+    /// Priority. Targets with a higher number receive requests only if no target with a lower number is usable.
+    pub priority: u16,
+    /// Weight relative to the other targets with the same priority.
+    pub weight: u16,
+}
+
+impl SrvTarget {
+    /// Return the share of the target among the targets with the same priority. A target with weight 0 receives few
+    /// requests if other targets have a higher weight, as RFC 2782 requires, and otherwise as many as each of them.
+    pub(super) fn share(&self) -> u64 {
+        (u64::from(self.weight) * 100).max(1)
+    }
 }
 
 impl UpstreamServerSettings {
@@ -104,7 +127,8 @@ impl UpstreamServerSettings {
 
     /// Return whether both servers have the same host and port, and both or neither use TLS.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
-        (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
+        (&self.host, self.port, self.tls.is_some(), self.is_srv)
+            == (&other.host, other.port, other.tls.is_some(), other.is_srv)
     }
 }
 

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig, ResolverOpts};
 use hickory_resolver::proto::op::{Message, ResponseCode};
+use hickory_resolver::proto::rr::rdata::SRV;
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
 use sluicegate::upstream::dns::DnsResolver;
 
@@ -19,17 +20,25 @@ pub enum DnsAnswer {
     At(Vec<IpAddr>, u32),
     /// A response code: success without data, no such name, or a server failure.
     Code(ResponseCode),
+    /// These targets of an SRV record, with a TTL in seconds.
+    Targets(Vec<SRV>, u32),
+    /// No answer. [`NameServer::release`] sends one later.
     Nothing,
 }
 
 /// A recorded query: name, record type and time.
 pub type Query = (String, RecordType, Instant);
 
+/// A query without an answer, and its client.
+type HeldQuery = (Message, SocketAddr);
+
 /// A running DNS server. Its thread ends with the test process.
 pub struct NameServer {
     address: SocketAddr,
     answers: Arc<Mutex<HashMap<(String, RecordType), DnsAnswer>>>,
     queries: Arc<Mutex<Vec<Query>>>,
+    held: Arc<Mutex<Vec<HeldQuery>>>,
+    socket: UdpSocket,
 }
 
 impl NameServer {
@@ -40,6 +49,8 @@ impl NameServer {
         let answers = Arc::<Mutex<HashMap<_, _>>>::default();
         let queries = Arc::<Mutex<Vec<Query>>>::default();
         let (answers_of_thread, record) = (answers.clone(), queries.clone());
+        let held = Arc::<Mutex<Vec<_>>>::default();
+        let (hold, server) = (held.clone(), socket.try_clone().unwrap());
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok((length, client)) = socket.recv_from(&mut buffer) {
@@ -57,12 +68,37 @@ impl NameServer {
                         message.insert_answers(addresses.into_iter().map(record).collect());
                     }
                     DnsAnswer::Code(code) => message.metadata.response_code = code,
-                    DnsAnswer::Nothing => continue,
+                    DnsAnswer::Targets(targets, ttl) => {
+                        let record = |srv| Record::from_rdata(query.name().clone(), ttl, RData::SRV(srv));
+                        message.insert_answers(targets.into_iter().map(record).collect());
+                    }
+                    DnsAnswer::Nothing => {
+                        hold.lock().unwrap().push((message, client));
+                        continue;
+                    }
                 }
                 socket.send_to(&message.to_vec().unwrap(), client).unwrap();
             }
         });
-        NameServer { address, answers, queries }
+        NameServer { address, answers, queries, held, socket: server }
+    }
+
+    /// Set the targets of an SRV record: priority, weight, port and host. The TTL is 1 s.
+    pub fn set_targets(&self, name: &str, targets: &[(u16, u16, u16, &str)]) {
+        let srv = |(priority, weight, port, host): &(u16, u16, u16, &str)| {
+            SRV::new(*priority, *weight, *port, format!("{host}.").parse().unwrap())
+        };
+        self.set_answer(name, RecordType::SRV, DnsAnswer::Targets(targets.iter().map(srv).collect(), 1));
+    }
+
+    /// Send this address in response to all queries that have no answer yet.
+    pub fn release(&self, address: &str) {
+        for (mut message, client) in self.held.lock().unwrap().drain(..) {
+            let name = message.queries[0].name().clone();
+            let address: IpAddr = address.parse().unwrap();
+            message.insert_answers(vec![Record::from_rdata(name, 60, RData::from(address))]);
+            self.socket.send_to(&message.to_vec().unwrap(), client).unwrap();
+        }
     }
 
     /// Set the answer for a name and a record type.
@@ -97,16 +133,26 @@ impl NameServer {
         queries.iter().filter(|(of, kind, _)| of == name && *kind == RecordType::A).map(|(.., when)| *when).collect()
     }
 
+    /// Return the number of queries for a name and a record type.
+    pub fn query_count(&self, name: &str, record_type: RecordType) -> usize {
+        let queries = self.queries.lock().unwrap();
+        queries.iter().filter(|(of, kind, _)| of == name && *kind == record_type).count()
+    }
+
     /// Return a resolver that uses this server.
     pub fn resolver(&self, search: &[&str]) -> DnsResolver {
+        // No packet is lost on loopback, so a short timeout is sufficient to detect silence.
+        self.resolver_with_timeout(search, MAX_WAIT / 40)
+    }
+
+    pub fn resolver_with_timeout(&self, search: &[&str], timeout: Duration) -> DnsResolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = self.address.port();
         let server = NameServerConfig::new(self.address.ip(), true, vec![connection]);
         let mut config = ResolverConfig::from_name_servers(vec![server]);
         search.iter().for_each(|domain| config.add_search(domain.parse().unwrap()));
         let mut options = ResolverOpts::default();
-        // No packet is lost on loopback, so a short timeout is sufficient to detect silence.
-        options.timeout = MAX_WAIT / 40;
+        options.timeout = timeout;
         options.attempts = 1;
         DnsResolver::Servers(Box::new(config), Box::new(options))
     }

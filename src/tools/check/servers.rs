@@ -25,6 +25,7 @@ struct Server<'c> {
     host: &'c str,
     resolve: AddressFamilies,
     port: u16,
+    is_srv: bool,
     span: Range<usize>,
 }
 
@@ -43,8 +44,12 @@ pub fn unreachable_servers(parsed: &Config, config: &CompiledConfig, resolver: &
     runtime.shutdown_background();
     let issue = |(server, result): (&Server<'_>, Result<(), String>)| {
         let Server { upstream, host, port, span, .. } = server;
-        let host = if host.contains(':') { format!("[{host}]") } else { (*host).to_owned() };
-        let message = format!("`{upstream}`: cannot connect to {host}:{port}: {}", result.err()?);
+        let address = match host.contains(':') {
+            _ if server.is_srv => format!("srv:{host}"),
+            true => format!("[{host}]:{port}"),
+            false => format!("{host}:{port}"),
+        };
+        let message = format!("`{upstream}`: cannot connect to {address}: {}", result.err()?);
         Some(Issue::new(span.clone(), message).with_hint("start the server, or correct the URL"))
     };
     Ok(servers.iter().zip(results).filter_map(issue).collect())
@@ -67,6 +72,7 @@ fn servers<'c>(parsed: &'c Config, config: &'c CompiledConfig) -> impl Iterator<
             host: &server.host,
             resolve: settings.resolve,
             port: server.port,
+            is_srv: server.is_srv,
             span,
         })
     })
@@ -74,17 +80,21 @@ fn servers<'c>(parsed: &'c Config, config: &'c CompiledConfig) -> impl Iterator<
 
 async fn connect(server: &Server<'_>, resolver: &DnsResolver) -> Result<(), String> {
     let late = |_| format!("no response within {CONNECT_TIMEOUT:?}");
+    let resolve = async || match server.is_srv {
+        true => resolver.lookup_srv(server.host, server.resolve, &[]).await,
+        false => resolver.lookup(server.host, server.resolve, &[]).await,
+    };
     let addresses = match server.host.parse::<IpAddr>() {
-        Ok(address) => vec![address],
+        Ok(address) => vec![address.into()],
         Err(_) => {
-            let resolved =
-                timeout(CONNECT_TIMEOUT, resolver.lookup(server.host, server.resolve, &[])).await.map_err(late)?;
+            let resolved = timeout(CONNECT_TIMEOUT, resolve()).await.map_err(late)?;
             resolved.map_err(|error| error.to_string())?.addresses
         }
     };
     let mut last = "the name has no address".to_owned();
     for address in addresses {
-        match timeout(CONNECT_TIMEOUT, TcpStream::connect(SocketAddr::new(address, server.port))).await {
+        let port = address.target.as_ref().map_or(server.port, |target| target.port);
+        match timeout(CONNECT_TIMEOUT, TcpStream::connect(SocketAddr::new(address.ip, port))).await {
             Ok(Ok(_)) => return Ok(()),
             Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 last = "connection refused".to_owned()
