@@ -19,5 +19,6 @@ pub mod llm {
     pub mod provider;
     pub mod request;
     pub mod response;
+    pub mod text_tokens;
     pub mod usage;
 }

@@ -52,7 +52,7 @@ use crate::limiter::Limiter;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
-use crate::payload::llm::request::with_usage_option;
+use crate::payload::llm::request::{with_model, with_usage_option};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::config_snapshot::ConfigSnapshot;
@@ -229,6 +229,9 @@ impl AdmissionIo for GatewayIo<'_, '_> {
 
     fn counts_tokens(&mut self, llm: &LlmRequest) {
         self.record.model(llm.model.as_deref());
+        if let Some(model) = &llm.replaced_model {
+            self.body.change(|body| with_model(body, model));
+        }
         if llm.hides_usage {
             self.body.change(with_usage_option);
         }

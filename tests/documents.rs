@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::Value;
+use sluicegate::payload::llm::usage::TokenUsage;
 use sluicegate::telemetry::access_log::format::{AccessFormat, FieldSet};
 use sluicegate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
@@ -282,6 +283,7 @@ fn assert_fields(rows: &[Vec<&str>], absent_column: usize, all: &Value, minimal:
             "number" => value.is_f64(),
             "string" => value.is_string(),
             "boolean" => value.is_boolean(),
+            "object" => value.is_object(),
             "list of strings" => value.as_array().is_some_and(|items| items.iter().all(Value::is_string)),
             "list of objects" => value.as_array().is_some_and(|items| items.iter().all(Value::is_object)),
             other => panic!("unknown type {other}"),
@@ -340,6 +342,7 @@ fn manual_lists_exactly_the_access_log_fields() {
         consumer: None,
         decision: None,
         model: None,
+        tokens: None,
         upstream: None,
         referer: None,
         user_agent: None,
@@ -357,6 +360,14 @@ fn manual_lists_exactly_the_access_log_fields() {
         user_agent: Some("curl"),
         decision: Some(&decision),
         model: Some("m"),
+        tokens: Some(TokenUsage {
+            input: 5,
+            cached_input: 1,
+            cache_write_5m: 1,
+            output: 2,
+            reasoning: 1,
+            ..TokenUsage::default()
+        }),
         upstream: Some(&upstream),
         trace_id: Some(1),
         sample_rate: Some(0.25),

@@ -2,7 +2,7 @@
 //! response is split.
 
 use sluicegate::payload::llm::request;
-use sluicegate::payload::llm::response::{ResponseMeter, UsageFormat, is_usage_event};
+use sluicegate::payload::llm::response::{PriceFacts, ResponseMeter, UsageFormat, is_usage_event};
 
 /// The first byte of the input selects the media type and the size of the response's parts. The other bytes are parsed
 /// as a request and as a response.
@@ -21,7 +21,7 @@ pub(crate) fn run(data: &[u8]) {
     is_usage_event(rest);
     let media_type = if choice % 2 == 0 { "text/event-stream" } else { "application/json" };
     let measure = |parts: &mut dyn Iterator<Item = &[u8]>| {
-        let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4).expect("JSON");
+        let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4, PriceFacts::Read).expect("JSON");
         parts.for_each(|part| meter.feed(part));
         (meter.usage(7), meter.min_output())
     };

@@ -13,6 +13,7 @@ use crate::admin::state::ProcessState;
 use crate::limiter::metrics::{AnsweredBy, BUCKET_BOUNDS_US, Histogram, LostCost, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
+use crate::payload::llm::usage::COUNTED_KINDS;
 use crate::proxy::metrics::{
     AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_descriptor_name,
     split_token_counter_name,
@@ -244,6 +245,16 @@ impl ProcessState {
             let [_, settled @ ..] = sum_counts(counters.iter().map(|counter| counter.values()));
             for (source, cost) in SETTLED_BY.iter().zip(settled) {
                 writer.write_counter(&[("route", route), ("limit", limit), ("source", source)], cost)?;
+            }
+        }
+        let mut writer = exposition.counter(
+            "llm_tokens",
+            "Tokens of responses of LLM APIs that limits count, by route and kind, as reported or estimated",
+        )?;
+        for (route, counters) in self.request_metrics.token_kinds.all() {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (kind, tokens) in COUNTED_KINDS.iter().zip(counts) {
+                writer.write_counter(&[("route", &route), ("kind", kind)], tokens)?;
             }
         }
         let check_durations = self.request_metrics.check_durations.all();

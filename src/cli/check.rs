@@ -31,6 +31,7 @@ use crate::limiter::redis::connection::try_connect;
 use crate::limiter::redis::server::ConnectError;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
+use crate::payload::llm::text_tokens::MAX_BYTES_PER_TOKEN;
 use crate::payload::llm::usage::{PARTS, Weights};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::{Cost, LlmCost};
@@ -398,17 +399,24 @@ fn overrun(llm: &LlmCost) -> String {
     let input_weight = models.chain([&weights.default]).map(Weights::max_input).max();
     // Maximum number of input tokens by which a request can exceed the estimate. An LLM token has at least one byte, so
     // a body has at most as many LLM tokens as bytes.
-    let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
+    let bytes_per_token = estimate.bytes_per_token.unwrap_or(MAX_BYTES_PER_TOKEN);
+    let max_input = *max_body as u64 - (*max_body as u64).div_ceil(bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / u128::from(PARTS);
     let unread = unread_cost
         .map_or(String::new(), |cost| format!(", a cost above {cost} of a request whose body cannot be read"));
+    let text = estimate
+        .bytes_per_token
+        .map_or("more tokens than the estimate".to_owned(), |bytes| format!("fewer than {bytes} bytes per token"));
+    let requested = estimate.max_output.map_or("the requested maximum".to_owned(), |max| {
+        format!("{max} tokens, although the request may ask for more")
+    });
     let cut = if *cuts { " (the gateway cuts event streams at this maximum)" } else { "" };
     format!(
-        "requests in flight can exceed this limit if they use more than they reserved: text with fewer than {} bytes \
-         per token (an excess of at most {max_excess} per request), images and documents with more tokens than the \
-         estimate, audio of more than {} tokens, input that is not in the body{unread}, and output beyond the requested maximum (without a \
+        "requests in flight can exceed this limit if they use more than they reserved: text with {text} \
+         (an excess of at most {max_excess} per request), images and documents with more tokens than the \
+         estimate, audio of more than {} tokens, input that is not in the body{unread}, and output beyond {requested} (without a \
          requested maximum: beyond {} tokens{cut})",
-        estimate.bytes_per_token, estimate.audio, estimate.default_output
+        estimate.audio, estimate.default_output
     )
 }
 

@@ -86,10 +86,22 @@ struct ListedModel {
     output_cost_per_image_token: Option<f64>,
     input_cost_per_request: Option<f64>,
     input_cost_per_token_batches: Option<f64>,
+    input_cost_per_token_priority: Option<f64>,
+    output_cost_per_token_priority: Option<f64>,
+    provider_specific_entry: Option<SpecificPrices>,
+    input_cost_per_token_above_272k_tokens: Option<f64>,
+    output_cost_per_token_above_272k_tokens: Option<f64>,
     input_cost_per_token_above_128k_tokens: Option<f64>,
     output_cost_per_token_above_128k_tokens: Option<f64>,
     input_cost_per_token_above_200k_tokens: Option<f64>,
     output_cost_per_token_above_200k_tokens: Option<f64>,
+}
+
+/// Multiples of the prices of a model.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct SpecificPrices {
+    fast: Option<f64>,
 }
 
 /// The prices of a model by key of the configuration, in [`PARTS`]. The entries of `long_context` have this key as a
@@ -142,9 +154,16 @@ fn prices(model: &ListedModel) -> Option<ModelPrices> {
     insert("image_output", model.output_cost_per_image_token, per_token);
     insert("request", model.input_cost_per_request, PARTS);
     insert("batch", model.input_cost_per_token_batches.filter(|_| input > 0.0).map(|batch| batch / input), PARTS);
+    let multiple = |priority: Option<f64>, price: Option<f64>| Some(priority? / price.filter(|price| *price > 0.0)?);
+    let priority = multiple(model.input_cost_per_token_priority, Some(input))
+        .into_iter()
+        .chain(multiple(model.output_cost_per_token_priority, model.output_cost_per_token))
+        .fold(0.0, f64::max);
+    let fast = model.provider_specific_entry.as_ref().and_then(|specific| specific.fast).unwrap_or(0.0);
     let long = [
         (128_000, model.input_cost_per_token_above_128k_tokens, model.output_cost_per_token_above_128k_tokens),
         (200_000, model.input_cost_per_token_above_200k_tokens, model.output_cost_per_token_above_200k_tokens),
+        (272_000, model.input_cost_per_token_above_272k_tokens, model.output_cost_per_token_above_272k_tokens),
     ];
     if let Some((above, input, output)) =
         long.into_iter().find(|(_, input, output)| input.is_some() || output.is_some())
@@ -152,6 +171,11 @@ fn prices(model: &ListedModel) -> Option<ModelPrices> {
         insert("long_context.input", input, per_token);
         insert("long_context.output", output, per_token);
         prices.insert("long_context.above", above);
+    }
+    for (key, multiple) in [("priority", priority), ("fast", fast)] {
+        if (1.0..=100.0).contains(&multiple) {
+            prices.insert(key, (multiple * PARTS).round() as u64);
+        }
     }
     Some(prices)
 }

@@ -51,9 +51,15 @@ pub struct CostTable {
     /// With `llm`: number of output tokens to reserve if the request sets no maximum.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1024))]
     pub default_output: Option<Spanned<i64>>,
+    /// With `llm`: maximum number of output tokens to reserve for each choice, although the request may ask for more.
+    /// Agents often ask for 32,000 to 64,000 and use a small part. A response can then exceed its reservation by the
+    /// difference between its requested maximum and this number. Default: the requested maximum is reserved.
+    #[schemars(range(min = 1, max = 1_000_000_000), extend("secret" = "never"))]
+    pub max_reserved_output: Option<Spanned<i64>>,
     /// With `llm`: average number of bytes of text per token. The gateway uses it to estimate the input tokens, and the
-    /// output tokens of a stream that reports no usage.
-    #[schemars(range(min = 1, max = 1000), extend("secret" = "never", "default" = 4))]
+    /// output tokens of a stream that reports no usage. Default: an estimate of the input by the kinds of characters
+    /// ([reservation](limits.md#reservation)), and 4 for the output.
+    #[schemars(range(min = 1, max = 1000), extend("secret" = "never"))]
     pub bytes_per_token: Option<Spanned<i64>>,
     /// With `llm`: estimated number of tokens of an image. Default: the formula of the provider for the size of a base64
     /// image, 1000 for a link.
@@ -166,6 +172,14 @@ pub struct TokenWeights {
     /// (`"service_tier": "batch"`), such as 0.5.
     #[schemars(range(min = 0, max = 1), extend("default" = 1))]
     pub batch: Option<Spanned<f64>>,
+    /// Multiple of the cost of the tokens if the client requests priority processing (`"service_tier": "priority"`),
+    /// such as 1.75, unless the provider reports another tier.
+    #[schemars(range(min = 1, max = 100), extend("default" = 1))]
+    pub priority: Option<Spanned<f64>>,
+    /// Multiple of the cost of the tokens if the client requests fast output (`"speed": "fast"` of Anthropic, latency
+    /// `optimized` of Bedrock), unless the provider reports another speed.
+    #[schemars(range(min = 1, max = 100), extend("default" = 1))]
+    pub fast: Option<Spanned<f64>>,
     /// Other costs of requests with a long input: `{ above = 200000, input = 2.5, output = 15 }`. The other kinds of
     /// input and output cost proportionally more. Default: the costs do not depend on the length of the input.
     pub long_context: Option<Spanned<LongContext>>,

@@ -47,6 +47,9 @@ pub struct Route {
     /// Name of an upstream, or several names with weights: `{ api = 9, canary = 1 }`. A route has exactly one of
     /// `upstream`, `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
+    /// Other names of models: `{ fast = "gpt-5-mini" }`. If a request to an LLM API names such a model in its body, the
+    /// gateway replaces the name. Limits and prices apply to the new name. Requires a limit with `cost.llm`.
+    pub model_aliases: BTreeMap<String, Text>,
     /// `Host` that the servers of the upstream receive from this route: `"client"`, `"server"` or a name. Default: `host`
     /// of the upstream.
     pub upstream_host: Option<Text>,

@@ -433,7 +433,7 @@ async fn inspect<'a, I: AdmissionIo>(
     {
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
-    let llm = llm::request(content, inspection, &path, operation)?;
+    let llm = llm::request(content, inspection, route, &path, operation)?;
     io.counts_tokens(&llm);
     Ok(Some(Box::new(llm)))
 }

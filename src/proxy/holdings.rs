@@ -11,6 +11,7 @@ use crate::http::body::{Body, BodyEnd};
 use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
+use crate::payload::llm::usage::TokenUsage;
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
@@ -118,13 +119,12 @@ impl Held {
     }
 
     /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log
-    /// record, in which the costs are set.
-    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) {
+    /// record, in which the costs are set. Return the tokens of the response.
+    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<TokenUsage> {
         let Held { permits, reservations } = self;
-        if let Some(reservations) = reservations {
-            reservations.settle(limits, end);
-        }
+        let usage = reservations.and_then(|reservations| reservations.settle(limits, end));
         drop(permits);
+        usage
     }
 }
 

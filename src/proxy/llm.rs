@@ -3,6 +3,7 @@
 
 use std::mem;
 use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
@@ -17,8 +18,8 @@ use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
 use crate::payload::llm::provider::{Billing, Operation, Provider, last_segment};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
-use crate::payload::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
-use crate::payload::llm::usage::Weights;
+use crate::payload::llm::response::{MeasuredUsage, PriceFacts, ResponseMeter, UsageFormat, is_usage_event};
+use crate::payload::llm::usage::{ServiceTier, TokenUsage, Weights, parse_count};
 use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
@@ -44,6 +45,11 @@ pub struct LlmRequest {
     content: Content,
     /// The model that determines the weights of the tokens.
     pub(super) model: Option<Box<str>>,
+    /// Other models that the server may use, and that the body names.
+    other_models: Vec<Box<str>>,
+    /// The model that replaces the model in the body (`model_aliases`).
+    pub(super) replaced_model: Option<Box<str>>,
+    tier: Option<ServiceTier>,
     /// The LLM API, which determines the format of error responses.
     pub provider: Provider,
     billing: Billing,
@@ -74,38 +80,63 @@ enum Content {
 pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
+    route: &Route,
     path: &str,
     operation: Option<&Operation>,
 ) -> Result<LlmRequest, Rejection<'static>> {
     let (provider, billing) = operation
         .map_or((Provider::OpenAi, inspection.unknown.billing()), |operation| (operation.provider, operation.billing));
+    if billing == Billing::File
+        && inspection.unknown != UnknownOperation::Free
+        && !matches!(content, BodyContent::Empty)
+    {
+        return Err(Rejection::Llm(LlmError::BatchFile));
+    }
     if operation.is_none() && inspection.unknown == UnknownOperation::Reject && !matches!(content, BodyContent::Empty) {
         return Err(Rejection::Llm(LlmError::UnknownOperation));
     }
     let content = match billing {
-        Billing::Free => Ok(Content::Empty),
-        Billing::Generation | Billing::Embedding => Content::from_body(content, inspection.max_body),
+        Billing::Free | Billing::File => Ok(Content::Empty),
+        Billing::Generation | Billing::Embedding | Billing::Batch => Content::from_body(content, inspection.max_body),
     };
     let hides_usage = inspection.includes_usage
         && provider == Provider::OpenAi
         && last_segment(path) == "completions"
         && matches!(&content, Ok(Content::Read(info)) if info.is_stream && !info.includes_usage);
-    let content = match content {
+    let mut content = match content {
         Err(error) if inspection.is_required || (inspection.is_enforced && error == LlmError::NoCapacity) => {
             return Err(Rejection::Llm(error));
         }
         Err(_) => Content::Unread,
         Ok(content) => content,
     };
-    let named = match &content {
-        Content::Read(info) => info.model.clone(),
-        Content::Empty | Content::Unread => None,
+    let (named, mut other_models, tier) = match &mut content {
+        Content::Read(info) => (info.model.clone(), mem::take(&mut info.other_models), info.tier),
+        Content::Empty | Content::Unread => (None, Vec::new(), None),
     };
-    // Providers with the model in the path ignore the model in the body.
-    let model = request::model_in_path(path).map(|model| model.into()).or(named.filter(|_| provider.reads_model()));
+    // Providers with the model in the path ignore the models in the body.
+    let model = request::model_in_path(path).map(|model| model.into());
+    if model.is_some() || !provider.reads_model() {
+        other_models.clear();
+    }
+    let replaced_model = named.as_ref().and_then(|name| route.model_aliases.get(name)).cloned();
+    let named = replaced_model.clone().or(named);
+    let model = model.or(named.filter(|_| provider.reads_model()));
     let (path, clients) = (path.into(), Vec::new());
     let is_unknown = operation.is_none();
-    Ok(LlmRequest { content, model, provider, billing, is_unknown, path, hides_usage, clients })
+    Ok(LlmRequest {
+        content,
+        model,
+        other_models,
+        replaced_model,
+        tier,
+        provider,
+        billing,
+        is_unknown,
+        path,
+        hides_usage,
+        clients,
+    })
 }
 
 impl Content {
@@ -180,22 +211,30 @@ impl LlmRequest {
             Content::Read(info) => {
                 let output = match self.billing {
                     Billing::Generation => llm.estimate.output(info, self.provider),
-                    Billing::Embedding | Billing::Free => 0,
+                    Billing::Batch => llm.estimate.batch_output(info),
+                    Billing::Embedding | Billing::Free | Billing::File => 0,
                 };
-                self.weights(llm).reservation(llm.estimate.input(info, self.provider), output)
+                let input = llm.estimate.input(info, self.provider, self.models());
+                self.reservation_of(llm, input, output).saturating_mul(info.calls.max(1))
             }
         }
     }
 
-    fn weights(&self, llm: &LlmCost) -> Weights {
-        llm.weights.for_model(self.model.as_deref())
+    /// Return the largest reservation of the models that the request names.
+    fn reservation_of(&self, llm: &LlmCost, input: u64, output: u64) -> u64 {
+        largest_of(self.models(), |model| llm.weights.for_model(model).reservation(input, output, self.tier))
+    }
+
+    /// Return the models that the request names.
+    fn models(&self) -> impl Iterator<Item = &str> + Clone {
+        named_models(self.model.as_deref(), &self.other_models)
     }
 
     /// Return the estimated number of input tokens, or `None` if the body was not read.
     fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
-            Content::Read(info) => Some(llm.estimate.input(info, self.provider)),
+            Content::Read(info) => Some(llm.estimate.input(info, self.provider, self.models())),
         }
     }
 
@@ -222,26 +261,31 @@ impl LlmRequest {
         // `Accept-Encoding: identity`.
         let is_plain = !headers.contains_key(CONTENT_ENCODING);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
+        let is_priced = |index: usize| limits[index].cost.llm().is_some_and(|llm| llm.weights.depends_on_response());
+        let is_priced = charges.costs().any(|(limit_index, _)| is_priced(limit_index));
+        let facts = if is_priced { PriceFacts::Read } else { PriceFacts::Ignored };
         let mut meters = Vec::new();
         let mut settled = Vec::new();
         for (limit_index, reserved) in charges.costs() {
             let Some(llm) = limits[limit_index].cost.llm() else { continue };
-            let (format, bytes_per_token) = (&llm.usage, llm.estimate.bytes_per_token);
+            let (format, bytes_per_token) = (&llm.usage, llm.estimate.output_bytes_per_token());
             let same = |meter: &Meter| meter.format == *format && meter.bytes_per_token == bytes_per_token;
             let meter_index = meters.iter().position(same).unwrap_or_else(|| {
-                let meter = media_type.and_then(|kind| ResponseMeter::new(kind, format.clone(), bytes_per_token));
+                let mut meter =
+                    media_type.and_then(|kind| ResponseMeter::new(kind, format.clone(), bytes_per_token, facts));
+                if let (Some(meter), Some(usage)) = (&mut meter, bedrock_usage(headers)) {
+                    meter.report(usage);
+                }
                 meters.push(Meter { format: format.clone(), bytes_per_token, meter });
                 meters.len() - 1
             });
             settled.push(SettledLimit {
                 limit_index,
                 reserved,
-                weights: self.weights(llm),
+                llm: llm.clone(),
                 estimated_input: self.estimated_input(llm),
                 is_background: self.is_background(),
                 meter_index,
-                cuts: llm.cuts,
-                on_abort: llm.on_abort,
                 tokens: metrics.tokens(route.index, limit_index).cloned(),
                 client: self
                     .clients
@@ -250,7 +294,7 @@ impl LlmRequest {
                     .map(|at| self.clients.swap_remove(at).1),
             });
         }
-        let cuts = settled.iter().any(|limit| limit.cuts);
+        let cuts = settled.iter().any(|limit| limit.llm.cuts);
         // Do not change a body with a declared length, because the length must stay correct.
         let is_open_ended = http_body::Body::size_hint(response.body()).exact().is_none();
         let is_stream =
@@ -263,7 +307,8 @@ impl LlmRequest {
             event: Vec::new(),
             line_feed: LineFeed::Next,
         });
-        Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter, rest }))
+        let priced = PricedModels { model: self.model, others: self.other_models, tier: self.tier };
+        Some(Box::new(LlmSettlement { charges, priced, meters, limits: settled, rewriter, rest }))
     }
 
     /// Return whether the provider continues to generate the response if the client disconnects.
@@ -279,10 +324,56 @@ impl LlmRequest {
     }
 }
 
+/// Return the usage that Bedrock reports in headers for operations whose bodies have the format of the model.
+fn bedrock_usage(headers: &HeaderMap) -> Option<TokenUsage> {
+    let count = |name| headers.get(name).and_then(|value| parse_count(value.as_bytes()));
+    let input = count("x-amzn-bedrock-input-token-count")?;
+    let output = count("x-amzn-bedrock-output-token-count").unwrap_or(0);
+    Some(TokenUsage { input, output, ..TokenUsage::default() })
+}
+
+/// Return the models that a request names. A model with commas is a list, whose entries are in `others`.
+fn named_models<'m>(model: Option<&'m str>, others: &'m [Box<str>]) -> impl Iterator<Item = &'m str> + Clone {
+    model.into_iter().filter(|model| !model.contains(',')).chain(others.iter().map(|model| &**model))
+}
+
+/// Return the largest value of all models, or the value without a model if there is none.
+fn largest_of<'m>(models: impl Iterator<Item = &'m str>, value: impl Fn(Option<&str>) -> u64) -> u64 {
+    models.map(|model| value(Some(model))).max().unwrap_or_else(|| value(None))
+}
+
+/// What the request says about the prices of its tokens.
+struct PricedModels {
+    model: Option<Box<str>>,
+    others: Vec<Box<str>>,
+    tier: Option<ServiceTier>,
+}
+
+impl PricedModels {
+    /// Return the largest value of the models that may have generated the response. If the request names several
+    /// models, `reported` decides among them. If it names one, a more expensive reported model applies. A reported
+    /// model without a price is ignored: its name may be a version or an alias of the requested model.
+    fn largest(&self, llm: &LlmCost, reported: Option<&str>, value: impl Fn(&Weights) -> u64) -> u64 {
+        let reported = reported.and_then(|model| llm.weights.listed(model)).map(|weights| value(&weights));
+        match reported {
+            Some(reported) if !self.others.is_empty() => reported,
+            _ => {
+                let models = named_models(self.model.as_deref(), &self.others);
+                largest_of(models, |model| value(&llm.weights.for_model(model))).max(reported.unwrap_or(0))
+            }
+        }
+    }
+
+    fn cost(&self, llm: &LlmCost, reported: Option<&str>, usage: TokenUsage) -> u64 {
+        let usage = TokenUsage { tier: usage.tier.or(self.tier), ..usage };
+        self.largest(llm, reported, |weights| weights.cost(usage))
+    }
+}
+
 /// Settles reservations at the end of a response, even if the client or the upstream aborts the response.
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
-    model: Option<Box<str>>,
+    priced: PricedModels,
     /// Meters of the response. All limits with the same usage format and the same number of bytes per token share one
     /// meter.
     meters: Vec<Meter>,
@@ -404,12 +495,10 @@ struct Meter {
 struct SettledLimit {
     limit_index: usize,
     reserved: u64,
-    weights: Weights,
+    llm: Arc<LlmCost>,
     estimated_input: Option<u64>,
     is_background: bool,
     meter_index: usize,
-    cuts: bool,
-    on_abort: OnAbort,
     tokens: Option<TokenMetrics>,
     /// The identity that is charged, with its display name.
     client: Option<(Identity, IdentityDisplay)>,
@@ -421,13 +510,15 @@ struct SettledCost {
     limit_index: usize,
     cost: u64,
     is_estimated: bool,
+    /// The tokens of the response. `None` if the reservation stays charged.
+    usage: Option<TokenUsage>,
 }
 
 impl LlmSettlement {
     /// Measure a part of the response, and change this part if necessary. Return `Break` if the gateway ends the
     /// response with this part.
     pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
-        let LlmSettlement { meters, limits, rewriter, .. } = self;
+        let LlmSettlement { meters, limits, rewriter, priced, .. } = self;
         let Some(rewriter) = rewriter else {
             meters.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(data));
             return ControlFlow::Continue(());
@@ -447,7 +538,7 @@ impl LlmSettlement {
             let is_complete = meter.is_between_events();
             rewriter.complete_line_end(&mut part, &mut passage);
             rewriter.rewrite(part, is_complete, &mut passage);
-            if is_complete && limits.iter().any(|limit| limit.is_exhausted(meters)) {
+            if is_complete && limits.iter().any(|limit| limit.is_exhausted(meters, priced)) {
                 let tokens =
                     meters.iter().filter_map(|meter| meter.meter.as_ref()).map(ResponseMeter::min_output).max();
                 let StreamRewriter { provider, path, choices, .. } = rewriter;
@@ -477,9 +568,10 @@ impl LlmSettlement {
     }
 
     /// Settle the reservations in the background, and record the costs. `limits` are the entries of the access log
-    /// record, in which the costs are set.
-    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) {
-        let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters, end)).collect();
+    /// record, in which the costs are set. Return the tokens of the response, unless only the reservation is known.
+    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<TokenUsage> {
+        let costs: Vec<_> =
+            self.limits.iter().map(|limit| limit.settled_cost(&self.meters, &self.priced, end)).collect();
         for info in limits.into_iter().flatten() {
             if let Some(settled) = costs.iter().find(|settled| settled.limit_index == info.limit_index) {
                 info.cost = settled.cost;
@@ -488,49 +580,61 @@ impl LlmSettlement {
             }
         }
         let cost_of = |limit_index| costs.iter().find(|settled| settled.limit_index == limit_index).map(|one| one.cost);
-        if let Some(model) = &self.model {
+        if let Some(model) = &self.priced.model {
             self.charges.count_model(model, cost_of);
         }
+        let mut measured = self.limits.iter().zip(&costs).filter_map(|(limit, settled)| Some((limit, settled.usage?)));
+        let measured = measured.next().map(|(limit, usage)| {
+            limit.tokens.iter().for_each(|tokens| tokens.record_usage(usage));
+            usage
+        });
         self.charges.settle_in_background(|limit_index, _| {
             cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle)
         });
+        measured
     }
 }
 
 impl SettledLimit {
     /// Return whether the gateway must end the stream because its output certainly exceeds the reservation.
-    fn is_exhausted(&self, meters: &[Meter]) -> bool {
+    fn is_exhausted(&self, meters: &[Meter], priced: &PricedModels) -> bool {
+        if !self.llm.cuts {
+            return false;
+        }
         let output = meters[self.meter_index].meter.as_ref().map_or(0, ResponseMeter::min_output);
-        self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved
+        let input = self.estimated_input.unwrap_or(0);
+        priced.largest(&self.llm, None, |weights| weights.reservation(input, output, priced.tier)) > self.reserved
     }
 
-    fn settled_cost(&self, meters: &[Meter], end: BodyEnd) -> SettledCost {
+    fn settled_cost(&self, meters: &[Meter], priced: &PricedModels, end: BodyEnd) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
+        let reported_model = meter.and_then(ResponseMeter::model);
+        let cost_of = |usage| priced.cost(&self.llm, reported_model, usage);
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
         // Ignore estimated usage in two cases, because it may be too low: the number of input tokens was not estimated,
         // or the provider generates the response in the background and may add output later.
         let is_estimable = self.estimated_input.is_some() && !self.is_background;
         let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         // The provider may have generated more than the gateway has seen of an aborted response.
-        let keeps_reservation = end == BodyEnd::Aborted && self.on_abort == OnAbort::Reservation;
+        let keeps_reservation = end == BodyEnd::Aborted && self.llm.on_abort == OnAbort::Reservation;
         // A document without a usage object may contain only a part of what was generated.
         let has_no_usage = end != BodyEnd::Aborted && meter.is_some_and(ResponseMeter::is_document_without_usage);
-        let measured = measured.filter(|measured| {
-            !keeps_reservation && !has_no_usage || self.weights.cost(measured.usage) > self.reserved
-        });
+        let measured =
+            measured.filter(|measured| !keeps_reservation && !has_no_usage || cost_of(measured.usage) > self.reserved);
         if measured.is_none() && end != BodyEnd::Aborted {
             self.warn_of_unknown_usage(meter);
         }
         let (cost, is_estimated, kind) = match measured {
-            Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
-            Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
+            Some(MeasuredUsage { usage, is_estimated: false }) => (cost_of(usage), false, SETTLED_REPORTED),
+            Some(MeasuredUsage { usage, is_estimated: true }) => (cost_of(usage), true, SETTLED_ESTIMATED),
             // Keep the reservation charged, because nothing is known about the usage.
             None => (self.reserved, true, SETTLED_RESERVED),
         };
         if let Some(tokens) = &self.tokens {
             tokens.record(self.reserved, kind, cost, self.client.as_ref());
         }
-        SettledCost { limit_index: self.limit_index, cost, is_estimated }
+        let usage = measured.map(|measured| measured.usage);
+        SettledCost { limit_index: self.limit_index, cost, is_estimated, usage }
     }
 
     /// Warn that the reservation stays charged, because the operator may have to set `usage`.

@@ -232,9 +232,11 @@ impl Rejection<'_> {
                     LlmError::Body(RequestError::Body(JsonError::TooManyValues)) | LlmError::TooLong(_) => {
                         (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
                     }
-                    LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType | LlmError::HiddenUsage(_) => {
-                        (StatusCode::BAD_REQUEST, "bad-body")
-                    }
+                    LlmError::Body(_)
+                    | LlmError::ContentCoding
+                    | LlmError::MediaType
+                    | LlmError::HiddenUsage(_)
+                    | LlmError::BatchFile => (StatusCode::BAD_REQUEST, "bad-body"),
                     LlmError::UnknownOperation => (StatusCode::NOT_FOUND, "unknown-operation"),
                     LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
                     LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),

@@ -22,6 +22,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::metrics::{Counter, Histogram, MetricFamily};
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
+use crate::payload::llm::usage::{COUNTED_KINDS, TokenUsage};
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::descriptors::DescriptorRule;
@@ -172,6 +173,8 @@ pub struct RequestMetrics {
     pub tokens: MetricFamily<Counter<4>>,
     /// Decisions by descriptor (see [`split_descriptor_name`]) and [`LimitDecision`].
     pub descriptors: MetricFamily<Counter<6>>,
+    /// Tokens of LLM requests by route and [`COUNTED_KINDS`].
+    pub token_kinds: MetricFamily<Counter<{ COUNTED_KINDS.len() }>>,
     /// Requests that at least one limit denied, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
@@ -309,6 +312,7 @@ struct UpstreamMetrics {
 #[derive(Debug, Clone)]
 pub(super) struct TokenMetrics {
     costs: Arc<Counter<4>>,
+    kinds: Arc<Counter<{ COUNTED_KINDS.len() }>>,
     top: Arc<TopIdentities>,
     log: Arc<UsageLog>,
 }
@@ -338,6 +342,13 @@ impl TokenMetrics {
         self.costs.add(settled_by, cost);
         if let Some((identity, name)) = client {
             self.top.record(*identity, monotonic(), cost, || name.clone());
+        }
+    }
+
+    /// Record the tokens of a request.
+    pub(super) fn record_usage(&self, usage: TokenUsage) {
+        for (kind, tokens) in usage.by_kind().into_iter().enumerate().filter(|(_, tokens)| *tokens > 0) {
+            self.kinds.add(kind, tokens);
         }
     }
 
@@ -378,6 +389,7 @@ impl WorkerMetrics {
             let limits = route.rate_limits.limits.iter();
             let metrics = |limit: &str| TokenMetrics {
                 costs: request_metrics.tokens.get_or_create(&token_counter_name(&route.name, limit), worker),
+                kinds: request_metrics.token_kinds.get_or_create(&route.name, worker),
                 top: request_metrics.top_costs.get_or_create(limit, worker),
                 log: Arc::new(UsageLog {
                     route: route.name.clone(),

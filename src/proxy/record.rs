@@ -244,8 +244,9 @@ impl OnComplete for Completion {
     fn on_complete(self: Box<Self>, bytes_sent: u64, end: BodyEnd) {
         let Completion { mut log, held } = *self;
         let decision = log.as_mut().and_then(|log| log.decision.as_mut());
-        held.release(decision.map(|decision| &mut decision.limits[..]), end);
-        if let Some(log) = log {
+        let tokens = held.release(decision.map(|decision| &mut decision.limits[..]), end);
+        if let Some(mut log) = log {
+            log.tokens = tokens;
             log.write(bytes_sent, end == BodyEnd::Sent);
         }
     }

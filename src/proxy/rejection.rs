@@ -177,6 +177,11 @@ pub enum LlmError {
     /// The path is no known operation, and a limit rejects unknown operations.
     #[error("this path is no operation of an LLM API whose tokens the gateway can count")]
     UnknownOperation,
+    /// The requests are in an uploaded file.
+    #[error(
+        "the gateway cannot count the tokens of a batch file, and a limit counts tokens: send the requests one by one"
+    )]
+    BatchFile,
     /// The client asks for a response without its token usage.
     #[error("`{0}` could hide the token usage of the response, which a limit counts: remove it from the request")]
     HiddenUsage(&'static str),

@@ -247,9 +247,6 @@ impl RefundOn {
 /// Default of `default_output`, in tokens.
 const DEFAULT_OUTPUT: i64 = 1024;
 
-/// Default of `bytes_per_token`, which is typical of English text.
-const BYTES_PER_TOKEN: i64 = 4;
-
 /// Default of `audio_tokens`.
 const MEDIA_TOKENS: i64 = 1000;
 
@@ -302,10 +299,14 @@ pub(super) fn llm_cost(table: &CostTable, context: CostContext<'_>, reader: &mut
         reader.number(value.as_ref(), 0..MAX_TOKENS as i64 + 1, default) as u64
     };
     let estimate = InputEstimate {
-        bytes_per_token: reader.number(table.bytes_per_token.as_ref(), 1..1001, BYTES_PER_TOKEN) as u64,
+        bytes_per_token: table.bytes_per_token.as_ref().map(|bytes| reader.number(Some(bytes), 1..1001, 1) as u64),
         image: table.image_tokens.as_ref().map(|_| tokens(reader, &table.image_tokens, MEDIA_TOKENS)),
         audio: tokens(reader, &table.audio_tokens, MEDIA_TOKENS),
         document: tokens(reader, &table.document_tokens, DOCUMENT_TOKENS),
+        max_output: table
+            .max_reserved_output
+            .as_ref()
+            .map(|max| reader.number(Some(max), 1..MAX_TOKENS as i64 + 1, 1) as u64),
         default_output: tokens(reader, &table.default_output, DEFAULT_OUTPUT),
     };
     let weights = model_weights(table, context.prices, reader);
@@ -345,6 +346,7 @@ pub(super) fn llm_cost(table: &CostTable, context: CostContext<'_>, reader: &mut
 pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     let keys = [
         ("default_output", table.default_output.as_ref().map(|key| key.span())),
+        ("max_reserved_output", table.max_reserved_output.as_ref().map(|key| key.span())),
         ("bytes_per_token", table.bytes_per_token.as_ref().map(|key| key.span())),
         ("image_tokens", table.image_tokens.as_ref().map(|key| key.span())),
         ("document_tokens", table.document_tokens.as_ref().map(|key| key.span())),
@@ -410,10 +412,16 @@ fn weights(written: &TokenWeights, standard: &Weights, writes: CacheWrites, read
     }
     let request = written.request.as_ref().map(|request| weight(Some(request), 0, reader).saturating_mul(PARTS));
     let batch = written.batch.as_ref().map(|batch| (reader.fraction(Some(batch), 0..=1, 1.0) * PARTS as f64) as u64);
+    let multiple = |written: &Option<Spanned<f64>>, default, reader: &mut Validator<'_>| match written {
+        Some(multiple) => (reader.fraction(Some(multiple), 1..=100, 1.0) * PARTS as f64).round() as u64,
+        None => default,
+    };
     Weights {
         tokens,
         request: request.unwrap_or(standard.request),
         batch: batch.unwrap_or(standard.batch),
+        priority: multiple(&written.priority, standard.priority, reader),
+        fast: multiple(&written.fast, standard.fast, reader),
         long_context: written
             .long_context
             .as_ref()
@@ -491,6 +499,8 @@ fn dearest(models: &[(NamePattern, Weights)]) -> Weights {
         let long = weights.long_context.map_or([0; KINDS], |long| long.tokens);
         dearest.tokens = std::array::from_fn(|kind| dearest.tokens[kind].max(weights.tokens[kind]).max(long[kind]));
         dearest.request = dearest.request.max(weights.request);
+        dearest.priority = dearest.priority.max(weights.priority);
+        dearest.fast = dearest.fast.max(weights.fast);
     }
     dearest
 }

@@ -27,6 +27,7 @@ use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Status};
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
+use crate::payload::llm::request::MAX_MODEL;
 use crate::routing::pattern::PathPattern;
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
@@ -59,6 +60,8 @@ pub struct Route {
     pub path_policy: PathPolicy,
     /// The action for requests of the route.
     pub action: RouteAction,
+    /// Models that replace the models with these names in requests to LLM APIs.
+    pub model_aliases: BTreeMap<Box<str>, Box<str>>,
     /// `Host` that servers receive. `None` for `host` of the upstream.
     pub upstream_host: Option<HostPolicy>,
     /// When requests are sent again. `None` if only the settings of the upstream apply, and there is no fallback.
@@ -299,6 +302,7 @@ impl Route {
                 to: RedirectTarget::OtherSlash,
                 status: StatusCode::PERMANENT_REDIRECT,
             }),
+            model_aliases: BTreeMap::new(),
             upstream_host: None,
             retry: None,
             fallback: Vec::new(),
@@ -369,6 +373,7 @@ pub(super) fn routes(
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
+        let model_aliases = model_aliases(written, &rate_limits, reader);
         let access =
             identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
         let exposed = rate_limits.expose_header.as_ref().filter(|_| !rate_limits.limits.is_empty());
@@ -402,6 +407,7 @@ pub(super) fn routes(
             path_pattern: pattern.path.clone(),
             path_policy: paths.policy,
             action: target,
+            model_aliases,
             upstream_host,
             retry,
             fallback,
@@ -438,6 +444,25 @@ pub(super) fn routes(
     }
     check_identify_keys(config, reader);
     (routes, table)
+}
+
+/// Compile `model_aliases`.
+fn model_aliases(
+    route: &config::tables::Route,
+    limits: &RouteLimits,
+    reader: &mut Validator<'_>,
+) -> BTreeMap<Box<str>, Box<str>> {
+    for name in route.model_aliases.values() {
+        if limits.llm.is_none() {
+            reader.push_missing(Issue::new(name.span(), "`model_aliases` requires a limit with `cost.llm`"));
+        }
+        if name.get_ref().is_empty() || name.get_ref().len() > MAX_MODEL {
+            let issue = Issue::new(name.span(), format!("the name of a model must have 1 to {MAX_MODEL} bytes"));
+            reader.push_issue(issue.with_hint("model_aliases = { fast = \"gpt-5-mini\" }"));
+        }
+    }
+    let aliases = route.model_aliases.iter();
+    aliases.map(|(alias, name)| (alias.as_str().into(), name.get_ref().as_str().into())).collect()
 }
 
 fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<Duration> {

@@ -21,6 +21,7 @@ use crate::http::problem::append_text;
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::http::target::request_host;
 use crate::http::text::{Escape, escape_deceptive};
+use crate::payload::llm::usage::TokenUsage;
 use crate::telemetry::access_log::format::{AccessFormat, Field, FieldSet, write_terminal};
 use crate::telemetry::log::{Journald, LogSocket, Syslog, SyslogHeader, push_framed};
 use crate::telemetry::trace;
@@ -89,6 +90,8 @@ pub struct AccessRecord<'a> {
     pub decision: Option<&'a DecisionInfo>,
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<&'a str>,
+    /// Tokens of the response of an LLM API, if a limit counts them.
+    pub tokens: Option<TokenUsage>,
     /// The request to the upstream, if the request was forwarded.
     pub upstream: Option<&'a UpstreamInfo>,
     /// `Referer` of the request, without its query.
@@ -346,6 +349,14 @@ impl AccessRecord<'_> {
             decision.write_json(fields, &mut json);
         }
         json.optional(fields, Field::Model, key!("model"), self.model);
+        if let Some(usage) = self.tokens.filter(|_| fields.contains(Field::Tokens)) {
+            json.key(key!("tokens"));
+            let mut tokens = JsonObject::start(json.out);
+            for (key, _, count) in logged_tokens(usage) {
+                tokens.number(key, count);
+            }
+            tokens.end();
+        }
         if let Some(upstream) = self.upstream {
             upstream.write_json(fields, &mut json);
         }
@@ -441,6 +452,9 @@ impl AccessRecord<'_> {
         }
         if let Some(model) = self.model {
             write!(out, " model={}", one_word(model))?;
+        }
+        for (_, name, count) in self.tokens.into_iter().flat_map(logged_tokens) {
+            write!(out, " tokens.{name}={count}")?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
             write!(out, " upstream={upstream} upstream_ms={}", to_milliseconds(*duration))?;
@@ -539,6 +553,22 @@ fn one_word(text: &str) -> String {
 /// Return a duration in ms, with a resolution of 1 µs.
 fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
+}
+
+/// Return the logged numbers of tokens, with their JSON key and their name: the input and the output, and the parts of
+/// them that are not 0.
+fn logged_tokens(usage: TokenUsage) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
+    let cache_write = usage.cache_write_5m.saturating_add(usage.cache_write_1h);
+    let is_logged = |(_, name, count): &(_, &str, u64)| *count > 0 || matches!(*name, "input" | "output");
+    [
+        (key!("input"), "input", usage.input),
+        (key!("cached_input"), "cached_input", usage.cached_input),
+        (key!("cache_write"), "cache_write", cache_write),
+        (key!("output"), "output", usage.output),
+        (key!("reasoning"), "reasoning", usage.reasoning),
+    ]
+    .into_iter()
+    .filter(is_logged)
 }
 
 // === JSON ===
@@ -735,6 +765,8 @@ pub struct RequestRecord {
     pub decision: Option<DecisionInfo>,
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<Box<str>>,
+    /// Tokens of the response of an LLM API, if a limit counts them.
+    pub tokens: Option<TokenUsage>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
     /// Ids of the spans, if the gateway traces the request.
@@ -787,6 +819,7 @@ impl RequestRecord {
             path_template: None,
             decision: None,
             model: None,
+            tokens: None,
             upstream: None,
             trace,
             request_id: "-".into(),
@@ -837,6 +870,7 @@ impl RequestRecord {
             consumer: selected.and_then(|selected| selected.consumer.as_deref()),
             decision: self.decision.as_ref(),
             model: self.model.as_deref(),
+            tokens: self.tokens,
             upstream: self.upstream.as_ref(),
             referer: selected.and_then(|selected| selected.referer.as_deref()),
             user_agent: selected.and_then(|selected| selected.user_agent.as_deref()),
@@ -1019,6 +1053,7 @@ mod tests {
         request_id: "-",
         trace_id: None,
         model: None,
+        tokens: None,
         sample_rate: None,
     };
 
@@ -1067,6 +1102,7 @@ mod tests {
             outcome: "rate-limited",
             decision: Some(&decision),
             model: Some("m 1"),
+            tokens: Some(TokenUsage { input: 9, cached_input: 4, output: 5, reasoning: 2, ..TokenUsage::default() }),
             upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),
@@ -1085,6 +1121,7 @@ mod tests {
                  \"decided_at\":1764000000.1235,\"shadow_denied\":[\"trial\"],\"limits\":[{{\"limit\":\"hour\",\"identity\":\"{hash}\",\"cost\":2,\
                  \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2,\
                  \"reserved\":3,\"settled\":2,\"estimated\":true}}],\"model\":\"m 1\",\
+                 \"tokens\":{{\"input\":9,\"cached_input\":4,\"output\":5,\"reasoning\":2}},\
                  \"upstream\":\"api\",\"server\":\"api.test:80 (127.0.0.1:80)\",\"upstream_status\":200,\"upstream_ms\":7.0,\
                  \"retries\":1,\"request_id\":\"id\",\"trace_id\":\"00000000000000000000000000000001\",\
                  \"sample_rate\":0.25}}"
@@ -1096,7 +1133,8 @@ mod tests {
             String::from_utf8(text).unwrap(),
             format!(
                 "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a rate-limited decision=denied limit=hour remaining=0 \
-                 identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 day.reserved=3 day.settled=2 day.estimated model=m_1 upstream=api upstream_ms=7 \
+                 identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 day.reserved=3 day.settled=2 day.estimated model=m_1 tokens.input=9 tokens.cached_input=4 \
+                 tokens.output=5 tokens.reasoning=2 upstream=api upstream_ms=7 \
                  server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 request_id=id \
                  trace_id=00000000000000000000000000000001 sample_rate=0.25 incomplete"
             )

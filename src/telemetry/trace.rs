@@ -12,6 +12,7 @@ use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use uuid::Uuid;
 
 use crate::http::text::{Escape, escape_deceptive};
+use crate::payload::llm::usage::TokenUsage;
 use crate::telemetry::access_log::{AccessRecord, BatchConfig, BatchWriter, DecisionInfo, UpstreamInfo};
 
 /// The header `traceparent` (W3C Trace Context, section 3.2).
@@ -217,6 +218,8 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
+        attributes.extend(self.record.model.map(|model| string_attribute("gen_ai.request.model", model)));
+        attributes.extend(self.record.tokens.into_iter().flat_map(token_attributes));
         // For a server span, a 4xx status does not count as an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
@@ -305,6 +308,20 @@ impl RequestTrace<'_> {
             instrumentation_scope: INSTRUMENTATION_SCOPE.clone(),
         }
     }
+}
+
+/// Return the attributes of the tokens of an LLM response (OpenTelemetry semantic conventions for generative AI).
+fn token_attributes(usage: TokenUsage) -> impl Iterator<Item = KeyValue> {
+    let cache_write = usage.cache_write_5m.saturating_add(usage.cache_write_1h);
+    [
+        ("gen_ai.usage.input_tokens", Some(usage.input)),
+        ("gen_ai.usage.cache_read.input_tokens", Some(usage.cached_input).filter(|tokens| *tokens > 0)),
+        ("gen_ai.usage.cache_creation.input_tokens", Some(cache_write).filter(|tokens| *tokens > 0)),
+        ("gen_ai.usage.output_tokens", Some(usage.output)),
+        ("gen_ai.usage.reasoning.output_tokens", Some(usage.reasoning).filter(|tokens| *tokens > 0)),
+    ]
+    .into_iter()
+    .filter_map(|(name, tokens)| Some(KeyValue::new(name, tokens? as i64)))
 }
 
 /// Return an attribute. Deceptive characters of a client are escaped as in the access log.

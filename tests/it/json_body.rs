@@ -397,7 +397,8 @@ fn values_are_no_labels_of_administrators() {
 fn tokens_and_values_are_read_in_one_pass() {
     let upstream = Upstream::start();
     let config = format!(
-        "[limit.tokens]\nby = \"json:/user\"\nquota = \"1000/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\" }}\n\
+        "[limit.tokens]\nby = \"json:/user\"\nquota = \"1000/hour\"\nunit = \"tokens\"\n\
+         cost = {{ llm = \"auto\", bytes_per_token = 4 }}\n\
          [upstream.u]\nservers = [\"{}\"]\n\
          [[route]]\nname = \"gpt\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"tokens\"]\n\
          match = {{ json = {{ \"/model\" = {{ prefix = \"gpt-\" }} }} }}\n\

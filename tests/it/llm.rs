@@ -7,6 +7,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
 use crate::support::admin_listener::{metric, with_admin};
@@ -243,10 +245,12 @@ const QUOTA: u64 = 100_000;
 
 /// Return a configuration with a limit of `quota` tokens per hour on all paths.
 fn config(store: &str, provider: SocketAddr, quota: u64, cost: &str, limit: &str) -> String {
+    // The tests compute the estimate from the length of the body.
+    let estimate = if cost.contains("bytes_per_token") { "" } else { "bytes_per_token = 4, " };
     format!(
         "{store}[log]\nformat = \"json\"\naccess = \"access.log\"\n\
          [limit.tokens]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
-         quota = \"{quota}/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\", {cost} }}\n{limit}\n\
+         quota = \"{quota}/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\", {estimate}{cost} }}\n{limit}\n\
          [upstream.u]\nservers = [\"http://{provider}\"]\n\
          [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"tokens\"]\nupstream = \"u\"\n"
     )
@@ -930,6 +934,237 @@ fn price_list_charges_each_kind_of_token() {
     }
 }
 
+/// Whatever a client names in the body, the request reserves the price of the most expensive reading, and the response
+/// decides what it costs.
+#[test]
+fn client_cannot_choose_a_cheaper_price() {
+    let provider = Provider::start();
+    let list = "[prices.public]\n\
+         cheap = { input = 0, output = 1, priority = 2, fast = 6 }\n\
+         \"dear*\" = { input = 0, output = 100 }\n\
+         usual = { input = 0, output = 50 }\n";
+    let quota = 100_000_000;
+    let config = config("", provider.address, quota, "prices = \"public\"", "")
+        .replace("unit = \"tokens\"", "unit = \"usd-micros\"");
+    let gateway = Gateway::start(&(config + list));
+    let mut expected = quota;
+    let answer = |model: &str, tier: Value| {
+        let usage = json!({"prompt_tokens": 10, "completion_tokens": 10, "service_tier": tier});
+        json!({"model": model, "service_tier": tier, "usage": usage})
+    };
+    const MESSAGES: &str = "/v1/messages";
+    for (path, fields, response, reserved, cost) in [
+        (CHAT, json!({"model": "cheap"}), answer("cheap", Value::Null), 1000, 10),
+        (CHAT, json!({"model": "cheap", "models": ["cheap", "dear"]}), answer("cheap", Value::Null), 100_000, 10),
+        (CHAT, json!({"model": "cheap", "models": ["cheap", "dear"]}), answer("dear", Value::Null), 100_000, 1000),
+        (CHAT, json!({"model": "cheap", "fallbacks": ["dear"]}), answer("alias", Value::Null), 100_000, 1000),
+        (
+            CHAT,
+            json!({"model": "cheap", "fallbacks": [{"model": "usual", "messages": [{"content": "dear"}]}]}),
+            answer("cheap", Value::Null),
+            50_000,
+            10,
+        ),
+        (
+            CHAT,
+            json!({"model": "cheap", "context_window_fallbacks": [{"cheap": ["dear"]}]}),
+            answer("cheap", Value::Null),
+            100_000,
+            10,
+        ),
+        // A model without a price has the highest price.
+        (CHAT, json!({"model": "cheap", "models": ["unlisted"]}), answer("cheap", Value::Null), 100_000, 10),
+        // LiteLLM calls each model of the list.
+        (CHAT, json!({"model": "cheap,dear"}), answer("dear", Value::Null), 200_000, 1000),
+        // A server reads only the end of the path.
+        ("/models/cheap:x/v1/chat/completions", json!({"model": "dear"}), answer("dear", Value::Null), 100_000, 1000),
+        // The response names a more expensive model than the request, or a version without a price.
+        (CHAT, json!({"model": "cheap"}), answer("dear-2026-11", Value::Null), 1000, 1000),
+        (CHAT, json!({"model": "cheap"}), answer("cheap-2026-11", Value::Null), 1000, 10),
+        (CHAT, json!({"model": "dear"}), answer("cheap", Value::Null), 100_000, 1000),
+        (CHAT, json!({"model": "cheap", "service_tier": "priority"}), answer("cheap", "priority".into()), 2000, 20),
+        (CHAT, json!({"model": "cheap", "service_tier": "priority"}), answer("cheap", Value::Null), 2000, 20),
+        (CHAT, json!({"model": "cheap", "service_tier": "priority"}), answer("cheap", "default".into()), 2000, 10),
+        (CHAT, json!({"model": "cheap", "service_tier": "auto"}), answer("cheap", "priority".into()), 1000, 20),
+        (
+            MESSAGES,
+            json!({"model": "cheap", "speed": "fast"}),
+            json!({"model": "cheap", "usage": {"input_tokens": 10, "output_tokens": 10, "speed": "fast"}}),
+            6000,
+            60,
+        ),
+        (
+            "/v1/projects/p/locations/l/publishers/anthropic/models/cheap:rawPredict",
+            json!({"anthropic_version": "vertex-2023-10-16", "speed": "fast"}),
+            json!({"usage": {"input_tokens": 10, "output_tokens": 10, "speed": "standard"}}),
+            6000,
+            10,
+        ),
+    ] {
+        let mut body = json!({"max_tokens": 1000, "mock": {"raw": response.to_string()}});
+        body.as_object_mut().unwrap().append(&mut fields.as_object().unwrap().clone());
+        let reply = post(&gateway, path, &body);
+        assert_eq!(
+            (reply.status, expected - reply.remaining("tokens")),
+            (200, reserved),
+            "{path} {fields}: {}",
+            reply.text()
+        );
+        expected -= cost;
+        assert_remaining(&gateway, expected, &format!("{path} {fields} {response}"));
+    }
+    let many: Vec<_> = (0..40).map(|number| format!("m{number}")).collect();
+    for fields in [json!({"models": many}), json!({"models": ["x".repeat(200)]}), json!({"Models": ["cheap"]})] {
+        assert_eq!(post(&gateway, CHAT, &fields).status, 400, "{fields}");
+    }
+}
+
+/// Links and uploaded files reserve as much as an image or a document.
+#[test]
+fn links_to_files_reserve_their_tokens() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "default_output = 0");
+    const GEMINI: &str = "/v1beta/models/m:generateContent";
+    let anthropic = |part: Value| ("/v1/messages", json!({"messages": [{"role": "user", "content": [part]}]}));
+    let gemini = |part: Value| (GEMINI, json!({"contents": [{"parts": [part]}]}));
+    let source = |kind: &str| json!({"type": kind, "source": {"type": "url", "url": "https://a.test/b"}});
+    let mut clients = 0;
+    for ((path, mut body), expected) in [
+        (anthropic(source("document")), 3000),
+        (anthropic(json!({"source": {"type": "url", "url": "https://a.test/b"}, "type": "document"})), 3000),
+        (anthropic(source("image")), 1000),
+        (anthropic(json!({"type": "document", "source": {"type": "file", "file_id": "f"}})), 3000),
+        (gemini(json!({"fileData": {"fileUri": "https://a.test/b"}})), 3000),
+        (gemini(json!({"fileData": {"fileUri": "https://a.test/b", "mimeType": "image/png"}})), 1000),
+        (gemini(json!({"fileData": {"fileUri": "https://a.test/b", "mimeType": "text/plain"}})), 3000),
+        (
+            (
+                "/v1/responses",
+                json!({"input": [{"content": [{"type": "input_file", "file_url": "https://a.test/b.pdf"}]}]}),
+            ),
+            3000,
+        ),
+        ((CHAT, json!({"messages": [{"content": [{"type": "file", "file": {"file_id": "f"}}]}]})), 3000),
+        (
+            (
+                CHAT,
+                json!({"model": "gpt-4o-mini", "messages": [{"content": [{"type": "image_url", "image_url": {"url": "https://a.test/b"}}]}]}),
+            ),
+            25_501,
+        ),
+    ] {
+        body["mock"] = json!({"output": 1});
+        let body = body.to_string();
+        clients += 1;
+        let id = clients.to_string();
+        let reply = gateway.client().request("POST", path, &[("x-id", &id)], body.as_bytes());
+        let text = (body.len() as u64).div_ceil(4);
+        assert_eq!((reply.status, QUOTA - reply.remaining("tokens")), (200, text + expected), "{path} {body}");
+    }
+}
+
+/// Batches of Anthropic reserve each of their requests. The requests of OpenAI's batches are in a file.
+#[test]
+fn batches_reserve_all_their_requests_or_are_rejected() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "default_output = 500");
+    let raw = json!({"id": "msgbatch_1", "processing_status": "in_progress"}).to_string();
+    let request = |bound: Value| json!({"custom_id": "a", "params": {"model": "m", "max_tokens": bound, "messages": [{"role": "user", "content": "hi"}]}});
+    let requests = [request(1000.into()), request(2000.into()), request(Value::Null)];
+    let body = json!({"requests": requests, "mock": {"raw": raw}});
+    let reply = post(&gateway, "/v1/messages/batches", &body);
+    let reserved = (body.to_string().len() as u64).div_ceil(4) + 3500;
+    assert_eq!((reply.status, QUOTA - reply.remaining("tokens")), (200, reserved), "{}", reply.text());
+    eventually("the request is logged", || records(&gateway).len() == 1);
+    assert_eq!(records(&gateway)[0]["limits"][0]["settled"], reserved, "the results are fetched later");
+    let file = json!({"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "mock": {"raw": raw}});
+    let rejected = post(&gateway, "/v1/batches", &file);
+    assert_eq!((rejected.status, rejected.text().contains("batch file")), (400, true), "{}", rejected.text());
+    let free = start(&provider, QUOTA, "unknown = \"free\"");
+    assert_eq!((post(&free, "/v1/batches", &file).status, remaining(&free)), (200, QUOTA));
+}
+
+/// Without `bytes_per_token`, the reservation of each kind of text is near the number of its tokens, and images are not
+/// text even if their base64 has escape sequences.
+#[test]
+fn reservation_of_text_follows_its_characters() {
+    let provider = Provider::start();
+    let base = config("", provider.address, QUOTA, "default_output = 0", "").replace("bytes_per_token = 4, ", "");
+    let gateway = Gateway::start(&base);
+    let samples: Vec<Value> = serde_json::from_str(include_str!("../fixtures/o200k.json")).unwrap();
+    let image = format!("iVBORw0KGgo{}", format!("{}\\/", "b9cd".repeat(16)).repeat(300));
+    let reserved = |content: &Value, escaped: &str| {
+        let body = json!({"messages": [{"role": "user", "content": content}], "mock": {"input": 0, "output": 0}});
+        let body = body.to_string().replace("IMAGE", escaped);
+        let reply = gateway.client().request("POST", CHAT, &[ID], body.as_bytes());
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        let reserved = QUOTA - reply.remaining("tokens");
+        assert_remaining(&gateway, QUOTA, "a usage of 0 costs nothing");
+        reserved
+    };
+    let structure = reserved(&"".into(), "");
+    assert!(structure < 50, "{structure}");
+    for sample in samples.iter().take(14) {
+        let text = reserved(&sample["text"], "") - structure;
+        let tokens = sample["tokens"].as_u64().unwrap();
+        assert!((tokens * 3..=tokens * 5).contains(&(text * 4)), "{text} {sample}");
+    }
+    let with_image =
+        reserved(&json!([{"type": "image_url", "image_url": {"url": "data:image/png;base64,IMAGE"}}]), &image);
+    assert!((1000..1200).contains(&with_image), "{with_image}");
+}
+
+/// The upstream, the limits and the log get the model that replaces an alias, and the rest of the body is unchanged.
+#[test]
+fn alias_of_a_model_is_replaced_in_the_body_and_in_the_price() {
+    let provider = Provider::start();
+    let cost = "weights = { input = 0, output = 1 }, models.\"gpt-5*\" = { output = 10 }";
+    let base = config("", provider.address, QUOTA, cost, "");
+    let gateway = Gateway::start(&(base + "model_aliases = { fast = \"gpt-5-mini\", \"a\\\"b\" = \"gpt-5\" }\n"));
+    let mut expected = QUOTA;
+    for (model, forwarded, price) in
+        [("fast", "gpt-5-mini", 10), ("a\"b", "gpt-5", 10), ("Fast", "Fast", 1), ("gpt-5", "gpt-5", 10)]
+    {
+        for is_stream in [false, true] {
+            let mut body = json!({"max_tokens": 100, "model": model, "stream": is_stream, "z": [{"model": "fast"}], "mock": {"output": 7}});
+            let reply = post(&gateway, CHAT, &body);
+            assert_eq!((reply.status, expected - reply.remaining("tokens")), (200, 100 * price), "{model}");
+            expected -= 7 * price;
+            assert_remaining(&gateway, expected, model);
+            let seen = provider.seen.lock().unwrap().iter().rev().find(|seen| !seen.body.is_empty()).unwrap().clone();
+            body["model"] = forwarded.into();
+            let mut sent: Value = serde_json::from_slice(&seen.body).unwrap();
+            sent.as_object_mut().unwrap().remove("stream_options");
+            assert_eq!(sent, body);
+            assert_eq!(seen.headers("content-length"), [seen.body.len().to_string()]);
+        }
+    }
+    let models = || records(&gateway).iter().map(|record| record["model"].clone()).collect::<Vec<_>>();
+    eventually("the requests are logged", || models().len() == 8);
+    assert_eq!(models()[..4], ["gpt-5-mini", "gpt-5-mini", "gpt-5", "gpt-5"]);
+}
+
+/// An agent asks for much more output than it uses. The excess of a response is at most the difference.
+#[test]
+fn reserved_output_is_capped_and_the_excess_is_charged() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "max_reserved_output = 100");
+    let mut expected = QUOTA;
+    for (bound, output, reserved) in [(64_000, 30, 100), (64_000, 400, 100), (50, 30, 50)] {
+        let body = json!({"max_tokens": bound, "mock": {"input": 10, "output": output}});
+        let input = (body.to_string().len() as u64).div_ceil(4);
+        let reply = post(&gateway, CHAT, &body);
+        assert_eq!((reply.status, expected - reply.remaining("tokens")), (200, input + reserved), "{bound}");
+        expected -= 10 + output;
+        assert_remaining(&gateway, expected, "the usage is charged");
+    }
+    let cutting = start(&provider, QUOTA, "max_reserved_output = 100, on_exhausted = \"cut\"");
+    let body = json!({"stream": true, "max_tokens": 64_000, "mock": {"input": 10, "output": 400, "seed": 1}});
+    let reply = post(&cutting, CHAT, &body);
+    let deltas = reply.text().matches("tök").count();
+    assert!((100..160).contains(&deltas) && reply.text().contains("\"length\""), "{deltas}");
+}
+
 /// The command converts the example into a list that `check` accepts.
 #[test]
 fn price_list_of_litellm_is_converted() {
@@ -946,12 +1181,14 @@ fn price_list_of_litellm_is_converted() {
         "gpt-5-nano = { batch = 0.5, cached_input = 0.005, input = 0.055, output = 0.44 }",
         "\"gemini-2.5-pro\" = { cached_input = 0.125, input = 1.25, long_context.above = 200000, long_context.input = 2.5, long_context.output = 15.0, output = 10.0 }",
         "text-embedding-3-small = { input = 0.02, output = 0.0 }",
+        "\"gpt-5.4\" = { cached_input = 0.25, input = 2.5, long_context.above = 272000, long_context.input = 5.0, long_context.output = 22.5, output = 15.0, priority = 2.0 }",
+        "claude-opus-4-6 = { fast = 6.0, input = 5.0, output = 25.0 }",
     ] {
         assert!(text.lines().any(|found| found == line), "{line}\n{text}");
     }
     assert!(!text.contains("dall-e"), "{text}");
     let (_, only, _) = run(&["--provider", "anthropic", "--name", "mine"]);
-    assert_eq!(only.lines().count(), 4, "{only}");
+    assert_eq!(only.lines().count(), 5, "{only}");
     let (code, _, error) = run(&["--provider", "nowhere"]);
     assert_eq!((code, error.contains("no prices per token of the selected providers")), (Some(1), true), "{error}");
     let provider = Provider::start();
@@ -1123,6 +1360,19 @@ fn metrics_count_reserved_and_settled_costs() {
         metric(&gateway, &format!("sluicegate_limit_settled_total{{route=\"r\",limit=\"tokens\",source=\"{source}\"}}"))
     };
     eventually("both requests are settled", || settled("reported") == 15.0 && settled("estimated") > 5.0);
+    let raw = r#"{"usage":{"prompt_tokens":100,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":40},
+        "completion_tokens_details":{"reasoning_tokens":20}}}"#;
+    let kind = |kind: &str| metric(&gateway, &format!("sluicegate_llm_tokens_total{{route=\"r\",kind=\"{kind}\"}}"));
+    let (input, output) = (kind("input"), kind("output"));
+    assert!(input > 10.0 && output >= 10.0, "{input} {output}");
+    assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 500, "mock": {"raw": raw}})).status, 200);
+    eventually("the request is settled", || settled("reported") == 165.0);
+    let kinds = ["input", "cached_input", "cache_write", "output", "reasoning"].map(kind);
+    assert_eq!(kinds, [input + 60.0, 40.0, 0.0, output + 30.0, 20.0], "the kinds do not overlap");
+    eventually("the requests are logged", || records(&gateway).len() == 3);
+    let logged = records(&gateway).iter().map(|record| record["tokens"].clone()).collect::<Vec<_>>();
+    assert!(logged.contains(&json!({"input": 100, "cached_input": 40, "output": 50, "reasoning": 20})), "{logged:?}");
+    assert!(logged.contains(&json!({"input": 10, "output": 5})), "{logged:?}");
     assert_eq!(settled("reserved"), 0.0);
     assert!(metric(&gateway, "sluicegate_limit_reserved_total{route=\"r\",limit=\"tokens\"}") > 1000.0);
 }
@@ -1388,7 +1638,20 @@ fn event_stream_of_bedrock_is_settled_and_reaches_the_client_unchanged() {
     .concat();
     let mut corrupt = intact.clone();
     *corrupt.last_mut().unwrap() ^= 1;
-    for (stream, settled) in [(intact, Some(1185)), (corrupt, None)] {
+    // The events of the model are in base64.
+    let invocation = |event: Value| aws_message(&json!({"bytes": STANDARD.encode(event.to_string()), "p": "abcd"}));
+    let invoked = [
+        invocation(json!({"type": "message_start", "message": {"usage": {"input_tokens": 20, "output_tokens": 1}}})),
+        invocation(json!({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "tok"}})),
+        invocation(json!({"type": "message_delta", "usage": {"output_tokens": 300}})),
+        invocation(json!({"type": "message_stop", "amazon-bedrock-invocationMetrics": {"inputTokenCount": 25, "outputTokenCount": 300}})),
+    ]
+    .concat();
+    for (path, stream, settled) in [
+        ("/model/m/converse-stream", intact, Some(1185)),
+        ("/model/m/converse-stream", corrupt, None),
+        ("/model/m/invoke-with-response-stream", invoked, Some(325)),
+    ] {
         let sent = stream.clone();
         let address = serve(move |mut stream| {
             while read_request(&mut stream).is_some() {
@@ -1403,13 +1666,35 @@ fn event_stream_of_bedrock_is_settled_and_reaches_the_client_unchanged() {
             }
         });
         let gateway = Gateway::start(&config("", address, QUOTA, "", ""));
-        let reply = post(&gateway, "/model/m/converse-stream", &json!({"inferenceConfig": {"maxTokens": 2000}}));
+        let reply = post(&gateway, path, &json!({"inferenceConfig": {"maxTokens": 2000}}));
         assert_eq!((reply.status, &reply.body), (200, &stream));
         let reserved = QUOTA - reply.remaining("tokens");
         eventually("the request is logged", || records(&gateway).len() == 1);
         let limit = &records(&gateway)[0]["limits"][0];
         assert_eq!(limit["settled"], settled.unwrap_or(reserved), "{limit}");
     }
+}
+
+/// The bodies of this operation have the format of the model, so Bedrock reports the counts in headers.
+#[test]
+fn invocation_of_bedrock_is_settled_by_its_headers() {
+    let address = serve(|mut stream| {
+        while read_request(&mut stream).is_some() {
+            let body = r#"{"results":[{"outputText":"tok"}]}"#;
+            write!(
+                stream,
+                "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Amzn-Bedrock-Input-Token-Count: 12\r\n\
+                 X-Amzn-Bedrock-Output-Token-Count: 30\r\nContent-Length: {}\r\n\r\n{body}",
+                body.len()
+            )
+            .unwrap();
+        }
+    });
+    let gateway = Gateway::start(&config("", address, QUOTA, "", ""));
+    let body = json!({"textGenerationConfig": {"maxTokenCount": 2000}});
+    assert_eq!(post(&gateway, "/model/amazon.titan/invoke", &body).status, 200);
+    eventually("the request is logged", || records(&gateway).len() == 1);
+    assert_eq!(records(&gateway)[0]["limits"][0]["settled"], 42);
 }
 
 #[test]

@@ -107,6 +107,38 @@ fn config(upstream: &Upstream, rest: &str) -> String {
     ))
 }
 
+/// The names are those of the OpenTelemetry semantic conventions for generative AI.
+#[test]
+fn span_of_an_llm_request_has_its_model_and_tokens() {
+    let collector = Collector::start();
+    let upstream = Upstream::responding(|_| {
+        let body = r#"{"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+        let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json";
+        format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "{}[limit.tokens]\nby = \"ip\"\nquota = \"100000/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\" }}\n\
+         [upstream.api]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"llm\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nlimits = [\"tokens\"]\n",
+        collector.log(),
+        upstream.url()
+    )));
+    let given = traceparent("01");
+    let body = br#"{"model":"gpt-5","max_tokens":10}"#;
+    let reply = gateway.client().request("POST", "/v1/chat/completions", &[("traceparent", &given)], body);
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    let spans = collector.trace(TRACE, 3);
+    assert_attributes(
+        of_kind(&spans, SpanKind::Server),
+        &[
+            ("gen_ai.request.model", "gpt-5"),
+            ("gen_ai.usage.input_tokens", "9"),
+            ("gen_ai.usage.cache_read.input_tokens", "4"),
+            ("gen_ai.usage.output_tokens", "5"),
+        ],
+    );
+}
+
 #[test]
 fn collector_receives_spans_of_request_decision_and_upstream() {
     let (collector, upstream) = (Collector::start(), Upstream::start());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use sluicegate::payload::json::body::{Collector, JsonPointer, JsonPointers, MAX_POINTERS, read};
 use sluicegate::payload::llm::request::inspect_with;
-use sluicegate::payload::llm::response::{ResponseMeter, UsageFormat};
+use sluicegate::payload::llm::response::{PriceFacts, ResponseMeter, UsageFormat};
 
 /// A body, and its name for messages.
 pub struct NamedBody {
@@ -137,6 +137,7 @@ impl Parsers {
 
 /// Measure the usage in a stream of server-sent events that arrives in chunks of 8 KiB.
 pub fn measure_stream(stream: &[u8]) {
-    let mut meter = ResponseMeter::new("text/event-stream", UsageFormat::Auto, 4).expect("an event stream");
+    let mut meter =
+        ResponseMeter::new("text/event-stream", UsageFormat::Auto, 4, PriceFacts::Read).expect("an event stream");
     stream.chunks(8 << 10).for_each(|chunk| meter.feed(chunk));
 }

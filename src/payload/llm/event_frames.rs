@@ -1,9 +1,15 @@
 //! Event streams of AWS (`application/vnd.amazon.eventstream`), in which Bedrock sends streamed responses.
 //!
+//! The payload of an event of the operation `InvokeModelWithResponseStream` is `{"bytes":"…","p":"…"}`: an event of the
+//! model in base64, and padding.
+//!
 //! A message consists of a prelude (total length, length of the headers, CRC-32 of both), headers, a payload, and a
 //! CRC-32 of all of that. All numbers are big-endian.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use flate2::Crc;
+use memchr::memchr;
 
 const PRELUDE: usize = 12;
 const CHECKSUM: usize = 4;
@@ -33,6 +39,85 @@ pub(super) struct EventFrames {
     /// Length of the payload of the current message.
     payload: usize,
     crc: Crc,
+    content: Content,
+}
+
+/// The start of a payload that contains an event of the model in base64.
+const BYTES: &[u8] = b"{\"bytes\":\"";
+
+/// Number of characters of base64 that are decoded at once.
+const BASE64_BLOCK: usize = 512;
+
+/// Decodes a payload in base64. Other payloads pass unchanged.
+#[derive(Debug)]
+enum Content {
+    /// The payload so far is equal to this number of bytes of [`BYTES`].
+    Start(usize),
+    Plain,
+    /// The characters that do not yet form a group of four.
+    Base64(Vec<u8>),
+    /// After the base64 string.
+    Rest,
+}
+
+impl Content {
+    /// Report the decoded part of a payload.
+    fn read(&mut self, mut data: &[u8], on_part: &mut impl FnMut(FramePart<'_>)) {
+        if let Content::Start(start) = self {
+            let same = data.iter().zip(&BYTES[*start..]).take_while(|(byte, expected)| byte == expected).count();
+            let matched = *start + same;
+            if matched == BYTES.len() {
+                data = &data[same..];
+                *self = Content::Base64(Vec::new());
+            } else if same == data.len() {
+                *start = matched;
+                return;
+            } else {
+                on_part(FramePart::Payload(&BYTES[..*start]));
+                *self = Content::Plain;
+            }
+        }
+        match self {
+            Content::Start(_) | Content::Rest => {}
+            Content::Plain => on_part(FramePart::Payload(data)),
+            Content::Base64(group) => {
+                let end = memchr(b'"', data);
+                let (mut decoded, mut is_valid) = ([0; BASE64_BLOCK], true);
+                let mut decode = |text: &[u8]| match STANDARD.decode_slice(text, &mut decoded) {
+                    Ok(length) => on_part(FramePart::Payload(&decoded[..length])),
+                    Err(_) => is_valid = false,
+                };
+                let mut text = &data[..end.unwrap_or(data.len())];
+                if !group.is_empty() {
+                    let (first, rest) = text.split_at(text.len().min(4 - group.len()));
+                    group.extend_from_slice(first);
+                    text = rest;
+                    if group.len() == 4 {
+                        decode(group);
+                        group.clear();
+                    }
+                }
+                let (whole, rest) = text.split_at(text.len() / 4 * 4);
+                whole.chunks(BASE64_BLOCK).for_each(&mut decode);
+                group.extend_from_slice(rest);
+                is_valid &= end.is_none() || group.is_empty();
+                if !is_valid {
+                    on_part(FramePart::Corrupt);
+                }
+                if end.is_some() || !is_valid {
+                    *self = Content::Rest;
+                }
+            }
+        }
+    }
+
+    /// Report the part of a complete payload that was held back.
+    fn end(&mut self, on_part: &mut impl FnMut(FramePart<'_>)) {
+        if let Content::Start(start @ 1..) = *self {
+            on_part(FramePart::Payload(&BYTES[..start]));
+        }
+        *self = Content::Start(0);
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +132,14 @@ enum Section {
 
 impl EventFrames {
     pub(super) fn new() -> Self {
-        EventFrames { section: Section::Prelude, fixed: [0; PRELUDE], read: 0, payload: 0, crc: Crc::new() }
+        EventFrames {
+            section: Section::Prelude,
+            fixed: [0; PRELUDE],
+            read: 0,
+            payload: 0,
+            crc: Crc::new(),
+            content: Content::Start(0),
+        }
     }
 
     /// Read up to the end of a message, or up to the end of `data`. Return the number of bytes that were read.
@@ -70,7 +162,7 @@ impl EventFrames {
                 self.crc.update(part);
             }
             if self.section == Section::Payload && !part.is_empty() {
-                on_part(FramePart::Payload(part));
+                self.content.read(part, &mut on_part);
             }
             self.read += part.len();
             if self.read < length {
@@ -84,6 +176,7 @@ impl EventFrames {
                 Section::Checksum if self.number(0) == self.crc.sum() => {
                     self.crc.reset();
                     self.section = Section::Prelude;
+                    self.content.end(&mut on_part);
                     on_part(FramePart::End);
                     return at;
                 }
@@ -161,6 +254,23 @@ pub(super) mod tests {
         for length in 1..=stream.len() {
             let found = payloads(stream.chunks(length).map(<[u8]>::to_vec));
             assert_eq!(found, (vec!["{\"a\":1}".to_owned(), String::new(), "xyz".to_owned()], false), "{length}");
+        }
+    }
+
+    #[test]
+    fn payloads_in_base64_are_decoded() {
+        let events = ["{\"a\":1}", "", "{\"text\":\"long\"}", &"x".repeat(2000)];
+        let encoded = |event: &&str| message(&format!("{{\"bytes\":\"{}\",\"p\":\"abc\"}}", STANDARD.encode(event)));
+        let stream = events.iter().map(encoded).collect::<Vec<_>>().concat();
+        for length in [1, 2, 3, 5, 7, 11, 64, 1000, stream.len()] {
+            let (found, is_corrupt) = payloads(stream.chunks(length).map(<[u8]>::to_vec));
+            assert_eq!((found, is_corrupt), (events.map(str::to_owned).to_vec(), false), "{length}");
+        }
+        for plain in ["{\"byte", "{\"bytes\":7}", "{\"delta\":{\"bytes\":\"AAAA\"}}"] {
+            assert_eq!(payloads(message(plain).chunks(3).map(<[u8]>::to_vec)), (vec![plain.to_owned()], false));
+        }
+        for broken in ["{\"bytes\":\"AAA\"}", "{\"bytes\":\"A!AA\"}"] {
+            assert!(payloads(std::iter::once(message(broken))).1, "{broken}");
         }
     }
 

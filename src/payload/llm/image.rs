@@ -13,6 +13,53 @@ pub struct Media {
     pub audio: u64,
     /// Number of parts of documents and videos, see [`InputEstimate`](crate::payload::llm::request::InputEstimate).
     pub document_parts: u64,
+    /// Number of links and uploaded files that may be images or documents.
+    pub files: u64,
+}
+
+/// Estimated tokens of an image of unknown size, such as a link. An image with one megapixel has about as many.
+const IMAGE_TOKENS: u64 = 1000;
+
+/// How a model of OpenAI counts images. The smaller models count a multiple of the tokens, because their images do not
+/// cost less than those of the large models.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImageScale {
+    /// All other models.
+    Standard,
+    /// 1.72 tokens for each patch (o4-mini; 1.62 for GPT-4.1 mini and GPT-5 mini).
+    Mini,
+    /// 2.46 tokens for each patch (GPT-4.1 nano; 1.5 for GPT-5 nano).
+    Nano,
+    /// 2833 tokens and 5667 for each tile (GPT-4o mini).
+    Gpt4oMini,
+}
+
+impl ImageScale {
+    /// Return how the model with this name counts images.
+    pub fn of(model: &str) -> Self {
+        let model = model.to_ascii_lowercase();
+        match () {
+            () if model.contains("4o-mini") => ImageScale::Gpt4oMini,
+            () if model.contains("-nano") => ImageScale::Nano,
+            () if model.contains("-mini") => ImageScale::Mini,
+            () => ImageScale::Standard,
+        }
+    }
+
+    /// Return the tokens of images with this number of patches and tiles in total.
+    fn tokens(self, images: u64, patches: u64, tiles: u64) -> u64 {
+        match self {
+            ImageScale::Standard => patches,
+            ImageScale::Mini => patches.saturating_mul(172).div_ceil(100),
+            ImageScale::Nano => patches.saturating_mul(246).div_ceil(100),
+            ImageScale::Gpt4oMini => images.saturating_mul(2833).saturating_add(tiles.saturating_mul(5667)),
+        }
+    }
+
+    /// Return the estimated tokens of an image of unknown size.
+    pub fn unknown_image(self) -> u64 {
+        self.tokens(1, IMAGE_TOKENS, 4)
+    }
 }
 
 /// The number of images of known size, and the sums of their tokens by provider.
@@ -21,6 +68,8 @@ pub struct SizedImages {
     /// Number of images.
     pub count: u64,
     openai: u64,
+    openai_patches: u64,
+    openai_tiles: u64,
     anthropic: u64,
     gemini: u64,
 }
@@ -29,20 +78,32 @@ impl SizedImages {
     /// Add the tokens of an image.
     pub fn add(&mut self, size: ImageSize) {
         self.count += 1;
-        self.openai += size.openai_tokens();
+        let OpenAiImage { tokens, patches, tiles } = size.openai_tokens();
+        self.openai += tokens;
+        self.openai_patches += patches;
+        self.openai_tiles += tiles;
         self.anthropic += size.anthropic_tokens();
         self.gemini += size.gemini_tokens();
     }
 
     /// Return the tokens of all images. Ollama and Bedrock serve models of several vendors, so the largest number applies.
-    pub fn tokens(&self, provider: Provider) -> u64 {
+    pub fn tokens(&self, provider: Provider, scale: ImageScale) -> u64 {
+        let openai = || self.openai.max(scale.tokens(self.count, self.openai_patches, self.openai_tiles));
         match provider {
-            Provider::OpenAi => self.openai,
+            Provider::OpenAi => openai(),
             Provider::Anthropic => self.anthropic,
             Provider::Gemini => self.gemini,
-            Provider::Bedrock | Provider::Ollama => self.openai.max(self.anthropic).max(self.gemini),
+            Provider::Bedrock | Provider::Ollama => openai().max(self.anthropic).max(self.gemini),
         }
     }
+}
+
+/// The numbers from which the models of OpenAI compute the tokens of an image.
+struct OpenAiImage {
+    /// Tokens of the large models.
+    tokens: u64,
+    patches: u64,
+    tiles: u64,
 }
 
 /// Maximum width and height of an image in pixels. Providers reject larger images, and JPEG, GIF and WebP have none.
@@ -74,11 +135,11 @@ impl ImageSize {
 
     /// The larger number of two formulas: 85 tokens and 170 for each tile of 512 pixels (GPT-4o), and one token for
     /// each patch of 32 pixels, at most 1536 (GPT-4.1).
-    fn openai_tokens(self) -> u64 {
+    fn openai_tokens(self) -> OpenAiImage {
         let ImageSize { width, height } = self.scaled(2048, 768);
         let tiles = width.div_ceil(512) * height.div_ceil(512);
-        let patches = self.width.div_ceil(32) * self.height.div_ceil(32);
-        (85 + 170 * tiles).max(patches.min(1536))
+        let patches = (self.width.div_ceil(32) * self.height.div_ceil(32)).min(1536);
+        OpenAiImage { tokens: (85 + 170 * tiles).max(patches), patches, tiles }
     }
 
     /// One token for 750 pixels, at most the number for the largest image that a model reads at full resolution.
@@ -194,9 +255,26 @@ mod tests {
             (1, 1, 255, 1, 258),
         ] {
             let size = ImageSize { width, height };
-            let tokens = (size.openai_tokens(), size.anthropic_tokens(), size.gemini_tokens());
+            let tokens = (size.openai_tokens().tokens, size.anthropic_tokens(), size.gemini_tokens());
             assert_eq!(tokens, (openai, anthropic, gemini), "{width} × {height}");
         }
+    }
+
+    /// The factors of OpenAI's documentation: 2833 and 5667 for each tile (GPT-4o mini), and multiples of the patches.
+    #[test]
+    fn small_models_of_openai_count_more_tokens() {
+        let mut images = SizedImages::default();
+        images.add(ImageSize { width: 1024, height: 1024 });
+        for (model, expected) in [
+            ("gpt-4o", 1024),
+            ("openai/GPT-4o-mini-2024-07-18", 2833 + 4 * 5667),
+            ("gpt-5-mini", 1762),
+            ("gpt-4.1-nano", 2520),
+            ("gemini-3-pro", 1024),
+        ] {
+            assert_eq!(images.tokens(Provider::OpenAi, ImageScale::of(model)), expected, "{model}");
+        }
+        assert_eq!(images.tokens(Provider::Gemini, ImageScale::Gpt4oMini), 1032);
     }
 
     #[test]

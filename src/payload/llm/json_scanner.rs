@@ -13,7 +13,7 @@ use memchr::memchr2;
 pub const MAX_SEGMENTS: usize = 8;
 
 /// Maximum number of paths.
-pub const MAX_PATHS: usize = 16;
+pub const MAX_PATHS: usize = 32;
 
 /// Maximum number of nested objects and arrays. The scanner treats a document with more as malformed.
 const MAX_DEPTH: usize = 128;
@@ -41,6 +41,7 @@ fn is_text_key(key: &[u8]) -> bool {
             | b"reasoning_content"
             | b"refusal"
             | b"response"
+            | b"completion"
     )
 }
 
@@ -110,11 +111,11 @@ pub struct JsonScanner {
     /// Number of bytes of the current text. It may be negative directly after `\u`.
     text_length: i64,
     /// For each open container, the bit set of the paths that lead into it.
-    entered: [u16; MAX_SEGMENTS + 1],
+    entered: [u32; MAX_SEGMENTS + 1],
     /// For each open array, the index of the next element.
     indices: [u32; MAX_SEGMENTS + 1],
     /// The bit set of the paths that match the position of the next value so far.
-    matching: u16,
+    matching: u32,
     captured: Option<Captured>,
     value: Vec<u8>,
 }
@@ -136,7 +137,7 @@ enum Token {
 /// A value at a path that is being stored.
 #[derive(Debug, Clone, Copy)]
 struct Captured {
-    paths: u16,
+    paths: u32,
     depth: usize,
     is_too_long: bool,
 }
@@ -339,7 +340,7 @@ impl JsonScanner {
     }
 
     /// Return the bit set of the paths that lead into the current container and whose next segment matches.
-    fn matching_paths(&self, fits: impl Fn(&str) -> bool) -> u16 {
+    fn matching_paths(&self, fits: impl Fn(&str) -> bool) -> u32 {
         let Some(mut candidates) = self.entered.get(self.depth).copied() else { return 0 };
         let mut matching = 0;
         while candidates > 0 {
@@ -355,7 +356,7 @@ impl JsonScanner {
 
     fn begin_value(&mut self, at: usize, unkept: &mut usize) {
         if self.depth == 0 {
-            self.matching = u16::MAX;
+            self.matching = u32::MAX;
         } else if !self.is_in_object {
             let index = self.indices.get(self.depth).copied().unwrap_or(u32::MAX);
             self.matching = self.matching_paths(|segment| segment.parse() == Ok(index));
@@ -363,7 +364,7 @@ impl JsonScanner {
         if self.captured.is_some() || self.matching == 0 {
             return;
         }
-        let complete = |(index, path): (usize, &JsonPath)| u16::from(path.len() == self.depth) << index;
+        let complete = |(index, path): (usize, &JsonPath)| u32::from(path.len() == self.depth) << index;
         let paths = self.matching & self.paths.iter().enumerate().map(complete).fold(0, |all, bit| all | bit);
         if paths > 0 {
             self.captured = Some(Captured { paths, depth: self.depth, is_too_long: false });

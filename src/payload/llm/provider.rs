@@ -31,6 +31,10 @@ pub enum Billing {
     Embedding,
     /// No tokens, such as for counting tokens.
     Free,
+    /// The tokens of a list of requests in the body, whose responses the client fetches later.
+    Batch,
+    /// The tokens of the requests in an uploaded file, which the gateway cannot count.
+    File,
 }
 
 /// An operation of an LLM API. The end of the path identifies it.
@@ -51,8 +55,8 @@ const fn operation_of(provider: Provider, billing: Billing, within: &'static str
 
 /// The operations that the gateway knows. If several match, the first one applies. `docs/reference/limits.md` contains
 /// this table.
-const OPERATIONS: [Operation; 29] = {
-    use Billing::{Embedding, Free, Generation};
+const OPERATIONS: [Operation; 36] = {
+    use Billing::{Batch, Embedding, File, Free, Generation};
     use Provider::{Anthropic, Bedrock, Gemini, Ollama, OpenAi};
     [
         operation_of(OpenAi, Generation, "", "/chat/completions"),
@@ -67,6 +71,13 @@ const OPERATIONS: [Operation; 29] = {
         operation_of(OpenAi, Free, "", "/detokenize"),
         operation_of(Anthropic, Generation, "", "/messages"),
         operation_of(Anthropic, Free, "", "/messages/count_tokens"),
+        operation_of(Anthropic, Batch, "", "/messages/batches"),
+        operation_of(Anthropic, Generation, "", "/v1/complete"),
+        operation_of(Anthropic, Generation, "/publishers/anthropic/", ":rawPredict"),
+        operation_of(Anthropic, Generation, "/publishers/anthropic/", ":streamRawPredict"),
+        operation_of(OpenAi, Generation, "", ":rawPredict"),
+        operation_of(OpenAi, Generation, "", ":streamRawPredict"),
+        operation_of(OpenAi, File, "", "/batches"),
         operation_of(Gemini, Generation, "", ":generateContent"),
         operation_of(Gemini, Generation, "", ":streamGenerateContent"),
         operation_of(Gemini, Embedding, "", ":embedContent"),
@@ -307,6 +318,19 @@ mod tests {
             ("/v1/messages/count_tokens;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages/;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages;x/", Provider::Anthropic, Billing::Generation),
+            ("/v1/messages/batches", Provider::Anthropic, Billing::Batch),
+            ("/v1/batches/", Provider::OpenAi, Billing::File),
+            ("/v1/complete", Provider::Anthropic, Billing::Generation),
+            (
+                "/v1/projects/p/locations/l/publishers/anthropic/models/c:rawPredict",
+                Provider::Anthropic,
+                Billing::Generation,
+            ),
+            (
+                "/v1/projects/p/locations/l/publishers/mistralai/models/m:streamRawPredict",
+                Provider::OpenAi,
+                Billing::Generation,
+            ),
             ("/v1beta/models/m:generateContent", Provider::Gemini, Billing::Generation),
             ("/v1beta/models/m:streamGenerateContent", Provider::Gemini, Billing::Generation),
             ("/v1beta/models/m:countTokens", Provider::Gemini, Billing::Free),
@@ -337,6 +361,8 @@ mod tests {
                     Billing::Generation => ("input, output", "estimated input, maximum output"),
                     Billing::Embedding => ("input", "estimated input"),
                     Billing::Free => ("free", "nothing"),
+                    Billing::Batch => ("input, output", "estimated input, sum of the maximum outputs"),
+                    Billing::File => ("input, output of a file", "rejected, unless `unknown` is `\"free\"`"),
                 };
                 format!("| `{path}` | {provider:?} | {billed} | {reserved} |")
             })

@@ -13,12 +13,20 @@ use crate::payload::json::body::{
     Collector, JsonBody, JsonError, JsonValue, Position, SeenMembers, Skip, Skipped, deserialize, shortened, text_value,
 };
 use crate::payload::json::names::{NameIndex, bits};
-use crate::payload::llm::image::{ImageSize, Media, base64_size};
+use crate::payload::llm::image::{ImageScale, ImageSize, Media, base64_size};
 use crate::payload::llm::provider::Provider;
+use crate::payload::llm::text_tokens::TextTokens;
+use crate::payload::llm::usage::ServiceTier;
 
 /// Maximum length of a model name in bytes. Requests with longer names are rejected, because the access log contains
 /// the name.
-const MAX_MODEL: usize = 128;
+pub const MAX_MODEL: usize = 128;
+
+/// Maximum number of models that a request names in addition to `model`.
+const MAX_OTHER_MODELS: usize = 32;
+
+/// Number of bytes of a streamed text per token, if `bytes_per_token` is not set. It is typical of English text.
+const OUTPUT_BYTES_PER_TOKEN: u64 = 4;
 
 /// Minimum length in bytes of a base64 string that is treated as an image or audio. Shorter strings count as text.
 const MIN_BASE64: usize = 64;
@@ -28,6 +36,10 @@ const MIN_BASE64: usize = 64;
 pub struct RequestInfo {
     /// The model. `None` if the body does not contain a model.
     pub model: Option<Box<str>>,
+    /// Other models that the server may use (`models` of OpenRouter, `fallbacks` of LiteLLM).
+    pub other_models: Vec<Box<str>>,
+    /// The service tier that the client requests, if it may have another price.
+    pub tier: Option<ServiceTier>,
     /// Whether the client requests a stream.
     pub is_stream: bool,
     /// Whether the client requests a report of the usage in the stream (OpenAI's `stream_options.include_usage`).
@@ -37,16 +49,37 @@ pub struct RequestInfo {
     pub is_background: bool,
     /// Maximum numbers of output tokens per choice.
     pub bounds: OutputBounds,
+    /// The requests of a batch.
+    pub batch: Batch,
     /// Number of alternative outputs (choices) that the client requests.
     pub choices: u64,
     /// Length of the body in bytes, without images, audio and documents.
     pub text_bytes: u64,
+    /// The tokens of the body without images, audio and documents.
+    pub text: TextTokens,
     /// Images, audio and documents.
     pub media: Media,
+    /// Number of models that LiteLLM calls for one request, if `model` is a list with commas. 0 means 1.
+    pub calls: u64,
 }
 
-/// Estimated tokens of an image of unknown size, such as a link. An image with one megapixel has about as many.
-pub const IMAGE_TOKENS: u64 = 1000;
+/// The requests of a batch of Anthropic.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// Number of requests.
+    pub requests: u64,
+    /// Number of requests with a maximum number of output tokens.
+    pub bounded: u64,
+    /// The sum of the maximum numbers of output tokens.
+    pub output: u64,
+}
+
+impl Batch {
+    fn add_bound(&mut self, bound: u64) {
+        self.bounded += 1;
+        self.output = self.output.saturating_add(bound);
+    }
+}
 
 /// Number of bytes of a document for which `document` tokens are reserved. A page of a PDF has about as many.
 const DOCUMENT_PART: u64 = 64 << 10;
@@ -99,37 +132,72 @@ pub enum RequestError {
 /// Parameters for the estimate of tokens before the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputEstimate {
-    /// Number of bytes of text per token.
-    pub bytes_per_token: u64,
-    /// Estimated tokens of an image. `None`: the formula of the API, or [`IMAGE_TOKENS`] if the size is unknown.
+    /// Number of bytes of text per token. `None`: an estimate by the classes of the bytes.
+    pub bytes_per_token: Option<u64>,
+    /// Estimated tokens of an image. `None`: the formula of the API.
     pub image: Option<u64>,
     /// Estimated tokens of an audio part.
     pub audio: u64,
     /// Estimated tokens of each started [`DOCUMENT_PART`] bytes of a document or video.
     pub document: u64,
+    /// Maximum number of output tokens to reserve per choice. `None`: the maximum of the request.
+    pub max_output: Option<u64>,
     /// Assumed number of output tokens per choice, if the request has no maximum.
     pub default_output: u64,
 }
 
 impl InputEstimate {
-    /// Return the estimated input tokens of a request to this provider.
-    pub fn input(&self, info: &RequestInfo, provider: Provider) -> u64 {
-        let text = info.text_bytes.div_ceil(self.bytes_per_token.max(1));
+    /// Return the estimated input tokens of a request to this provider and these models.
+    pub fn input<'m>(
+        &self,
+        info: &RequestInfo,
+        provider: Provider,
+        models: impl Iterator<Item = &'m str> + Clone,
+    ) -> u64 {
+        let text = match self.bytes_per_token {
+            Some(bytes) => info.text_bytes.div_ceil(bytes.max(1)),
+            None => info.text.tokens(),
+        };
         if info.media == Media::default() {
             return text;
         }
-        let Media { images, sized, audio, document_parts } = info.media;
-        let images = match self.image {
-            Some(tokens) => (images + sized.count).saturating_mul(tokens),
-            None => images.saturating_mul(IMAGE_TOKENS).saturating_add(sized.tokens(provider)),
+        let Media { images, sized, audio, document_parts, files } = info.media;
+        let largest = |of: &dyn Fn(ImageScale) -> u64| {
+            models.clone().map(ImageScale::of).map(of).fold(of(ImageScale::Standard), u64::max)
         };
-        let others = audio.saturating_mul(self.audio).saturating_add(document_parts.saturating_mul(self.document));
-        text.saturating_add(images).saturating_add(others)
+        let unknown_image = self.image.unwrap_or_else(|| largest(&ImageScale::unknown_image));
+        let sized = match self.image {
+            Some(tokens) => sized.count.saturating_mul(tokens),
+            None => largest(&|scale| sized.tokens(provider, scale)),
+        };
+        let parts = [
+            (images, unknown_image),
+            (audio, self.audio),
+            (document_parts, self.document),
+            (files, self.document.max(unknown_image)),
+        ];
+        let parts = parts.into_iter().map(|(count, tokens)| count.saturating_mul(tokens));
+        parts.fold(text.saturating_add(sized), u64::saturating_add)
+    }
+
+    /// Return the number of bytes per token of a streamed text.
+    pub fn output_bytes_per_token(&self) -> u64 {
+        self.bytes_per_token.unwrap_or(OUTPUT_BYTES_PER_TOKEN)
     }
 
     /// Return the maximum number of output tokens of all choices of a request to this provider.
     pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
-        info.bounds.of(provider, self.default_output).saturating_mul(info.choices)
+        self.capped(info.bounds.of(provider, self.default_output)).saturating_mul(info.choices)
+    }
+
+    /// Return the maximum number of output tokens of all requests of a batch.
+    pub fn batch_output(&self, info: &RequestInfo) -> u64 {
+        let Batch { requests, bounded, output } = info.batch;
+        requests.saturating_sub(bounded).saturating_mul(self.default_output).saturating_add(output)
+    }
+
+    fn capped(&self, output: u64) -> u64 {
+        self.max_output.map_or(output, |max| output.min(max))
     }
 }
 
@@ -154,11 +222,12 @@ pub fn inspect_with(
     collector: Collector,
 ) -> Result<(Result<RequestInfo, RequestError>, JsonBody), JsonError> {
     let position = collector.root();
-    let mut reader = Reader { collector, ..Reader::default() };
+    let mut reader = Reader { collector, body_start: address(body), body_length: body.len(), ..Reader::default() };
     let root = ValueSeed { reader: &mut reader, place: Place::Root, position, text: TextUse::Discarded };
     let result = deserialize(body, root);
     let is_object = matches!(reader.collector.check(result)?, Found::Object);
-    let Reader { mut info, media_bytes, prompts, error, collector, .. } = reader;
+    let Reader { mut info, media_bytes, media_ranges, media_text, prompts, error, collector, .. } = reader;
+    info.text = text_tokens(body, media_ranges).without(media_text);
     info.text_bytes = (body.len() as u64).saturating_sub(media_bytes);
     info.choices = info.choices.max(1).saturating_mul(prompts.max(1));
     let info = match error {
@@ -167,6 +236,23 @@ pub fn inspect_with(
         None => Ok(info),
     };
     Ok((info, collector.finish()))
+}
+
+/// Return the address of a text, from which its position in the body is computed.
+fn address(text: &[u8]) -> usize {
+    text.as_ptr().addr()
+}
+
+/// Return the tokens of a body without the parts at these ranges.
+fn text_tokens(body: &[u8], mut ranges: Vec<Range<usize>>) -> TextTokens {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let (mut tokens, mut at) = (TextTokens::default(), 0);
+    for Range { start, end } in ranges {
+        tokens.read(body.get(at..start).unwrap_or_default());
+        at = at.max(end);
+    }
+    tokens.read(body.get(at..).unwrap_or_default());
+    tokens
 }
 
 /// Return the body with `stream_options.include_usage` set to true, which makes OpenAI report the usage of a stream.
@@ -180,6 +266,12 @@ pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
         Some(_) | None => br#"{"include_usage":true}"#.to_vec(),
     };
     with_member(body, member.as_ref(), "stream_options", &options)
+}
+
+/// Return the body with this model. The body must be a JSON object.
+pub fn with_model(body: &[u8], model: &str) -> Vec<u8> {
+    let member = member_value(body, "model");
+    with_member(body, member.as_ref(), "model", serde_json::Value::from(model).to_string().as_bytes())
 }
 
 /// Return a JSON object in which the member `name` has this value. `existing` is the range of the value of this member.
@@ -265,7 +357,8 @@ pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
     })?;
     let name = match kind {
         "model" | "deployments" => segments.next().filter(|_| segments.next().is_some())?,
-        _ => segments.next()?.split_once(':')?.0,
+        // `/models/cheap:x/v1/chat/completions` names no model for a server that reads only the end of the path.
+        _ => segments.next().filter(|_| segments.next().is_none())?.split_once(':')?.0,
     };
     let name = percent_decode_str(name).decode_utf8_lossy();
     (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
@@ -277,6 +370,13 @@ struct Reader {
     info: RequestInfo,
     /// Number of bytes of images and audio in the body.
     media_bytes: u64,
+    /// The positions of images, audio and documents in the body.
+    media_ranges: Vec<Range<usize>>,
+    /// The tokens of images, audio and documents that are written with escape sequences, so their position is unknown.
+    media_text: TextTokens,
+    /// The address and the length of the body.
+    body_start: usize,
+    body_length: usize,
     /// Number of prompts in a request to the Completions API.
     prompts: u64,
     /// Bit set of the keys that have been read, with one bit for each [`Known`] key.
@@ -325,6 +425,20 @@ enum Place {
     DocumentSource,
     /// `file` of OpenAI, and `file_data` in it.
     File,
+    /// The name of an uploaded file, or a link to a file that may be an image or a document.
+    FileLink,
+    /// `models` of OpenRouter, and `fallbacks` of LiteLLM.
+    Models,
+    /// `service_tier` of OpenAI, `speed` of Anthropic, `serviceTier` of Bedrock.
+    Tier,
+    /// `requests` of a batch of Anthropic.
+    Batch,
+    /// `params` of a request in a batch.
+    BatchParams,
+    /// `model` of a request in a batch.
+    BatchModel,
+    /// The maximum number of output tokens of a request in a batch.
+    BatchBound,
     Elsewhere,
 }
 
@@ -353,11 +467,20 @@ enum Known {
     InferenceConfig,
     StreamOptions,
     Prompt,
+    MaxTokensToSample,
+    Models,
+    Fallbacks,
+    ContextFallbacks,
+    PolicyFallbacks,
+    ServiceTier,
+    Speed,
+    Performance,
+    Requests,
 }
 
 /// The keys that determine the cost, in the spellings that providers document. Gemini accepts keys in camel case and in
 /// snake case, as Protocol Buffers do.
-const KNOWN_KEYS: [(Place, &str, Known); 28] = [
+const KNOWN_KEYS: [(Place, &str, Known); 38] = [
     (Place::Root, "model", Known::Model),
     (Place::Root, "stream", Known::Stream),
     (Place::Root, "background", Known::Background),
@@ -365,6 +488,18 @@ const KNOWN_KEYS: [(Place, &str, Known); 28] = [
     (Place::Root, "max_completion_tokens", Known::MaxCompletionTokens),
     (Place::Root, "max_output_tokens", Known::MaxOutputTokens),
     (Place::Root, "max_new_tokens", Known::MaxNewTokens),
+    // The Text Completions API of Anthropic.
+    (Place::Root, "max_tokens_to_sample", Known::MaxTokensToSample),
+    // OpenRouter and LiteLLM.
+    (Place::Root, "models", Known::Models),
+    (Place::Root, "fallbacks", Known::Fallbacks),
+    (Place::Root, "context_window_fallbacks", Known::ContextFallbacks),
+    (Place::Root, "content_policy_fallbacks", Known::PolicyFallbacks),
+    (Place::Root, "service_tier", Known::ServiceTier),
+    (Place::Root, "serviceTier", Known::ServiceTier),
+    (Place::Root, "speed", Known::Speed),
+    (Place::Root, "performanceConfig", Known::Performance),
+    (Place::Root, "requests", Known::Requests),
     // Llama and Titan on Bedrock.
     (Place::Root, "max_gen_len", Known::MaxNewTokens),
     (Place::Root, "textGenerationConfig", Known::GenerationConfig),
@@ -439,6 +574,18 @@ fn place_of(parent: Place, key: &str) -> Place {
         (Place::Content, "document" | "video") => Place::Document,
         (Place::Document, "source") => Place::DocumentSource,
         (Place::ImageSource | Place::DocumentSource, "bytes") => Place::Data,
+        (Place::ImageSource | Place::DocumentSource, "s3Location") => Place::FileLink,
+        (Place::FileLink, "uri") => Place::FileLink,
+        (Place::Content | Place::File, "file_id" | "file_url") => Place::FileLink,
+        // The messages of a fallback are not models.
+        (Place::Models, "messages" | "prompt" | "input" | "tools") => Place::Elsewhere,
+        (Place::Models, _) => Place::Models,
+        (Place::Tier, "type" | "latency") => Place::Tier,
+        (Place::Batch, "params") => Place::BatchParams,
+        (Place::BatchParams, "model") => Place::BatchModel,
+        (Place::BatchParams, "max_tokens") => Place::BatchBound,
+        (Place::BatchParams, "messages" | "system") => Place::Content,
+        (Place::BatchParams, "service_tier" | "speed") => Place::Tier,
         (Place::Content, _) => Place::Content,
         _ => Place::Elsewhere,
     }
@@ -459,19 +606,30 @@ enum Found<'de> {
     Base64(Base64Data),
     /// An array. The field is the number of its elements that are strings or arrays.
     Array(u64),
+    /// A `source` of Anthropic that is a link or an uploaded file. The object around it says whether it is an image.
+    Link,
     Object,
 }
 
 /// A base64 string: its length in bytes, and its size in pixels if it is an image.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct Base64Data {
     length: u64,
     size: Option<ImageSize>,
+    text: Base64Text,
 }
 
-impl Base64Data {
-    fn new(text: &str) -> Self {
-        Base64Data { length: text.len() as u64, size: base64_size(text) }
+/// Where the text of a base64 string is, which does not count as text.
+#[derive(Debug, Clone)]
+enum Base64Text {
+    At(Range<usize>),
+    /// It is written with escape sequences, such as `\/`. These are its tokens.
+    Escaped(TextTokens),
+}
+
+impl Default for Base64Text {
+    fn default() -> Self {
+        Base64Text::At(0..0)
     }
 }
 
@@ -514,15 +672,20 @@ impl ValueSeed<'_> {
             Place::ImageUrl | Place::FileData => match data_url() {
                 None if place == Place::ImageUrl => reader.info.media.images += 1,
                 Some((media_type, data)) if data.len() >= MIN_BASE64 && is_base64(data) => {
-                    reader.add_media(media_type, Base64Data::new(data));
+                    let data = reader.base64(data);
+                    reader.add_media(media_type, data);
                 }
                 None | Some(_) => {}
             },
+            Place::FileLink => reader.info.media.files += 1,
+            Place::Models | Place::BatchModel => reader.add_model(text),
+            Place::Tier => reader.add_tier(text),
             Place::Images if text.len() >= MIN_BASE64 && is_base64(text) => {
-                reader.add_media("image/", Base64Data::new(text));
+                let data = reader.base64(text);
+                reader.add_media("image/", data);
             }
             Place::Data if text.len() >= MIN_BASE64 && is_base64(text) => {
-                return Some(Found::Base64(Base64Data::new(text)));
+                return Some(Found::Base64(reader.base64(text)));
             }
             _ => {}
         }
@@ -549,6 +712,9 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_u64<E>(self, value: u64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
+        if self.place == Place::BatchBound {
+            self.reader.info.batch.add_bound(value);
+        }
         Ok(Found::Count(Some(value)))
     }
 
@@ -560,6 +726,9 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_f64<E>(self, value: f64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Fraction);
+        if self.place == Place::BatchBound {
+            self.reader.info.batch.add_bound(value.ceil() as u64);
+        }
         Ok(match value.fract() == 0.0 {
             // The cast with `as` saturates.
             true => Found::Count((value >= 0.0).then_some(value as u64)),
@@ -579,7 +748,8 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
         let ValueSeed { reader, place, position: array, .. } = self;
-        let place = if matches!(place, Place::Images | Place::Content) { place } else { Place::Elsewhere };
+        let is_list = matches!(place, Place::Images | Place::Content | Place::Models | Place::Batch);
+        let place = if is_list { place } else { Place::Elsewhere };
         let mut prompts = 0;
         if place == Place::Elsewhere && array.is_irrelevant() {
             while let Some(skipped) = seq.next_element_seed(Skip(&mut reader.collector))? {
@@ -612,7 +782,11 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         let mut seen = SeenMembers::default();
         let mut base64 = Base64Data::default();
         let mut media_type = None;
-        let mut is_url = false;
+        let mut is_linked_source = false;
+        let mut kinds = PartKinds::default();
+        if place == Place::BatchParams {
+            reader.info.batch.requests += 1;
+        }
         while let Some(member) = map.next_key_seed(KeySeed { reader, place, object, seen: &mut seen })? {
             let (position, place, role) = match member {
                 Member::Known { known, name, position } => {
@@ -625,23 +799,49 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
             match (role, map.next_value_seed(ValueSeed { reader, place, position, text })?) {
                 (_, Found::Base64(data)) => base64 = data,
                 (Role::MediaType, Found::Text(text)) => media_type = Some(text),
-                (Role::SourceType, Found::Text(text)) => is_url = text == "url",
+                (Role::Type, Found::Text(text)) => kinds.add(&text),
+                (_, Found::Link) => is_linked_source = true,
                 _ => {}
             }
         }
         reader.collector.object_end(object);
         let kind = match place {
             Place::InputAudio => Some("audio/"),
-            Place::Source if is_url => Some("image/"),
+            Place::Source if kinds.is_link => return Ok(Found::Link),
             Place::ImageSource => Some("image/"),
             Place::DocumentSource => Some("application/pdf"),
             _ => media_type.as_deref(),
         };
-        let is_link = place == Place::FileData || (place == Place::Source && is_url);
-        if let Some(kind) = kind.filter(|_| base64.length > 0 || is_link) {
-            reader.add_media(kind, base64);
+        match kind {
+            Some(kind) if base64.length > 0 => reader.add_media(kind, base64),
+            Some(kind) if place == Place::FileData => reader.add_link(kind),
+            None if place == Place::FileData => reader.info.media.files += 1,
+            Some(_) | None => {}
+        }
+        match is_linked_source {
+            true if kinds.is_only_image => reader.info.media.images += 1,
+            true => reader.info.media.files += 1,
+            false => {}
         }
         Ok(Found::Object)
+    }
+}
+
+/// The values of `type` in an object.
+#[derive(Debug, Default)]
+struct PartKinds {
+    /// Whether a source is a link or an uploaded file.
+    is_link: bool,
+    /// Whether `image` is the only value.
+    is_only_image: bool,
+    has_other: bool,
+}
+
+impl PartKinds {
+    fn add(&mut self, kind: &str) {
+        self.is_link |= matches!(kind, "url" | "file");
+        self.has_other |= kind != "image";
+        self.is_only_image = !self.has_other;
     }
 }
 
@@ -666,8 +866,8 @@ enum Member {
 enum Role {
     /// The media type of the data in the same object.
     MediaType,
-    /// The type of a source, which is `url` if the source is a URL.
-    SourceType,
+    /// The type of a part of the content or of its source.
+    Type,
     Other,
 }
 
@@ -698,7 +898,7 @@ impl Visitor<'_> for KeySeed<'_> {
         }
         let role = match key {
             "media_type" | "mimeType" | "mime_type" => Role::MediaType,
-            "type" => Role::SourceType,
+            "type" if matches!(place, Place::Content | Place::Source) => Role::Type,
             _ => Role::Other,
         };
         Ok(Member::Other { position, place: place_of(place, key), role })
@@ -706,6 +906,49 @@ impl Visitor<'_> for KeySeed<'_> {
 }
 
 impl Reader {
+    /// Record a further model that the server may use. A name with commas stands for several models (LiteLLM).
+    fn add_model(&mut self, name: &str) {
+        for name in name.split(',').map(str::trim) {
+            let others = &mut self.info.other_models;
+            if name.is_empty() || others.iter().any(|other| **other == *name) {
+                continue;
+            }
+            if others.len() == MAX_OTHER_MODELS || name.len() > MAX_MODEL {
+                return self.fail(|| {
+                    format!(
+                        "the request body names more than {MAX_OTHER_MODELS} models, or one with more than {MAX_MODEL} bytes"
+                    )
+                });
+            }
+            others.push(name.into());
+        }
+    }
+
+    /// Record a service tier. If there are several, keep the one that is usually the most expensive.
+    fn add_tier(&mut self, name: &str) {
+        self.info.tier = self.info.tier.max(ServiceTier::requested(name));
+    }
+
+    /// Count a link to a part of this media type.
+    fn add_link(&mut self, media_type: &str) {
+        match media_type.split('/').next() {
+            Some("image") => self.info.media.images += 1,
+            Some("audio") => self.info.media.audio += 1,
+            _ => self.info.media.files += 1,
+        }
+    }
+
+    /// Describe a base64 string.
+    fn base64(&self, text: &str) -> Base64Data {
+        let start = address(text.as_bytes()).wrapping_sub(self.body_start);
+        let range = start..start.wrapping_add(text.len());
+        let text_use = match range.end <= self.body_length && range.start <= range.end {
+            true => Base64Text::At(range),
+            false => Base64Text::Escaped(TextTokens::of(text.as_bytes())),
+        };
+        Base64Data { length: text.len() as u64, size: base64_size(text), text: text_use }
+    }
+
     /// Count a part of this media type. The length of `data` is 0 if the part is a link. Other media types count as
     /// text.
     fn add_media(&mut self, media_type: &str, data: Base64Data) {
@@ -721,6 +964,10 @@ impl Reader {
             _ => return,
         }
         self.media_bytes += data.length;
+        match data.text {
+            Base64Text::At(range) => self.media_ranges.push(range),
+            Base64Text::Escaped(tokens) => self.media_text = self.media_text.plus(tokens),
+        }
     }
 
     /// Read the value of a key that determines the cost.
@@ -739,6 +986,9 @@ impl Reader {
             Known::Options => Place::Options,
             Known::InferenceConfig => Place::InferenceConfig,
             Known::StreamOptions => Place::StreamOptions,
+            Known::Models | Known::Fallbacks | Known::ContextFallbacks | Known::PolicyFallbacks => Place::Models,
+            Known::ServiceTier | Known::Speed | Known::Performance => Place::Tier,
+            Known::Requests => Place::Batch,
             _ => Place::Elsewhere,
         };
         let text = if known == Known::Model { TextUse::Kept } else { TextUse::Discarded };
@@ -758,7 +1008,24 @@ impl Reader {
                 Found::Object,
             )
             | (_, Found::Null) => {}
-            (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => self.info.model = Some(model.into()),
+            (
+                Known::Models
+                | Known::Fallbacks
+                | Known::ContextFallbacks
+                | Known::PolicyFallbacks
+                | Known::ServiceTier
+                | Known::Speed
+                | Known::Performance
+                | Known::Requests,
+                _,
+            ) => {}
+            (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => {
+                if model.contains(',') {
+                    self.info.calls = model.split(',').count() as u64;
+                    self.add_model(&model);
+                }
+                self.info.model = Some(model.into());
+            }
             (Known::Model, Found::Text(_)) => self.fail(|| format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::Background, Found::Bool(is_background)) => self.info.is_background = is_background,
@@ -770,6 +1037,7 @@ impl Reader {
                 | Known::MaxCompletionTokens
                 | Known::MaxOutputTokens
                 | Known::MaxNewTokens
+                | Known::MaxTokensToSample
                 | Known::NPredict
                 | Known::GenerationMaxOutputTokens
                 | Known::InferenceMaxTokens
@@ -782,6 +1050,7 @@ impl Reader {
                 | Known::MaxCompletionTokens
                 | Known::MaxOutputTokens
                 | Known::MaxNewTokens
+                | Known::MaxTokensToSample
                 | Known::NPredict,
                 Found::Count(bound @ Some(_)),
             ) => {
@@ -820,8 +1089,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const ESTIMATE: InputEstimate =
-        InputEstimate { bytes_per_token: 4, image: None, audio: 500, document: 3000, default_output: 1024 };
+    const ESTIMATE: InputEstimate = InputEstimate {
+        bytes_per_token: Some(4),
+        image: None,
+        audio: 500,
+        document: 3000,
+        max_output: None,
+        default_output: 1024,
+    };
 
     fn bound(body: &str) -> Result<(Option<u64>, u64), String> {
         let largest = |bounds: OutputBounds| {
@@ -1031,7 +1306,7 @@ mod tests {
             assert_eq!((info.media.images, info.media.audio), (images, audio), "{body}");
             assert!(info.text_bytes < 200, "{} {body}", info.text_bytes);
             assert_eq!(
-                ESTIMATE.input(&info, Provider::OpenAi),
+                ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty()),
                 info.text_bytes.div_ceil(4) + images * 1000 + audio * 500
             );
         }
@@ -1074,7 +1349,7 @@ mod tests {
         ] {
             let info = inspect(body.as_bytes()).unwrap();
             assert_eq!(info.media, Media { document_parts: 3, ..Media::default() }, "150,000 bytes: {}", &body[..150]);
-            let input = ESTIMATE.input(&info, Provider::OpenAi);
+            let input = ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty());
             assert!((9000..9060).contains(&input), "{input} {}", &body[..150]);
         }
         let image =
@@ -1088,7 +1363,7 @@ mod tests {
         let media = Media { images: u64::MAX, ..Media::default() };
         let info = RequestInfo { media, choices: u64::MAX, bounds, ..RequestInfo::default() };
         assert_eq!(
-            (ESTIMATE.input(&info, Provider::OpenAi), ESTIMATE.output(&info, Provider::OpenAi)),
+            (ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty()), ESTIMATE.output(&info, Provider::OpenAi)),
             (u64::MAX, u64::MAX)
         );
         assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);

@@ -1,6 +1,7 @@
 //! Measures the token usage of an LLM response while the gateway forwards it. If the provider does not report the
 //! usage, the meter estimates the usage from the length of the generated text.
 
+use std::borrow::Cow;
 use std::sync::{Arc, LazyLock};
 
 use memchr::{memchr2, memmem};
@@ -9,7 +10,7 @@ use serde::de::IgnoredAny;
 
 use crate::payload::llm::event_frames::{EventFrames, FramePart};
 use crate::payload::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
-use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
+use crate::payload::llm::usage::{ServiceTier, TokenUsage, parse_count, parse_usage};
 
 /// The place in a response where the provider reports the usage.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,9 +37,9 @@ pub enum CountKind {
     Output,
 }
 
-/// Paths of usage objects for [`UsageFormat::Auto`]. In the list of all paths, the path `type` and the paths of the
-/// Ollama counts follow these paths.
-const USAGE_PATHS: [&[&str]; 8] = [
+/// Paths of usage objects for [`UsageFormat::Auto`]. In the list of all paths, the path `type`, the paths of the Ollama
+/// counts, [`MODEL_PATHS`] and [`TIER_PATHS`] follow these paths.
+const USAGE_PATHS: [&[&str]; 9] = [
     &["usage"],
     &["response", "usage"],
     &["message", "usage"],
@@ -47,17 +48,42 @@ const USAGE_PATHS: [&[&str]; 8] = [
     &["meta"],
     &["response", "meta"],
     &["x_groq", "usage"],
+    &["amazon-bedrock-invocationMetrics"],
 ];
+
+/// Paths of the model that has generated the response.
+const MODEL_PATHS: [&[&str]; 4] = [&["model"], &["response", "model"], &["message", "model"], &["modelVersion"]];
+
+/// Paths of the service tier outside the usage object (OpenAI, Bedrock Converse).
+const TIER_PATHS: [&[&str]; 4] =
+    [&["service_tier"], &["response", "service_tier"], &["serviceTier", "type"], &["performanceConfig", "latency"]];
+
+/// Maximum length in bytes of a model name that is compared with the patterns of the configuration.
+const MAX_MODEL: usize = 128;
 
 const TYPE: usize = USAGE_PATHS.len();
 const PROMPT_EVAL_COUNT: usize = TYPE + 1;
 const EVAL_COUNT: usize = TYPE + 2;
+const FIRST_MODEL: usize = TYPE + 3;
+const FIRST_TIER: usize = FIRST_MODEL + MODEL_PATHS.len();
 
-static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
-    let others: [&[&str]; 3] = [&["type"], &["prompt_eval_count"], &["eval_count"]];
+fn auto_paths(others: &[&[&str]]) -> Arc<[JsonPath]> {
+    let counts: [&[&str]; 3] = [&["type"], &["prompt_eval_count"], &["eval_count"]];
     let to_path = |path: &&[&str]| path.iter().map(|segment| Box::from(*segment)).collect();
-    USAGE_PATHS.iter().chain(&others).map(to_path).collect()
-});
+    USAGE_PATHS.iter().chain(&counts).chain(others).map(to_path).collect()
+}
+
+static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| auto_paths(&[]));
+static PRICED_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| auto_paths(&[MODEL_PATHS, TIER_PATHS].concat()));
+
+/// Whether a meter reads the model and the service tier of the response. They occur in each event of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PriceFacts {
+    /// The cost may depend on them.
+    Read,
+    /// The cost does not depend on them.
+    Ignored,
+}
 
 /// The usage of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,6 +126,10 @@ struct Tally {
     deltas: u64,
     /// Whether the response has a usage object that has no known count.
     has_unknown_usage: bool,
+    /// The model that has generated the response.
+    model: Option<Box<str>>,
+    /// The service tier, if the usage object does not contain it.
+    tier: Option<ServiceTier>,
     /// Whether a checksum in the response is wrong, so its counts are not reliable.
     is_corrupt: bool,
     document: Document,
@@ -118,7 +148,7 @@ struct Document {
 impl ResponseMeter {
     /// Create the meter of a response with this media type. Return `None` if the media type is not JSON or an event
     /// stream. The output of a delta is estimated as one token per `bytes_per_token` bytes, but at least one token.
-    pub fn new(media_type: &str, format: UsageFormat, bytes_per_token: u64) -> Option<Self> {
+    pub fn new(media_type: &str, format: UsageFormat, bytes_per_token: u64, facts: PriceFacts) -> Option<Self> {
         let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         let framing = match &*essence {
             "text/event-stream" => Framing::Events(EventLines::default()),
@@ -133,6 +163,7 @@ impl ResponseMeter {
             _ => return None,
         };
         let paths = match &format {
+            UsageFormat::Auto if facts == PriceFacts::Read => PRICED_PATHS.clone(),
             UsageFormat::Auto => AUTO_PATHS.clone(),
             UsageFormat::Paths { paths, .. } => paths.clone(),
         };
@@ -143,10 +174,22 @@ impl ResponseMeter {
             unreported_output: 0,
             deltas: 0,
             has_unknown_usage: false,
+            model: None,
+            tier: None,
             is_corrupt: false,
             document: Document::default(),
         };
         Some(ResponseMeter { framing, scanner: JsonScanner::new(paths), tally })
+    }
+
+    /// Record the usage that the response headers report.
+    pub fn report(&mut self, usage: TokenUsage) {
+        self.tally.reported = Some(self.tally.reported.unwrap_or_default().max(usage));
+    }
+
+    /// Return the model that has generated the response, if the response names it.
+    pub fn model(&self) -> Option<&str> {
+        self.tally.model.as_deref()
     }
 
     /// Return whether the response is a stream of server-sent events.
@@ -215,7 +258,8 @@ impl ResponseMeter {
         }
         // A complete document without generated text may report that it used no tokens. In a stream, such a report may
         // be preliminary.
-        if reported == Some(TokenUsage::default()) && deltas == 0 && matches!(self.framing, Framing::Documents) {
+        let is_zero = reported.map(|usage| TokenUsage { tier: None, ..usage }) == Some(TokenUsage::default());
+        if is_zero && deltas == 0 && matches!(self.framing, Framing::Documents) {
             return Some(MeasuredUsage { usage: TokenUsage::default(), is_estimated: false });
         }
         let mut usage = reported.unwrap_or_default();
@@ -225,6 +269,7 @@ impl ResponseMeter {
             usage.input = input;
         }
         usage.output += unreported_output;
+        usage.tier = usage.tier.or(self.tally.tier);
         Some(MeasuredUsage { usage, is_estimated: !has_input || reported.is_none() || unreported_output > 0 })
     }
 }
@@ -254,6 +299,18 @@ impl JsonSink for Tally {
                         EVAL_COUNT => TokenUsage { output: count, ..current },
                         _ => TokenUsage { input: count, ..current },
                     }
+                }
+                FIRST_TIER.. => {
+                    let name = serde_json::from_slice::<Cow<'_, str>>(json);
+                    self.tier = name.ok().and_then(|name| ServiceTier::reported(&name)).or(self.tier);
+                    return;
+                }
+                FIRST_MODEL.. => {
+                    if self.model.is_none() && json.len() <= MAX_MODEL {
+                        let name = serde_json::from_slice::<Cow<'_, str>>(json).ok();
+                        self.model = name.filter(|name| !name.is_empty()).map(|name| name.as_ref().into());
+                    }
+                    return;
                 }
                 _ => {
                     let Some(usage) = parse_usage(json) else {
@@ -485,7 +542,7 @@ pub(super) mod tests {
     ];
 
     fn measure<'d>(media_type: &str, parts: impl IntoIterator<Item = &'d [u8]>) -> Option<MeasuredUsage> {
-        let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4).unwrap();
+        let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4, PriceFacts::Ignored).unwrap();
         parts.into_iter().for_each(|part| meter.feed(part));
         let MeasuredUsage { usage, is_estimated } = meter.usage(100)?;
         measured((usage.input, usage.cached_input, usage.output), is_estimated)
@@ -543,7 +600,7 @@ pub(super) mod tests {
         let empty = delta("") + "data: [DONE]\n\n";
         assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "no text and no usage");
         assert_eq!(measure("application/json", [&b"{\"error\":{\"message\":\"x\"}}"[..]]), None);
-        assert!(ResponseMeter::new("image/png", UsageFormat::Auto, 4).is_none());
+        assert!(ResponseMeter::new("image/png", UsageFormat::Auto, 4, PriceFacts::Ignored).is_none());
     }
 
     #[test]
@@ -638,7 +695,7 @@ pub(super) mod tests {
             paths: [path("/billing/in"), path("/billing/out/0")].into_iter().collect(),
             counts: [CountKind::Input, CountKind::Output].into(),
         };
-        let mut meter = ResponseMeter::new("application/json", format, 4).unwrap();
+        let mut meter = ResponseMeter::new("application/json", format, 4, PriceFacts::Ignored).unwrap();
         meter.feed(br#"{"usage":{"prompt_tokens":1,"completion_tokens":1},"billing":{"in":5,"out":[7]}}"#);
         assert_eq!(meter.usage(100), measured((5, 0, 7), false));
     }

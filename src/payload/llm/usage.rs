@@ -43,11 +43,55 @@ pub struct TokenUsage {
     pub audio_output: u64,
     /// Number of output tokens of images.
     pub image_output: u64,
-    /// Whether the provider processed the request as part of a batch.
-    pub is_batch: bool,
+    /// The service tier, if the provider reports one that may have another price.
+    pub tier: Option<ServiceTier>,
 }
 
+/// A service tier whose tokens may have other prices than those of the standard tier. The order is that of the usual
+/// prices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ServiceTier {
+    /// Part of a batch.
+    Batch,
+    /// The standard tier, although the client may have requested another one.
+    Standard,
+    /// Priority processing (OpenAI, Bedrock).
+    Priority,
+    /// Fast output (`speed` of Anthropic, latency-optimized inference of Bedrock).
+    Fast,
+}
+
+impl ServiceTier {
+    /// Return the tier that a client requests. Cheaper tiers count only if the provider reports them.
+    pub fn requested(name: &str) -> Option<Self> {
+        match name {
+            "priority" => Some(ServiceTier::Priority),
+            "fast" | "optimized" => Some(ServiceTier::Fast),
+            _ => None,
+        }
+    }
+
+    /// Return the tier that a provider reports.
+    pub fn reported(name: &str) -> Option<Self> {
+        match name {
+            "batch" => Some(ServiceTier::Batch),
+            "default" | "standard" => Some(ServiceTier::Standard),
+            _ => ServiceTier::requested(name),
+        }
+    }
+}
+
+/// Kinds of tokens as metric labels.
+pub const COUNTED_KINDS: [&str; 5] = ["input", "cached_input", "cache_write", "output", "reasoning"];
+
 impl TokenUsage {
+    /// Return the tokens of each of the [`COUNTED_KINDS`], which do not overlap.
+    pub fn by_kind(self) -> [u64; COUNTED_KINDS.len()] {
+        let cache_write = self.cache_write_5m.saturating_add(self.cache_write_1h);
+        let input = self.input.saturating_sub(self.cached_input).saturating_sub(cache_write);
+        [input, self.cached_input, cache_write, self.output.saturating_sub(self.reasoning), self.reasoning]
+    }
+
     /// Return the larger value of each count. Providers report totals, so the counts of two reports are not added.
     #[must_use]
     pub fn max(self, other: TokenUsage) -> TokenUsage {
@@ -62,7 +106,7 @@ impl TokenUsage {
             reasoning: self.reasoning.max(other.reasoning),
             audio_output: self.audio_output.max(other.audio_output),
             image_output: self.image_output.max(other.image_output),
-            is_batch: self.is_batch || other.is_batch,
+            tier: other.tier.or(self.tier),
         }
     }
 }
@@ -106,6 +150,17 @@ struct UsageObject<'a> {
     iterations: Option<Vec<Iteration<'a>>>,
     #[serde(borrow)]
     service_tier: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    speed: Option<Cow<'a, str>>,
+    // Counts that Bedrock adds to the last event of a model's stream.
+    #[serde(rename = "inputTokenCount")]
+    invocation_input: Count,
+    #[serde(rename = "outputTokenCount")]
+    invocation_output: Count,
+    #[serde(rename = "cacheReadInputTokenCount")]
+    invocation_cache_read: Count,
+    #[serde(rename = "cacheWriteInputTokenCount")]
+    invocation_cache_write: Count,
     // Fields of Gemini.
     #[serde(rename = "promptTokenCount")]
     prompt_token_count: Count,
@@ -276,6 +331,15 @@ impl UsageObject<'_> {
                 .map(Iteration::tokens)
                 .try_fold(response.tokens()?, |sum, other| Some(sum.plus(other?)))?
                 .with_details(self.input_tokens_details, self.output_tokens_details)?
+        } else if self.invocation_input.is_present() || self.invocation_output.is_present() {
+            let (cache_read, cache_write) = (self.invocation_cache_read.get()?, self.invocation_cache_write.get()?);
+            TokenUsage {
+                input: self.invocation_input.get()? + cache_write + cache_read,
+                cached_input: cache_read,
+                cache_write_5m: cache_write,
+                output: self.invocation_output.get()?,
+                ..TokenUsage::default()
+            }
         } else if self.bedrock_input.is_present() || self.bedrock_output.is_present() {
             total = self.bedrock_total;
             let cache_read = self.bedrock_cache_read.get()?;
@@ -299,7 +363,11 @@ impl UsageObject<'_> {
         } else {
             return None;
         };
-        usage.is_batch = self.service_tier.as_deref() == Some("batch");
+        let tier = |name: &Option<Cow<'_, str>>| name.as_deref().and_then(ServiceTier::reported);
+        usage.tier = match (tier(&self.service_tier), tier(&self.speed)) {
+            (_, Some(ServiceTier::Fast)) => Some(ServiceTier::Fast),
+            (tier, speed) => tier.or(speed),
+        };
         // Some servers count reasoning tokens only in the total: xAI, and Gemini behind OpenAI-compatible servers.
         usage.output += total.get()?.saturating_sub(usage.input + usage.output);
         Some(usage)
@@ -427,6 +495,10 @@ pub struct Weights {
     pub request: u64,
     /// Share of the cost of the tokens in a batch, in [`PARTS`].
     pub batch: u64,
+    /// Multiple of the cost of the tokens in the tier `priority`, in [`PARTS`].
+    pub priority: u64,
+    /// Multiple of the cost of the tokens with fast output, in [`PARTS`].
+    pub fast: u64,
     /// Weights of requests with a long input.
     pub long_context: Option<LongContext>,
 }
@@ -443,7 +515,7 @@ pub struct LongContext {
 /// By default, each token costs 1.
 impl Default for Weights {
     fn default() -> Self {
-        Weights { tokens: [PARTS; KINDS], request: 0, batch: PARTS, long_context: None }
+        Weights { tokens: [PARTS; KINDS], request: 0, batch: PARTS, priority: PARTS, fast: PARTS, long_context: None }
     }
 }
 
@@ -475,22 +547,28 @@ impl Weights {
         // bits.
         let tokens = parts.into_iter().map(|(kind, count)| u128::from(count) * u128::from(weights[kind as usize]));
         let mut sum: u128 = tokens.sum();
-        if usage.is_batch {
-            sum = sum.saturating_mul(self.batch.into()).div_ceil(PARTS.into());
+        let multiple = match usage.tier {
+            None | Some(ServiceTier::Standard) => PARTS,
+            Some(ServiceTier::Batch) => self.batch,
+            Some(ServiceTier::Priority) => self.priority,
+            Some(ServiceTier::Fast) => self.fast,
+        };
+        if multiple != PARTS {
+            sum = sum.saturating_mul(multiple.into()).div_ceil(PARTS.into());
         }
         let cost = (sum + u128::from(self.request)).div_ceil(PARTS.into());
         u64::try_from(cost).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
     /// Return the cost to reserve before the response, for these numbers of input and output tokens. Every token is
-    /// assumed to be of the most expensive kind.
-    pub fn reservation(&self, input: u64, output: u64) -> u64 {
+    /// assumed to be of the most expensive kind. `tier` is the service tier that the client requests.
+    pub fn reservation(&self, input: u64, output: u64, tier: Option<ServiceTier>) -> u64 {
         let tokens = self.dearest(&self.tokens);
         let long = self.long_context.map(|long| LongContext {
             tokens: std::array::from_fn(|kind| self.dearest(&long.tokens)[kind].max(tokens[kind])),
             ..long
         });
-        let usage = TokenUsage { input, output, ..TokenUsage::default() };
+        let usage = TokenUsage { input, output, tier, ..TokenUsage::default() };
         Weights { tokens, long_context: long, ..*self }.cost(usage)
     }
 
@@ -524,8 +602,21 @@ impl ModelWeights {
     /// precedence. If two patterns have the same number of literal characters, a pattern without `*` takes precedence.
     /// The case of the model name is ignored, because some servers ignore it too.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
-        let model = model.map(str::to_ascii_lowercase);
-        model.and_then(|model| NamePattern::best_match(&self.models, &model)).copied().unwrap_or(self.default)
+        model.and_then(|model| self.listed(model)).unwrap_or(self.default)
+    }
+
+    /// Return whether the model or the service tier in the response may change the cost.
+    pub fn depends_on_response(&self) -> bool {
+        let has_tiers = |weights: &Weights| [weights.batch, weights.priority, weights.fast] != [PARTS; 3];
+        !self.models.is_empty() || has_tiers(&self.default)
+    }
+
+    /// Return the weights of a model that matches a pattern.
+    pub fn listed(&self, model: &str) -> Option<Weights> {
+        if self.models.is_empty() {
+            return None;
+        }
+        NamePattern::best_match(&self.models, &model.to_ascii_lowercase()).copied()
     }
 }
 
@@ -731,7 +822,7 @@ mod tests {
                     cache_write_5m: 188_000,
                     cache_write_1h: 86,
                     output: 393,
-                    is_batch: true,
+                    tier: Some(ServiceTier::Batch),
                     ..zero
                 },
             ),
@@ -787,16 +878,26 @@ mod tests {
             reasoning: 40,
             audio_output: 30,
             image_output: 20,
-            is_batch: false,
+            tier: None,
         };
         let input = 815 + 2 * 100 + 3 * 50 + 4 * 20 + 5 * 10 + 6 * 5;
         let output = 7 * 310 + 8 * 40 + 9 * 30 + 10 * 20;
         assert_eq!(prices.cost(usage), input + output);
         prices.request = 3 * PARTS;
         prices.batch = PARTS / 2;
+        (prices.priority, prices.fast) = (PARTS * 7 / 4, 6 * PARTS);
         assert_eq!(prices.cost(usage), input + output + 3);
-        let batch = TokenUsage { is_batch: true, ..usage };
+        let batch = TokenUsage { tier: Some(ServiceTier::Batch), ..usage };
         assert_eq!(prices.cost(batch), (input + output).div_ceil(2) + 3);
+        for (name, multiple) in [("priority", 7), ("fast", 24), ("default", 4)] {
+            let tier = ServiceTier::reported(name);
+            assert_eq!(
+                prices.cost(TokenUsage { tier, ..usage }),
+                ((input + output) * multiple).div_ceil(4) + 3,
+                "{name}"
+            );
+        }
+        assert!(prices.reservation(usage.input, usage.output, Some(ServiceTier::Fast)) > 6 * prices.cost(usage) - 20);
         prices.long_context = Some(LongContext { above: 999, tokens: [2 * PARTS; KINDS] });
         assert_eq!(prices.cost(usage), 2 * 1400 + 3);
         prices.long_context = Some(LongContext { above: 1000, tokens: [2 * PARTS; KINDS] });
@@ -858,7 +959,7 @@ mod tests {
                 reasoning: cached / 3,
                 ..TokenUsage::default()
             };
-            prop_assert!(weights.cost(used) <= weights.reservation(input, output));
+            prop_assert!(weights.cost(used) <= weights.reservation(input, output, None));
         }
     }
 }

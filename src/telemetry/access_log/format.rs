@@ -102,6 +102,8 @@ pub enum Field {
     Limits,
     /// Model of an LLM request.
     Model,
+    /// Tokens of the response of an LLM API.
+    Tokens,
     /// Name of the upstream.
     Upstream,
     /// Server of the last attempt.
@@ -125,7 +127,7 @@ pub enum Field {
 }
 
 /// The names of all fields, in the order of the JSON object.
-pub const FIELDS: [(&str, Field); 36] = [
+pub const FIELDS: [(&str, Field); 37] = [
     ("time", Field::Time),
     ("client", Field::Client),
     ("method", Field::Method),
@@ -152,6 +154,7 @@ pub const FIELDS: [(&str, Field); 36] = [
     ("shadow_denied", Field::ShadowDenied),
     ("limits", Field::Limits),
     ("model", Field::Model),
+    ("tokens", Field::Tokens),
     ("upstream", Field::Upstream),
     ("server", Field::Server),
     ("upstream_status", Field::UpstreamStatus),
@@ -269,8 +272,12 @@ const NGINX_VARIABLES: [(&str, Variable); 19] = [
 ];
 
 /// Fields that are no variables: they are lists, or their unit differs from the variables of nginx.
-const NO_VARIABLES: FieldSet =
-    FieldSet::EMPTY.with(Field::Time).with(Field::Limits).with(Field::ShadowDenied).with(Field::DecidedAt);
+const NO_VARIABLES: FieldSet = FieldSet::EMPTY
+    .with(Field::Time)
+    .with(Field::Limits)
+    .with(Field::ShadowDenied)
+    .with(Field::DecidedAt)
+    .with(Field::Tokens);
 
 /// The reason why a text is not a valid template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -422,7 +429,7 @@ fn write_value(record: &AccessRecord<'_>, field: Field, out: &mut Vec<u8>) -> io
         Field::UserAgent => record.user_agent,
         Field::RequestId => Some(record.request_id),
         // These fields are in `NO_VARIABLES`.
-        Field::Time | Field::DecidedAt | Field::ShadowDenied | Field::Limits => None,
+        Field::Time | Field::DecidedAt | Field::ShadowDenied | Field::Limits | Field::Tokens => None,
     };
     write_some(out, text)
 }
