@@ -1,6 +1,7 @@
 //! HTTP building blocks that do not depend on routes or the configuration: bodies, canonical paths, header rules, CORS,
 //! RateLimit headers and protocol upgrades.
 
+pub mod aws_signature;
 pub mod body;
 pub mod body_limits;
 pub mod compression;

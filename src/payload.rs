@@ -10,6 +10,7 @@ pub mod json {
 pub mod envoy;
 
 pub mod form;
+pub mod mcp_tools;
 
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {

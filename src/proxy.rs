@@ -23,7 +23,8 @@ use std::time::{Duration, Instant as StdInstant};
 use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
-use http::header::{CONTENT_LENGTH, HeaderName, HeaderValue, UPGRADE};
+use bytes::Bytes;
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
@@ -53,6 +54,7 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
 use crate::payload::llm::request::{with_model, with_usage_option};
+use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::config_snapshot::ConfigSnapshot;
@@ -511,6 +513,7 @@ impl<'a> Exchange<'a> {
             self.ignore_websocket(route, &request)?;
         }
         let holdings = Holdings::new(decision, llm);
+        let tool_rules = admission::tool_rules(route, &self.facts.credentials);
         let mut rest = None;
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
@@ -531,6 +534,7 @@ impl<'a> Exchange<'a> {
                 let index = weighted_upstreams.pick();
                 let counts_tokens = holdings.counts_tokens();
                 rest = counts_tokens.then(|| body::rest_bounds(snapshot, peer, request.headers()));
+                let counts_tokens = counts_tokens || !tool_rules.is_empty();
                 // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
@@ -548,11 +552,14 @@ impl<'a> Exchange<'a> {
             }
         };
         // The response waits for the settlement, so that its headers contain the values after the settlement.
-        let settled = holdings.settle(route, &snapshot.metrics, &result, rest).await;
+        let mut settled = holdings.settle(route, &snapshot.metrics, &result, rest).await;
         // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
             llm::remove_account_headers(response.headers_mut());
+        }
+        if !tool_rules.is_empty() {
+            filter_tools(&mut response, tool_rules, &mut settled.held);
         }
         if self.reply.grpc.is_some() {
             response.body_mut().end_with_grpc_status();
@@ -752,6 +759,29 @@ impl<'a> Exchange<'a> {
         // Compress the content after the callbacks above have read it.
         if let Some(offer) = self.reply.compression.take() {
             offer.apply(response);
+        }
+    }
+}
+
+/// Remove tools from a response that the client may not call. A compressed response cannot be filtered, so its body is
+/// removed; the gateway has requested an uncompressed one.
+fn filter_tools(response: &mut Response<Body>, rules: Vec<Arc<ToolRules>>, held: &mut Held) {
+    let media_type = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let Some(filter) = ToolFilter::new(media_type, rules) else { return };
+    if response.body().is_end_stream() {
+        return;
+    }
+    let is_coded = response.headers().get_all(CONTENT_ENCODING).iter().any(|coding| coding != "identity");
+    response.headers_mut().remove(CONTENT_LENGTH);
+    match is_coded {
+        true => {
+            response.headers_mut().remove(CONTENT_ENCODING);
+            *response.status_mut() = StatusCode::BAD_GATEWAY;
+            *response.body_mut() = Body::full(Bytes::new());
+        }
+        false => {
+            response.body_mut().forget_length();
+            held.filter_tools(filter);
         }
     }
 }

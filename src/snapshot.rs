@@ -417,7 +417,8 @@ fn body_inspection(
                 fields.insert(name.clone());
             }
         }
-        inspection.reads_messages |= limits.limits.iter().any(|limit| limit.counted.is_some());
+        inspection.reads_messages |=
+            limits.tools.is_some() || limits.limits.iter().any(|limit| limit.counted.is_some());
         inspection.reads_tokens |= limits.llm.is_some();
     }
     if pointers.len() > MAX_POINTERS {

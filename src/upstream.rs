@@ -27,6 +27,7 @@ use hyper::body::Incoming;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::clock::monotonic;
+use crate::http::aws_signature::AwsSigner;
 use crate::http::body;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
@@ -172,6 +173,11 @@ impl Upstream {
     /// Return whether connections start with a PROXY header.
     pub fn sends_proxy_header(&self) -> bool {
         self.cluster.settings.proxy_protocol
+    }
+
+    /// Return the keys of AWS with which requests are signed.
+    pub fn aws(&self) -> Option<&AwsSigner> {
+        self.cluster.settings.aws.as_ref()
     }
 
     /// Return whether requests contain the certificate of the client.

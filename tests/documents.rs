@@ -350,6 +350,8 @@ fn manual_lists_exactly_the_access_log_fields() {
         trace_id: None,
         sample_rate: None,
     };
+    let tokens =
+        TokenUsage { input: 5, cached_input: 1, cache_write_5m: 1, output: 2, reasoning: 1, ..TokenUsage::default() };
     let all = AccessRecord {
         host: Some("a.test"),
         bytes_received: Some(5),
@@ -360,14 +362,7 @@ fn manual_lists_exactly_the_access_log_fields() {
         user_agent: Some("curl"),
         decision: Some(&decision),
         model: Some("m"),
-        tokens: Some(TokenUsage {
-            input: 5,
-            cached_input: 1,
-            cache_write_5m: 1,
-            output: 2,
-            reasoning: 1,
-            ..TokenUsage::default()
-        }),
+        tokens: Some(&tokens),
         upstream: Some(&upstream),
         trace_id: Some(1),
         sample_rate: Some(0.25),

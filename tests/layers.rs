@@ -90,7 +90,17 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["compression", "problem", "request_body"],
             &["body"],
             &["flow"],
-            &["body_limits", "cors", "headers", "ratelimit_headers", "target", "text", "upgrade", "url"],
+            &[
+                "aws_signature",
+                "body_limits",
+                "cors",
+                "headers",
+                "ratelimit_headers",
+                "target",
+                "text",
+                "upgrade",
+                "url",
+            ],
         ],
     ),
     (

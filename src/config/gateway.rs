@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::schema;
 use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames, TokenWeights};
 use crate::config::spanned::{Spanned, Text};
-use crate::config::tables::{Descriptor, ErrorPages, Limit, LimitVariant, Notify, Route, Upstream};
+use crate::config::tables::{Descriptor, ErrorPages, Limit, LimitVariant, McpTools, Notify, Route, Upstream};
 
 /// `gateway.toml`.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -604,6 +604,9 @@ pub struct Consumer {
     /// existing key.
     #[schemars(extend("secret" = "unless-hash"))]
     pub keys: Option<Vec<Spanned<ConsumerKey>>>,
+    /// MCP tools that the consumer may call on routes with `mcp_tools`, in addition to the rules of the route: `{ allow =
+    /// ["get_*"], deny = ["get_secret"] }`. Default: all tools that the route permits.
+    pub mcp_tools: Option<Spanned<McpTools>>,
     /// Quotas of this consumer, by limit. They take precedence over the quotas of the consumer's tier: `limit.NAME = {
     /// quota = "900/min", burst = 50 }`.
     pub limit: BTreeMap<String, Spanned<LimitVariant>>,

@@ -50,6 +50,11 @@ pub struct Route {
     /// Other names of models: `{ fast = "gpt-5-mini" }`. If a request to an LLM API names such a model in its body, the
     /// gateway replaces the name. Limits and prices apply to the new name. Requires a limit with `cost.llm`.
     pub model_aliases: BTreeMap<String, Text>,
+    /// MCP tools that clients of the route may call, by name; `*` matches any number of characters: `{ allow = ["get_*"],
+    /// deny = ["get_secret"] }`. Calls of other tools get 403, and lists of tools do not contain them
+    /// ([tools](limits.md#permitted-tools)). `{}` permits all tools, except those that `mcp_tools` of a consumer does not
+    /// permit.
+    pub mcp_tools: Option<Spanned<McpTools>>,
     /// `Host` that the servers of the upstream receive from this route: `"client"`, `"server"` or a name. Default: `host`
     /// of the upstream.
     pub upstream_host: Option<Text>,
@@ -518,6 +523,10 @@ pub struct Upstream {
     /// gateway removes headers with these names from all client requests, even if a trusted proxy sent them.
     #[schemars(extend("default" = false))]
     pub client_cert_header: Option<Spanned<bool>>,
+    /// Keys of AWS with which the gateway signs requests (Signature Version 4): `{ region = "us-east-1", access_key =
+    /// "${AWS_ACCESS_KEY_ID}", secret_key = "${AWS_SECRET_ACCESS_KEY}" }`. Requires `host = "server"` and a single
+    /// server, or a name in `host`.
+    pub aws: Option<Spanned<UpstreamAws>>,
     /// `"v2"`: start each connection to a server with a PROXY protocol header that contains the client address.
     /// Requests of different clients then never share a connection. Cannot be combined with `protocol = "http2"`.
     /// Default: no header.
@@ -526,6 +535,38 @@ pub struct Upstream {
     /// TLS settings for `https://` servers: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
     /// "gate.key" }`. Each key is optional, but `cert` and `key` require each other.
     pub tls: Option<Spanned<UpstreamTls>>,
+}
+
+/// `aws = { … }` of an upstream
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["region", "access_key", "secret_key"]))]
+pub struct UpstreamAws {
+    /// Region of the service, such as `"us-east-1"`.
+    pub region: Option<Text>,
+    /// Name of the service in signatures. It may differ from the host.
+    #[schemars(extend("default" = "bedrock"))]
+    pub service: Option<Text>,
+    /// ID of the access key.
+    #[schemars(schema_with = "schema::secret")]
+    pub access_key: Option<Text>,
+    /// Secret of the access key.
+    #[schemars(schema_with = "schema::secret")]
+    pub secret_key: Option<Text>,
+    /// Token of temporary keys. Default: the keys are not temporary.
+    #[schemars(schema_with = "schema::secret")]
+    pub session_token: Option<Text>,
+}
+
+/// `mcp_tools = { … }` of a route or a consumer
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("secret" = "never"))]
+pub struct McpTools {
+    /// Names of the permitted tools. Default: all tools.
+    pub allow: Option<Vec<Text>>,
+    /// Names of tools that are not permitted, although they are in `allow`.
+    pub deny: Option<Vec<Text>>,
 }
 
 /// `sticky_cookie = { … }` of an upstream

@@ -208,7 +208,7 @@ impl Body {
     }
 
     /// Declare no length for the body of an upstream response.
-    pub(super) fn forget_length(&mut self) {
+    pub fn forget_length(&mut self) {
         if let BodyKind::Upstream(upstream) = &mut self.kind {
             upstream.has_new_length = true;
         }

@@ -411,6 +411,15 @@ impl RequestBody {
         }
     }
 
+    /// Return the content of a body that is empty or in memory.
+    pub fn content(&self) -> Option<&[u8]> {
+        match self.0.as_ref().map(|inner| &inner.source) {
+            None => Some(&[]),
+            Some(BodySource::Buffered { bytes, .. }) => Some(bytes.as_deref().unwrap_or_default()),
+            Some(BodySource::Client(_)) => None,
+        }
+    }
+
     /// Return whether the whole body is in memory.
     pub fn is_buffered(&self) -> bool {
         self.0.as_ref().is_some_and(|inner| matches!(inner.source, BodySource::Buffered { .. }))

@@ -8,6 +8,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
+use crate::payload::mcp_tools::ToolRules;
 
 /// Tag of consumers in identities. The other tags are in `identity/spec.rs`.
 pub(super) const CONSUMER_TAG: u8 = b'c';
@@ -52,6 +53,8 @@ pub struct Consumer {
     pub tier: Option<Box<str>>,
     /// Names of the groups to which the consumer belongs, by their level.
     pub groups: BTreeMap<Box<str>, Box<str>>,
+    /// The MCP tools that the consumer may call. `None`: all tools.
+    pub mcp_tools: Option<Arc<ToolRules>>,
     /// Variants that apply only to this consumer, by limit name. They take precedence over the tier.
     pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }

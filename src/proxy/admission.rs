@@ -17,13 +17,16 @@ use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::{Credentials, Verified};
+use crate::identity::consumer::Caller;
 use crate::identity::spec::RequestAttributes;
 use crate::identity::verification::{AuthError, Verification};
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
-use crate::payload::json::body::JsonBody;
+use crate::payload::json::body::{JsonBody, shortened};
+use crate::payload::json::rpc::Message;
 use crate::payload::llm::provider::{Billing, Operation, Provider};
+use crate::payload::mcp_tools::ToolRules;
 use crate::proxy::body::{BodyContent, BodyRead, LimitInspection};
 use crate::proxy::llm;
 use crate::proxy::llm::LlmRequest;
@@ -274,7 +277,7 @@ async fn run<'a, I: AdmissionIo>(
     let verified = verify_at_once(io, facts, &request, route);
     // Limits. They also limit requests that are not authenticated, and those whose provider has to wait.
     let limited = match verified {
-        Verified::Yes if route.rate_limits.limits.is_empty() => {
+        Verified::Yes if route.rate_limits.limits.is_empty() && route.rate_limits.tools.is_none() => {
             facts.is_authenticated = true;
             Limited::Decided(Decision::unlimited(), None)
         }
@@ -583,7 +586,9 @@ async fn check_limits<'a, I: AdmissionIo>(
         Ok(()) => Box::pin(inspect(io, facts, request, route, &mut body)).await.map(|counted| llm = counted),
     };
     facts.step = Step::Limits;
-    let attributes = request.attributes(config, route, &facts.credentials, json(&early_body).or(json(&body)));
+    let read = json(&early_body).or(json(&body));
+    let inspected = inspected.and_then(|()| check_tools(route, &facts.credentials, read));
+    let attributes = request.attributes(config, route, &facts.credentials, read);
     let checks = inspected.and_then(|()| limits.all_but(first.as_ref(), &attributes, llm.as_deref()));
     let is_second = first.is_some();
     let decision = limits.decide(io, first, checks, &attributes, llm.as_deref_mut()).await?;
@@ -591,6 +596,31 @@ async fn check_limits<'a, I: AdmissionIo>(
         io.remember_denied(request, route, &facts.credentials);
     }
     Ok(Limited::Decided(decision, llm))
+}
+
+/// Check that the client may call all tools that the messages of the request call.
+fn check_tools<'a>(route: &Route, credentials: &Credentials<'_>, body: Option<&JsonBody>) -> Result<(), Rejection<'a>> {
+    if route.rate_limits.tools.is_none() {
+        return Ok(());
+    }
+    let rules = tool_rules(route, credentials);
+    let messages = body.and_then(|body| body.messages.as_ref()?.as_ref().ok());
+    let mut tools = messages.into_iter().flat_map(|messages| &messages.list).filter_map(Message::tool);
+    match tools.find(|tool| !rules.iter().all(|rules| rules.permits(tool))) {
+        Some(tool) => Err(Rejection::Inspect(InspectError::Tool(shortened(tool)))),
+        None => Ok(()),
+    }
+}
+
+/// Return the rules that must permit each tool: those of the route and those of the consumer. The list is empty if the
+/// route does not check tools.
+pub(super) fn tool_rules(route: &Route, credentials: &Credentials<'_>) -> Vec<Arc<ToolRules>> {
+    let Some(of_route) = &route.rate_limits.tools else { return Vec::new() };
+    let of_consumer = match credentials.caller() {
+        Caller::Consumer(consumer) => consumer.mcp_tools.clone(),
+        Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
+    };
+    [Some(of_route.clone()), of_consumer].into_iter().flatten().collect()
 }
 
 /// A request whose last equal request the server has admitted, and a limit has denied.

@@ -12,6 +12,8 @@ use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Instant, timeout_at};
 
+use crate::clock::unix_us;
+use crate::http::aws_signature::content_hash;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::flow::StreamFlow;
@@ -139,6 +141,11 @@ pub(super) async fn forward(
     *request.version_mut() = Version::HTTP_11;
     if let Some(selected) = selected {
         selected.copy(upstream, &mut request, pending_upgrade.is_some());
+    }
+    if let Some(signer) = upstream.aws() {
+        let (method, uri, hash) =
+            (request.method().clone(), request.uri().clone(), content_hash(request.body().content()));
+        signer.sign(&method, &uri, request.headers_mut(), &hash, unix_us());
     }
     if upstream.protocol() == Protocol::Http2 {
         target::set_http2_target(&mut request);

@@ -12,6 +12,7 @@ use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::payload::llm::usage::TokenUsage;
+use crate::payload::mcp_tools::ToolFilter;
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
@@ -43,6 +44,8 @@ pub(super) struct Held {
     permits: Option<Box<ConcurrencyPermits>>,
     /// Token reservations whose cost the response body determines.
     reservations: Option<Box<LlmSettlement>>,
+    /// Removes tools from the response that the client may not call.
+    tools: Option<Box<ToolFilter>>,
 }
 
 impl<'a> Holdings<'a> {
@@ -87,30 +90,45 @@ impl<'a> Holdings<'a> {
                 },
             }
             let permits = decision.permits.take();
-            Settled { decision, held: Held { permits, reservations } }
+            Settled { decision, held: Held { permits, reservations, tools: None } }
         }
     }
 }
 
 impl Held {
     pub(super) fn is_empty(&self) -> bool {
-        self.permits.is_none() && self.reservations.is_none()
+        self.permits.is_none() && self.reservations.is_none() && self.tools.is_none()
+    }
+
+    /// Remove tools from the response.
+    pub(super) fn filter_tools(&mut self, filter: ToolFilter) {
+        self.tools = Some(Box::new(filter));
     }
 
     /// Measure a part of the response, and change this part if necessary. Return `Break` if the gateway ends the
     /// response with this part.
     pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
-        self.reservations.as_mut().map_or(ControlFlow::Continue(()), |reservations| reservations.feed(data))
+        let flow = self.reservations.as_mut().map_or(ControlFlow::Continue(()), |reservations| reservations.feed(data));
+        match &mut self.tools {
+            Some(tools) if flow.is_continue() => tools.feed(data),
+            Some(_) | None => flow,
+        }
     }
 
     /// Return whether a part of the response is held back until its event is complete.
     pub(super) fn holds_data(&self) -> bool {
         self.reservations.as_ref().is_some_and(|reservations| reservations.holds_data())
+            || self.tools.as_ref().is_some_and(|tools| tools.holds_data())
     }
 
     /// Return the part of the response that is held back at its end.
     pub(super) fn take_held_data(&mut self) -> Bytes {
-        self.reservations.as_mut().map_or_else(Bytes::new, |reservations| reservations.take_held_data())
+        let mut data = self.reservations.as_mut().map_or_else(Bytes::new, |reservations| reservations.take_held_data());
+        let Some(tools) = &mut self.tools else { return data };
+        if tools.feed(&mut data).is_break() {
+            return Bytes::new();
+        }
+        [data, tools.finish()].concat().into()
     }
 
     /// Return a permit to read the response after the client has left, if its end determines a cost.
@@ -121,7 +139,7 @@ impl Held {
     /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log
     /// record, in which the costs are set. Return the tokens of the response.
     pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<TokenUsage> {
-        let Held { permits, reservations } = self;
+        let Held { permits, reservations, tools: _ } = self;
         let usage = reservations.and_then(|reservations| reservations.settle(limits, end));
         drop(permits);
         usage

@@ -69,7 +69,7 @@ enum Content {
     Empty,
     /// The body cannot be read.
     Unread,
-    Read(RequestInfo),
+    Read(Box<RequestInfo>),
 }
 
 /// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical
@@ -148,7 +148,7 @@ impl Content {
             BodyContent::Read(read) if read.json.form.is_some() => Err(LlmError::MediaType),
             BodyContent::Read(read) => {
                 let info = read.llm.take().unwrap_or(Err(RequestError::NoObject));
-                info.map(Content::Read).map_err(LlmError::Body)
+                info.map(|info| Content::Read(Box::new(info))).map_err(LlmError::Body)
             }
             BodyContent::Unread(UnreadBody::ContentCoding) => Err(LlmError::ContentCoding),
             BodyContent::Unread(UnreadBody::MediaType | UnreadBody::NoForm | UnreadBody::Form(_)) => {
@@ -214,7 +214,7 @@ impl LlmRequest {
                     Billing::Batch => llm.estimate.batch_output(info),
                     Billing::Embedding | Billing::Free | Billing::File => 0,
                 };
-                let input = llm.estimate.input(info, self.provider, self.models());
+                let input = llm.estimate.input(info, self.provider, &self.models());
                 self.reservation_of(llm, input, output).saturating_mul(info.calls.max(1))
             }
         }
@@ -234,7 +234,7 @@ impl LlmRequest {
     fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
-            Content::Read(info) => Some(llm.estimate.input(info, self.provider, self.models())),
+            Content::Read(info) => Some(llm.estimate.input(info, self.provider, &self.models())),
         }
     }
 

@@ -220,6 +220,7 @@ impl Rejection<'_> {
                     )
                     | InspectError::Ambiguous(_)
                     | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),
+                    InspectError::Tool(_) => (StatusCode::FORBIDDEN, "forbidden"),
                 };
                 let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
                 if status == StatusCode::SERVICE_UNAVAILABLE {
@@ -609,6 +610,7 @@ impl Rejection<'_> {
             Rejection::Llm(LlmError::NoCapacity) | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
                 "sluicegate;error=proxy_internal_error"
             }
+            Rejection::Inspect(InspectError::Tool(_)) => "sluicegate;error=http_request_denied",
             Rejection::Llm(_) | Rejection::Inspect(_) => "sluicegate;error=http_request_error",
             Rejection::StoreUnavailable(_) => "sluicegate;error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),

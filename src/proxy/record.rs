@@ -246,7 +246,7 @@ impl OnComplete for Completion {
         let decision = log.as_mut().and_then(|log| log.decision.as_mut());
         let tokens = held.release(decision.map(|decision| &mut decision.limits[..]), end);
         if let Some(mut log) = log {
-            log.tokens = tokens;
+            log.tokens = tokens.map(Box::new);
             log.write(bytes_sent, end == BodyEnd::Sent);
         }
     }

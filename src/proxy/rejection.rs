@@ -130,6 +130,9 @@ pub enum InspectError {
     /// The body is not a valid JSON-RPC message, or contradicts the MCP headers.
     #[error(transparent)]
     Rpc(#[from] RpcError),
+    /// The request calls an MCP tool that the client may not use.
+    #[error("the tool `{0}` is not permitted")]
+    Tool(Box<str>),
 }
 
 /// The reason why a body cannot be read.
@@ -166,6 +169,8 @@ impl InspectError {
         match self {
             InspectError::Unread(UnreadBody::Json(JsonError::Syntax(_))) => Some(-32700),
             InspectError::Rpc(error) => Some(error.code()),
+            // Invalid params, as for an unknown tool.
+            InspectError::Tool(_) => Some(-32602),
             InspectError::Unread(_) | InspectError::Ambiguous(_) => None,
         }
     }

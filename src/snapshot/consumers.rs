@@ -25,6 +25,7 @@ use crate::identity::consumer::{Consumer, ConsumerDirectory, Consumers, KeyTerms
 use crate::identity::spec::Descriptor;
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
+use crate::snapshot::cost::tool_rules;
 use crate::snapshot::limits::{CompiledLimit, LimitsByName, limit_variant, quota_hint};
 use crate::snapshot::validator::Validator;
 
@@ -182,6 +183,7 @@ fn compile_consumers(
             name: name.as_str().into(),
             tier: tier(written.tier.as_ref(), limits, issues),
             groups: written.group.as_ref().map_or_else(BTreeMap::new, |group| groups.levels_of(group, issues)),
+            mcp_tools: written.mcp_tools.as_ref().map(|tools| tool_rules(tools.get_ref())),
             variants: limit_variants(&written.limit, limits, hasher, issues),
         });
         for key in written.keys.iter().flatten() {

@@ -13,6 +13,7 @@ use crate::config::gateway::Config;
 use crate::config::shorthand;
 use crate::config::shorthand::{CostTable, TokenWeights, UsagePointers};
 use crate::config::spanned::{Spanned, Text};
+use crate::config::tables::McpTools;
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::payload::json::body::JsonBody;
 use crate::payload::json::rpc::{CountedMessages, Message};
@@ -24,6 +25,7 @@ use crate::payload::llm::usage::{
     INPUT_KINDS, KINDS, KindWeights, LongContext, MAX_TOKENS, MAX_WEIGHT, ModelWeights, NamePattern, PARTS, TokenKind,
     Weights,
 };
+use crate::payload::mcp_tools::ToolRules;
 use crate::snapshot::validator::Validator;
 
 /// Cost of a request for one limit.
@@ -73,6 +75,13 @@ impl ToolCosts {
     pub fn max(&self) -> u64 {
         self.tools.iter().map(|(_, cost)| *cost).chain([self.default]).max().unwrap_or(0)
     }
+}
+
+/// Compile `mcp_tools`.
+pub(super) fn tool_rules(written: &McpTools) -> Arc<ToolRules> {
+    let patterns = |names: &Vec<Text>| names.iter().map(|name| NamePattern::new(name.get_ref())).collect();
+    let deny = written.deny.as_ref().map(patterns).unwrap_or_default();
+    Arc::new(ToolRules { allow: written.allow.as_ref().map(patterns), deny })
 }
 
 /// How to count the tokens of requests to LLM APIs.

@@ -28,10 +28,11 @@ use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
 use crate::payload::llm::request::MAX_MODEL;
+use crate::payload::mcp_tools::ToolRules;
 use crate::routing::pattern::PathPattern;
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
-use crate::snapshot::cost::{Cost, RefundOn, UnknownOperation};
+use crate::snapshot::cost::{Cost, RefundOn, UnknownOperation, tool_rules};
 use crate::snapshot::header_rules;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
@@ -136,6 +137,8 @@ pub struct RouteLimits {
     pub llm: Option<LlmInspection>,
     /// Whether an identity or a cost depends on values in the request body.
     pub reads_values: bool,
+    /// The MCP tools that clients may call. `None`: the route does not check tools.
+    pub tools: Option<Arc<ToolRules>>,
     /// Precomputed value of `RateLimit-Policy`. It is used if the decision contains all enforced limits with their
     /// default quotas.
     pub policy_header: Option<HeaderValue>,
@@ -212,7 +215,7 @@ impl LlmInspection {
 impl RouteLimits {
     /// Return whether a limit depends on the body of a request.
     pub fn reads_body(&self) -> bool {
-        self.reads_values || self.llm.is_some()
+        self.reads_values || self.llm.is_some() || self.tools.is_some()
     }
 
     /// Return the identity settings of a limit. `limit_index` is the index in [`limits`](Self::limits).
@@ -254,6 +257,9 @@ impl RouteLimits {
     /// tokens.
     pub fn body_use(&self, method: &Method) -> BodyUse {
         let mut body_use = BodyUse::default();
+        if self.tools.is_some() {
+            (body_use.values, body_use.messages, body_use.is_mcp) = (true, true, true);
+        }
         if !self.reads_values {
             return body_use;
         }
@@ -373,6 +379,7 @@ pub(super) fn routes(
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
+        rate_limits.tools = written.mcp_tools.as_ref().map(|tools| tool_rules(tools.get_ref()));
         let model_aliases = model_aliases(written, &rate_limits, reader);
         let access =
             identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
@@ -584,6 +591,7 @@ fn route_limits(
         enforced: enforced.len(),
         llm: LlmInspection::for_limits(&used),
         reads_values,
+        tools: None,
         limits: used,
         header_styles,
         expose_header: expose,

@@ -15,6 +15,7 @@ use crate::config::error::Issue;
 use crate::config::shorthand::HealthCheck;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
+use crate::http::aws_signature::AwsSigner;
 use crate::http::target::strip_port;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
@@ -81,8 +82,50 @@ pub(super) fn upstream(
         retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
         proxy_protocol: proxy_protocol(upstream, protocol, reader),
         client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
+        aws: upstream.aws.as_ref().and_then(|aws| aws_signer(aws, reader)),
     };
+    if let Some(aws) = &upstream.aws {
+        let is_fixed = match &settings.host {
+            HostPolicy::Client => false,
+            HostPolicy::Server => settings.servers.len() <= 1,
+            HostPolicy::Name(_) => true,
+        };
+        if !is_fixed {
+            let issue = Issue::new(aws.span(), "`aws` signs the `Host` of requests, so it must be known in advance");
+            reader.push_missing(issue.with_hint("set host = \"server\" and a single server, or a name in `host`"));
+        }
+    }
     (settings, tls)
+}
+
+/// Compile `aws`.
+fn aws_signer(written: &Spanned<config::tables::UpstreamAws>, reader: &mut Validator<'_>) -> Option<AwsSigner> {
+    let (span, aws) = (written.span(), written.get_ref());
+    let region = reader.required(aws.region.as_ref(), &span, "region", "\"us-east-1\"");
+    let access_key = reader.required(aws.access_key.as_ref(), &span, "access_key", "\"${AWS_ACCESS_KEY_ID}\"");
+    let secret_key = reader.required(aws.secret_key.as_ref(), &span, "secret_key", "\"${AWS_SECRET_ACCESS_KEY}\"");
+    let mut is_valid = true;
+    for text in [region, access_key, aws.service.as_ref(), aws.session_token.as_ref()].into_iter().flatten() {
+        let value = text.get_ref();
+        if value.is_empty() || !value.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let issue = Issue::new(text.span(), "this value must be ASCII characters without spaces");
+            reader.push_issue(issue.with_hint("copy it as AWS shows it"));
+            is_valid = false;
+        }
+    }
+    let session_token = aws.session_token.as_ref().and_then(|token| {
+        let mut value = HeaderValue::from_str(token.get_ref()).ok()?;
+        value.set_sensitive(true);
+        Some(value)
+    });
+    let (region, access_key, secret_key) = (region?, access_key?, secret_key?);
+    is_valid.then(|| AwsSigner {
+        access_key: access_key.get_ref().as_str().into(),
+        secret_key: secret_key.get_ref().as_str().into(),
+        session_token,
+        region: region.get_ref().as_str().into(),
+        service: aws.service.as_ref().map_or("bedrock", |service| service.get_ref()).into(),
+    })
 }
 
 fn servers(

@@ -91,7 +91,7 @@ pub struct AccessRecord<'a> {
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<&'a str>,
     /// Tokens of the response of an LLM API, if a limit counts them.
-    pub tokens: Option<TokenUsage>,
+    pub tokens: Option<&'a TokenUsage>,
     /// The request to the upstream, if the request was forwarded.
     pub upstream: Option<&'a UpstreamInfo>,
     /// `Referer` of the request, without its query.
@@ -557,7 +557,7 @@ fn to_milliseconds(time: Duration) -> f64 {
 
 /// Return the logged numbers of tokens, with their JSON key and their name: the input and the output, and the parts of
 /// them that are not 0.
-fn logged_tokens(usage: TokenUsage) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
+fn logged_tokens(usage: &TokenUsage) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
     let cache_write = usage.cache_write_5m.saturating_add(usage.cache_write_1h);
     let is_logged = |(_, name, count): &(_, &str, u64)| *count > 0 || matches!(*name, "input" | "output");
     [
@@ -766,7 +766,7 @@ pub struct RequestRecord {
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<Box<str>>,
     /// Tokens of the response of an LLM API, if a limit counts them.
-    pub tokens: Option<TokenUsage>,
+    pub tokens: Option<Box<TokenUsage>>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
     /// Ids of the spans, if the gateway traces the request.
@@ -870,7 +870,7 @@ impl RequestRecord {
             consumer: selected.and_then(|selected| selected.consumer.as_deref()),
             decision: self.decision.as_ref(),
             model: self.model.as_deref(),
-            tokens: self.tokens,
+            tokens: self.tokens.as_deref(),
             upstream: self.upstream.as_ref(),
             referer: selected.and_then(|selected| selected.referer.as_deref()),
             user_agent: selected.and_then(|selected| selected.user_agent.as_deref()),
@@ -1102,7 +1102,7 @@ mod tests {
             outcome: "rate-limited",
             decision: Some(&decision),
             model: Some("m 1"),
-            tokens: Some(TokenUsage { input: 9, cached_input: 4, output: 5, reasoning: 2, ..TokenUsage::default() }),
+            tokens: Some(&TokenUsage { input: 9, cached_input: 4, output: 5, reasoning: 2, ..TokenUsage::default() }),
             upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),

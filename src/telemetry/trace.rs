@@ -311,7 +311,7 @@ impl RequestTrace<'_> {
 }
 
 /// Return the attributes of the tokens of an LLM response (OpenTelemetry semantic conventions for generative AI).
-fn token_attributes(usage: TokenUsage) -> impl Iterator<Item = KeyValue> {
+fn token_attributes(usage: &TokenUsage) -> impl Iterator<Item = KeyValue> {
     let cache_write = usage.cache_write_5m.saturating_add(usage.cache_write_1h);
     [
         ("gen_ai.usage.input_tokens", Some(usage.input)),

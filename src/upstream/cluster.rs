@@ -485,6 +485,7 @@ pub(super) mod tests {
             retries: 0,
             proxy_protocol: false,
             client_cert_header: false,
+            aws: None,
         }
     }
 

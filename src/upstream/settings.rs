@@ -10,6 +10,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderName, HeaderValue, StatusCode};
 use siphasher::sip::SipHasher24;
 
+use crate::http::aws_signature::AwsSigner;
 use crate::upstream::connector::{EndpointTls, Protocol};
 
 /// Settings of one upstream (`[upstream.NAME]`).
@@ -50,6 +51,8 @@ pub struct UpstreamSettings {
     pub proxy_protocol: bool,
     /// Whether requests contain the certificate of the client in `Client-Cert` (RFC 9440).
     pub client_cert_header: bool,
+    /// Signs the requests with keys of AWS.
+    pub aws: Option<AwsSigner>,
 }
 
 impl UpstreamSettings {

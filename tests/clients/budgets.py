@@ -49,7 +49,7 @@ def configuration(redis, provider):
 by = "header:x-id"
 unit = "tokens"
 on_store_error = "deny"
-cost = { llm = "auto", on_abort = "estimate", include_usage = false }
+cost = { llm = "auto", bytes_per_token = 4, on_abort = "estimate", include_usage = false }
 """
     routes = "".join(
         f"""

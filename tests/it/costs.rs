@@ -290,7 +290,8 @@ fn wait_queue_is_first_in_first_out() {
 #[test]
 fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
-    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
+    let server = "[server]\nworkers = 1\nhalf_close_timeout = \"0s\"\n";
+    let gateway = Gateway::start(&(server.to_owned() + &answered(limit)));
     let mut first = gateway.client();
     assert_eq!(first.get("/r").status, 200);
     let mut waiting = gateway.client();

@@ -198,7 +198,8 @@ fn script_flush_under_load_causes_no_error() {
 fn refund_of_a_cancelled_request_is_sent_again_with_a_script_that_is_not_loaded() {
     let redis = Redis::start();
     let limit = "by = \"ip\"\nquota = \"3/24h\"\nalgorithm = \"fixed-window\"";
-    let gateway = Gateway::start(&with_admin(&config(&redis.url(), limit)));
+    let config = config(&redis.url(), limit);
+    let gateway = Gateway::start(&with_admin(&format!("[server]\nhalf_close_timeout = \"0s\"\n{config}")));
     let mut client = gateway.client();
     let command = |name: &str, arguments: &[&str]| {
         redis::cmd(name).arg(arguments).query::<String>(&mut redis.connection()).unwrap()

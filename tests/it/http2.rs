@@ -123,11 +123,13 @@ fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
     stream.send_data(body.into(), true).unwrap();
 }
 
-/// Start a gateway with one worker, so that it opens only one connection to the upstream.
+/// Start a gateway with one worker, so that it opens only one connection to the upstream. It cancels the request of a
+/// client at once when the client disconnects.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
     Gateway::start(&format!(
-        "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n{limits}\n\
+        "[server]\nworkers = 1\nhalf_close_timeout = \"0s\"\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n{limits}\n\
          [upstream.u]\nservers = [\"http://{upstream}\"]\nprotocol = \"http2\"\n{rest}"
     ))
 }

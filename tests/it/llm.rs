@@ -1675,6 +1675,40 @@ fn event_stream_of_bedrock_is_settled_and_reaches_the_client_unchanged() {
     }
 }
 
+/// The gateway signs with its keys of AWS, whatever the client sends. `http::aws_signature` is tested with the signatures
+/// of AWS's test suite and SDK.
+#[test]
+fn requests_to_bedrock_are_signed_by_the_gateway() {
+    let upstream = Upstream::start();
+    let base = config("", upstream.url().trim_start_matches("http://").parse().unwrap(), QUOTA, "", "");
+    let aws = "[upstream.u]\nhost = \"bedrock-runtime.us-east-1.amazonaws.com\"\n\
+               aws = { region = \"us-east-1\", access_key = \"AKIDEXAMPLE\", secret_key = \"secret\", session_token = \"token\" }\n";
+    let gateway = Gateway::start(&base.replace("[upstream.u]\n", aws));
+    let body = json!({"inferenceConfig": {"maxTokens": 10}, "messages": []}).to_string();
+    let headers = [
+        ID,
+        ("authorization", "Bearer of-the-client"),
+        ("x-amz-security-token", "of-the-client"),
+        ("x-amz-target", "x"),
+    ];
+    let reply = gateway.client().request("POST", "/model/anthropic.claude-x%3A0/converse", &headers, body.as_bytes());
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    let seen = upstream.last();
+    let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &seen.body);
+    let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(seen.headers("x-amz-content-sha256"), [hash]);
+    assert_eq!(seen.headers("host"), ["bedrock-runtime.us-east-1.amazonaws.com"]);
+    assert_eq!(seen.headers("x-amz-security-token"), ["token"]);
+    assert!(seen.headers("x-amz-target").is_empty());
+    let [authorization] = seen.headers("authorization")[..] else { panic!("one signature") };
+    let date = seen.headers("x-amz-date")[0];
+    let scope = format!("AKIDEXAMPLE/{}/us-east-1/bedrock/aws4_request", &date[..8]);
+    let expected = format!(
+        "AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host;x-amz-content-sha256;x-amz-date;x-amz-security-token, Signature="
+    );
+    assert_eq!(authorization.strip_prefix(&*expected).map(str::len), Some(64), "{authorization}");
+}
+
 /// The bodies of this operation have the format of the model, so Bedrock reports the counts in headers.
 #[test]
 fn invocation_of_bedrock_is_settled_by_its_headers() {

@@ -309,3 +309,103 @@ fn streams_of_events_pass_through() {
     let seen = server.last();
     assert_eq!((seen.headers("mcp-name"), seen.headers("mcp-method")), (vec!["a"], vec!["tools/call"]));
 }
+
+/// A server of MCP that lists four tools: as JSON, as an event stream, and in a batch.
+fn tool_server() -> Upstream {
+    Upstream::responding(|seen| {
+        let tools: Vec<_> = ["get_user", "get_secret", "set_user", "search"].map(|name| json!({"name": name})).into();
+        let list = json!({"jsonrpc": "2.0", "id": 1, "result": {"tools": tools}});
+        let body = String::from_utf8_lossy(&seen.body).into_owned();
+        let (kind, text) = match () {
+            () if seen.headers("accept") == ["text/event-stream"] => {
+                ("text/event-stream", format!("event: message\ndata: {list}\n\ndata: {{\"id\":2}}\n\n"))
+            }
+            () if body.starts_with('[') => ("application/json", json!([list, {"id": 2, "result": {}}]).to_string()),
+            () => ("application/json", list.to_string()),
+        };
+        let coding = if body.contains("compress") { "Content-Encoding: gzip\r\n" } else { "" };
+        let length = text.len();
+        format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{coding}Content-Length: {length}\r\n\r\n{text}")
+            .into_bytes()
+    })
+}
+
+/// The rules of the route and of the consumer hold for calls, for batches, and for lists of tools.
+#[test]
+fn tools_that_are_not_permitted_are_neither_called_nor_listed() {
+    let server = tool_server();
+    let config = format!(
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"c.toml\"\n[upstream.server]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"mcp\"\npath = \"/mcp\"\nupstream = \"server\"\nrequire = [\"keys\"]\n\
+         mcp_tools = {{ deny = [\"get_secret\"] }}\n\
+         [[route]]\nname = \"open\"\npath = \"/open\"\nupstream = \"server\"\nrequire = [\"keys\"]\n",
+        server.url()
+    );
+    let consumer = |name: &str, more: &str| {
+        let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, name.as_bytes());
+        let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[consumer]]\nname = \"{name}\"\n{more}\nkeys = [\"sha256:{hash}\"]\n")
+    };
+    let consumers = consumer("all", "") + &consumer("reader", "mcp_tools = { allow = [\"get_*\", \"search\"] }");
+    let gateway = Gateway::start_with(&config, &[("c.toml", &consumers)]);
+    let ask = |path: &str, name: &str, headers: &[(&str, &str)], body: &str| {
+        let headers = [&[("x-api-key", name)], headers].concat();
+        gateway.client().request("POST", path, &headers, body.as_bytes())
+    };
+    for (name, tool, status) in [
+        ("all", "set_user", 200),
+        ("all", "get_secret", 403),
+        ("reader", "get_user", 200),
+        ("reader", "search", 200),
+        ("reader", "set_user", 403),
+        ("reader", "get_secret", 403),
+    ] {
+        let (single, forwarded) = (call(7, tool), server.seen.lock().unwrap().len());
+        let reply = ask("/mcp", name, &[], &single.to_string());
+        assert_eq!(reply.status, status, "{name} {tool}: {}", reply.text());
+        let escaped = single.to_string().replace('_', "\\u005f").replace("method", "m\\u0065thod");
+        assert_eq!(ask("/mcp", name, &[], &escaped).status, status, "{escaped}");
+        let batch = json!([call(1, "get_user"), single]).to_string();
+        let batched = ask("/mcp", name, &[], &batch);
+        assert_eq!(batched.status, status, "{batch}");
+        let is_forwarded = server.seen.lock().unwrap().len() > forwarded;
+        assert_eq!(is_forwarded, status == 200, "{name} {tool}");
+        if status == 403 {
+            let message = rpc_error(&reply, 403, -32602, &json!(7));
+            assert!(message.contains(&format!("the tool `{tool}` is not permitted")), "{message}");
+            rpc_error(&batched, 403, -32602, &Value::Null);
+        }
+        assert_eq!(ask("/open", name, &[], &call(7, tool).to_string()).status, 200, "the other route has no rules");
+    }
+    let names = |list: &Value| {
+        let tools = list["result"]["tools"].as_array().unwrap();
+        tools.iter().map(|tool| tool["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let list = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list"}).to_string();
+    let (all, reader) = (["get_user", "set_user", "search"], ["get_user", "search"]);
+    for (name, expected) in [("all", &all[..]), ("reader", &reader[..])] {
+        let reply = ask("/mcp", name, &[], &list);
+        assert_eq!(
+            (reply.status, names(&reply.json())),
+            (200, expected.iter().map(|name| (*name).to_owned()).collect())
+        );
+        let batch = ask("/mcp", name, &[], &format!("[{list}]")).json();
+        assert_eq!((names(&batch[0]), &batch[1]), (names(&reply.json()), &json!({"id": 2, "result": {}})));
+        let streamed = ask("/mcp", name, &[("accept", "text/event-stream")], &list);
+        let stream = streamed.text();
+        let events: Vec<_> = stream.lines().filter_map(|line| line.strip_prefix("data:")).collect();
+        let first: Value = serde_json::from_str(events[0]).unwrap();
+        assert_eq!(
+            (names(&first), events.len(), stream.lines().next()),
+            (names(&reply.json()), 2, Some("event: message"))
+        );
+        assert_eq!(server.last().headers("accept-encoding"), ["identity"]);
+    }
+    assert_eq!(names(&ask("/open", "reader", &[], &list).json()).len(), 4);
+    let compressed = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {"compress": 1}});
+    assert_eq!(ask("/mcp", "reader", &[], &compressed.to_string()).status, 502, "it cannot be filtered");
+    for invalid in ["no json", "", "{}"] {
+        let status = ask("/mcp", "reader", &[], invalid).status;
+        assert_eq!(status, if invalid == "no json" { 400 } else { 200 }, "{invalid}");
+    }
+}

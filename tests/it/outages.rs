@@ -211,7 +211,8 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
 fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
-            "[store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
+            "[server]\nhalf_close_timeout = \"0s\"\n\
+             [store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\n{route}\n"
         ))
     })

@@ -143,13 +143,15 @@ fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
     let keys = format!("[auth.keys]\nkind = \"api-key\"\nconsumers = {link:?}\n");
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
     let gateway = Gateway::start(&config("one"));
-    gateway.put(&config("two").replace("respond", "respnd"));
-    eventually("the invalid file is tried", || gateway.log().contains("cannot reload the configuration"));
     std::fs::write(&target, consumers("1")).unwrap();
+    gateway.put(&config("two").replace("respond", "respnd"));
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);
     eventually("the other file is read again", || {
         gateway.log().lines().any(|line| line.contains("reloaded") && line.contains("consumers.toml"))
     });
-    assert_eq!(gateway.log().matches("cannot reload the configuration").count(), 1, "{}", gateway.log());
+    // Once for the request, and once for the changed file if it was noticed before.
+    let tries = gateway.log().matches("cannot reload the configuration").count();
+    assert!((1..=2).contains(&tries), "{}", gateway.log());
 }
 
 #[test]

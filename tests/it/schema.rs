@@ -310,6 +310,10 @@ fn file_with(path: &str) -> Value {
             set("upstream.u.balance", json!("sticky"));
             set("upstream.u.sticky_cookie", json!({ "secure": path.ends_with(".same_site") }));
         }
+        path if path.starts_with("upstream.*.aws.") => {
+            let aws = json!({ "region": "us-east-1", "access_key": "a", "secret_key": "b" });
+            set("upstream.u", json!({ "servers": ["http://127.0.0.1:1"], "host": "server", "aws": aws }));
+        }
         "upstream.*.tls.verify" => set("upstream.u", json!({ "servers": ["https://127.0.0.1:1"], "tls": {} })),
         "route.*.retries" | "route.*.retry_methods" => {
             set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "retry_on": [503] }]));
@@ -329,6 +333,7 @@ fn file_with(path: &str) -> Value {
         "auth.*.cache.max_entries" => {
             set("auth.keys", json!({ "kind": "forward", "url": "http://127.0.0.1:1/", "cache": { "ttl": "1s" } }));
         }
+        "admin.open.*" => set("admin.open", json!([null])),
         "acme.challenges.*" => set("acme.challenges", json!([null])),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.redirect.scheme" | "route.*.redirect.port" => {

@@ -420,7 +420,8 @@ fn charges_of_a_client_that_disconnects_are_refunded_by_every_master() {
         ("c", by("x-c", "algorithm = \"sliding-log\"\nquota = \"3/3650d\"")),
     ];
     let limits = limits.each_ref().map(|(name, rest)| (*name, rest.as_str()));
-    let gateway = Gateway::start(&with_admin(&config(&cluster.url(), "5s", &limits)));
+    let config = config(&cluster.url(), "5s", &limits);
+    let gateway = Gateway::start(&with_admin(&format!("[server]\nhalf_close_timeout = \"0s\"\n{config}")));
     let mut client = gateway.client();
     for id in 0..20 {
         let id = format!("{id}");

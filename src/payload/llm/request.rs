@@ -152,7 +152,7 @@ impl InputEstimate {
         &self,
         info: &RequestInfo,
         provider: Provider,
-        models: impl Iterator<Item = &'m str> + Clone,
+        models: &(impl Iterator<Item = &'m str> + Clone),
     ) -> u64 {
         let text = match self.bytes_per_token {
             Some(bytes) => info.text_bytes.div_ceil(bytes.max(1)),
@@ -1306,7 +1306,7 @@ mod tests {
             assert_eq!((info.media.images, info.media.audio), (images, audio), "{body}");
             assert!(info.text_bytes < 200, "{} {body}", info.text_bytes);
             assert_eq!(
-                ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty()),
+                ESTIMATE.input(&info, Provider::OpenAi, &std::iter::empty()),
                 info.text_bytes.div_ceil(4) + images * 1000 + audio * 500
             );
         }
@@ -1349,7 +1349,7 @@ mod tests {
         ] {
             let info = inspect(body.as_bytes()).unwrap();
             assert_eq!(info.media, Media { document_parts: 3, ..Media::default() }, "150,000 bytes: {}", &body[..150]);
-            let input = ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty());
+            let input = ESTIMATE.input(&info, Provider::OpenAi, &std::iter::empty());
             assert!((9000..9060).contains(&input), "{input} {}", &body[..150]);
         }
         let image =
@@ -1363,7 +1363,7 @@ mod tests {
         let media = Media { images: u64::MAX, ..Media::default() };
         let info = RequestInfo { media, choices: u64::MAX, bounds, ..RequestInfo::default() };
         assert_eq!(
-            (ESTIMATE.input(&info, Provider::OpenAi, std::iter::empty()), ESTIMATE.output(&info, Provider::OpenAi)),
+            (ESTIMATE.input(&info, Provider::OpenAi, &std::iter::empty()), ESTIMATE.output(&info, Provider::OpenAi)),
             (u64::MAX, u64::MAX)
         );
         assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);

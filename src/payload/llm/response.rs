@@ -397,6 +397,22 @@ struct EventLines {
     has_lines: bool,
 }
 
+/// Finds the ends of server-sent events in a stream that arrives in chunks.
+#[derive(Debug, Default)]
+pub struct EventSplitter(EventLines);
+
+impl EventSplitter {
+    /// Read up to the end of an event, or up to the end of `data`. Return the number of bytes that were read.
+    pub fn read(&mut self, data: &[u8]) -> usize {
+        self.0.read(data, |_| {})
+    }
+
+    /// Return whether the last byte ended an event.
+    pub fn is_between_events(&self) -> bool {
+        self.0.is_between_events()
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
     /// At the start of a line. The field is the number of bytes of `data:` that have been read.
