@@ -212,7 +212,7 @@ fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Ga
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
             "[server]\nhalf_close_timeout = \"0s\"\n\
-             [store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
+             [store]\nurl = \"{url}\"\ntimeout = \"2s\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\n{route}\n"
         ))
     })
