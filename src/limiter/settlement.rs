@@ -561,9 +561,8 @@ impl ConcurrencyPermits {
                         } else {
                             store_state.may_be_counted.store(true, Ordering::Relaxed);
                         }
-                        if error.is_overload() {
-                            renew_delay = renew_delay.min(OUTAGE_RETRY_INTERVAL);
-                        }
+                        // Until the store knows the permit, other gateways may grant it a second time.
+                        renew_delay = renew_delay.min(OUTAGE_RETRY_INTERVAL);
                         debug!(%error, "a concurrency permit was not renewed");
                     }
                 }

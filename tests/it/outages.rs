@@ -212,7 +212,7 @@ fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Ga
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
             "[server]\nhalf_close_timeout = \"0s\"\n\
-             [store]\nurl = \"{url}\"\ntimeout = \"2s\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
+             [store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\n{route}\n"
         ))
     })
@@ -249,6 +249,47 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
         assert!(others.iter().all(|gateway| !gateway.log().contains("the store is down")), "{algorithm}");
     }
+}
+
+/// A permit of the local share that the store rejects after an outage is registered again soon, not at the next
+/// renewal. Until then, the other gateways would admit more requests than the limit.
+#[test]
+fn permit_that_the_store_rejects_after_an_outage_is_registered_soon() {
+    let redis = Redis::start();
+    let relay = Relay::start(redis.port);
+    // A permit lives for more than 90 s, so renewals are more than 30 s apart.
+    let gateway = Gateway::start(&format!(
+        "[server]\nhalf_close_timeout = \"0s\"\n[store]\nurl = \"{}\"\n\
+         [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"1\"\n\
+         [upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"90s\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+        relay.url(),
+        endless()
+    ));
+    let ask = || {
+        let mut client = gateway.client();
+        client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+        (client.head().unwrap().status == 200).then_some(client)
+    };
+    let command =
+        |value: &str| redis::cmd("CONFIG").arg(&["SET", "min-replicas-to-write", value]).exec(&mut redis.connection());
+    relay.redirect_to(free_port());
+    eventually("the breaker opens", || {
+        drop(ask());
+        gateway.log().contains("the store is down")
+    });
+    let mut held = None;
+    eventually("the local share grants a permit", || {
+        held = ask();
+        held.is_some()
+    });
+    command("1").unwrap();
+    relay.redirect_to(redis.port);
+    eventually("the store answers", || gateway.log().contains("the store answers"));
+    eventually("a write was rejected", || redis.errors("NOREPLICAS") > 0);
+    command("0").unwrap();
+    eventually("the permit is registered", || redis.keys().iter().any(|key| !key.contains("~probe")));
+    drop(held);
 }
 
 #[test]
