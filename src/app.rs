@@ -50,7 +50,7 @@ use crate::listener::{ConnectionLimits, Server};
 use crate::proxy::{Gateway, GatewayWorker};
 use crate::routing::RouteRequest;
 use crate::routing::condition::RouteBody;
-use crate::snapshot::listeners::Listener;
+use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
@@ -376,14 +376,17 @@ impl App {
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
+        let serves_routes = |listener: &Listener| listener.protocol == ListenerProtocol::Http;
+        let first = config.listeners.iter().position(serves_routes);
+        let first =
+            first.map_or(String::new(), |index| format!("; try: curl -i {method}{}{example}", addresses[index]));
         info!(
-            "sluicegate {} listens on {}; {admin}store: {}; {}, {}; try: curl -i {method}{}{example}",
+            "sluicegate {} listens on {}; {admin}store: {}; {}, {}{first}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             config.store.name,
             pluralize(config.routes.len() as u64, "route"),
             pluralize(config.limits.len() as u64, "limit"),
-            addresses.first().map_or("", String::as_str),
         );
     }
 }

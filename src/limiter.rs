@@ -187,6 +187,15 @@ impl Limiter {
         }
     }
 
+    /// Charge the costs of checks whose call failed with this error, as soon as the store answers. Count the costs as
+    /// lost if the store may have charged them.
+    pub fn charge_later(&self, checks: &[&LimitCheck<'_, '_>], error: &StoreError) {
+        let charges = checks.iter().map(|check| check.owned_charge()).collect();
+        // What a late check charges is refunded, as the charge of a request that was rejected.
+        let error = if error.is_overload() { &StoreError::Overloaded } else { error };
+        self.settlements.deliver_after(error, Operation::Charge, charges);
+    }
+
     /// Return the start of a call to the store that times out at `deadline`, but not after the usual timeout.
     fn started_for(&self, deadline: Instant) -> Instant {
         let now = monotonic();

@@ -23,7 +23,6 @@ use std::time::{Duration, Instant as StdInstant};
 use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
-use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
@@ -132,9 +131,15 @@ impl Gateway {
     }
 
     /// Answer a call on a listener of the rate limit service. `is_draining` is true while the gateway shuts down.
-    pub async fn answer_call(&self, request: Request<Incoming>, peer: &Peer, is_draining: bool) -> Response<Body> {
+    pub async fn answer_call(
+        &self,
+        request: Request<Incoming>,
+        peer: &Peer,
+        flow: &StreamFlow,
+        is_draining: bool,
+    ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        RateLimitService { limiter: &self.limiter, snapshot: &snapshot }.answer(request, peer, is_draining).await
+        RateLimitService { limiter: &self.limiter, snapshot: &snapshot }.answer(request, peer, flow, is_draining).await
     }
 
     /// Record the response to a request that the HTTP parser has rejected.
@@ -403,6 +408,8 @@ struct Attempt<'a> {
     credentials: Credentials<'a>,
     /// Whether the gateway reads the token usage of an LLM API in the response.
     counts_tokens: bool,
+    /// Whether the gateway removes MCP tools from the response.
+    filters_tools: bool,
 }
 
 /// The result of one attempt.
@@ -534,19 +541,19 @@ impl<'a> Exchange<'a> {
                 let index = weighted_upstreams.pick();
                 let counts_tokens = holdings.counts_tokens();
                 rest = counts_tokens.then(|| body::rest_bounds(snapshot, peer, request.headers()));
-                let counts_tokens = counts_tokens || !tool_rules.is_empty();
+                let filters_tools = !tool_rules.is_empty();
                 // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
                 // request.
                 if route.fallback.is_empty() {
                     let credentials = mem::take(&mut self.facts.credentials);
-                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens };
+                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
                     Box::pin(self.attempt(route, attempt, request, &mut None)).await.result
                 } else {
                     let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
                     let credentials = self.facts.credentials.clone();
-                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens };
+                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
                     Box::pin(self.attempt_with_fallback(route, attempt, request, &path)).await
                 }
             }
@@ -604,7 +611,7 @@ impl<'a> Exchange<'a> {
         request: Box<Request<RequestBody>>,
         replay: &mut Option<ReplayBody>,
     ) -> Attempted {
-        let Attempt { index, fallback, target, credentials, counts_tokens } = attempt;
+        let Attempt { index, fallback, target, credentials, counts_tokens, filters_tools } = attempt;
         let Exchange { snapshot, peer, flow, .. } = *self;
         let upstream = &*snapshot.upstreams[index];
         let started_at = monotonic();
@@ -630,11 +637,18 @@ impl<'a> Exchange<'a> {
             credentials,
             request_id,
             trace,
-            counts_tokens,
+            reads_response: counts_tokens || filters_tools,
             fallback,
             replay,
         };
         let result = forward::forward(forwarding, request, &mut log).await;
+        let result = result.and_then(|response| match filters_tools && hides_tools(&response) {
+            true => {
+                let fault = "its list of tools is compressed, although the request asked for no compression";
+                Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault })
+            }
+            false => Ok(response),
+        });
         // The body for the next fallback. `None` if the result is final.
         let next_body = match (&route.retry, method) {
             (Some(rules), Some(method)) if !is_last => {
@@ -660,10 +674,11 @@ impl<'a> Exchange<'a> {
         path: &str,
     ) -> Result<Response<Body>, UpstreamError> {
         let received = request_head(&request);
-        let Attempt { target, credentials, counts_tokens, .. } = &first;
+        let Attempt { target, credentials, counts_tokens, filters_tools, .. } = &first;
         let target = target.clone();
         let credentials = credentials.clone();
         let counts_tokens = *counts_tokens;
+        let filters_tools = *filters_tools;
         let mut replay = None;
         let mut attempted = self.attempt(route, first, request, &mut replay).await;
         // The upgrade of a connection belongs to the first attempt.
@@ -682,7 +697,8 @@ impl<'a> Exchange<'a> {
             let request = Box::new(request_head(&received).map(|()| body));
             let index = fallback.upstream;
             let credentials = credentials.clone();
-            let attempt = Attempt { index, fallback: Some(fallback), target: rewritten, credentials, counts_tokens };
+            let fallback = Some(fallback);
+            let attempt = Attempt { index, fallback, target: rewritten, credentials, counts_tokens, filters_tools };
             attempted = self.attempt(route, attempt, request, &mut replay).await;
         }
         attempted.result
@@ -763,25 +779,25 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Remove tools from a response that the client may not call. A compressed response cannot be filtered, so its body is
-/// removed; the gateway has requested an uncompressed one.
+/// Return whether a response may contain a list of MCP tools that the gateway cannot read.
+fn hides_tools(response: &Response<Body>) -> bool {
+    let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
+    response.headers().get_all(CONTENT_ENCODING).iter().any(is_coded)
+        && ToolFilter::reads(media_type(response))
+        && !response.body().is_end_stream()
+}
+
+fn media_type(response: &Response<Body>) -> &str {
+    response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+/// Remove tools from a response that the client may not call.
 fn filter_tools(response: &mut Response<Body>, rules: Vec<Arc<ToolRules>>, held: &mut Held) {
-    let media_type = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let Some(filter) = ToolFilter::new(media_type, rules) else { return };
+    let Some(filter) = ToolFilter::new(media_type(response), rules) else { return };
     if response.body().is_end_stream() {
         return;
     }
-    let is_coded = response.headers().get_all(CONTENT_ENCODING).iter().any(|coding| coding != "identity");
     response.headers_mut().remove(CONTENT_LENGTH);
-    match is_coded {
-        true => {
-            response.headers_mut().remove(CONTENT_ENCODING);
-            *response.status_mut() = StatusCode::BAD_GATEWAY;
-            *response.body_mut() = Body::full(Bytes::new());
-        }
-        false => {
-            response.body_mut().forget_length();
-            held.filter_tools(filter);
-        }
-    }
+    response.body_mut().forget_length();
+    held.filter_tools(filter);
 }

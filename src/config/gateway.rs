@@ -17,7 +17,7 @@ use crate::config::tables::{Descriptor, ErrorPages, Limit, LimitVariant, McpTool
 /// `gateway.toml`.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("required" = ["listener", "route"]))]
+#[schemars(extend("required" = ["listener"]))]
 pub struct Config {
     /// Files to include: paths or patterns relative to the directory of this file, such as `["routes/*.toml"]`. The
     /// `[[route]]`, `[limit.NAME]`, `[upstream.NAME]`, `[auth.NAME]` and `[prices.NAME]` tables of these files are added to this
@@ -302,7 +302,7 @@ pub struct Admin {
     pub token: Option<Text>,
     /// Paths that need no token, for load balancers that cannot send one: `["/healthz", "/readyz"]`. Without a token,
     /// `/readyz` returns only the status.
-    #[schemars(schema_with = "schema::open_paths")]
+    #[schemars(schema_with = "schema::open_paths", extend("secret" = "never"))]
     pub open: Option<Vec<Text>>,
 }
 

@@ -19,7 +19,7 @@ use zstd::stream::raw::CParameter;
 use crate::http::body::{Body, BodyEnd, OnComplete};
 use crate::http::body_limits::RestPermit;
 
-/// Maximum number of responses that the process compresses at the same time. A compressor needs up to 1.2 MB (Brotli).
+/// Maximum number of responses that the process compresses at the same time. A compressor needs about 2.3 MB (Brotli).
 /// Further responses are sent without compression.
 const MAX_COMPRESSORS: usize = 256;
 

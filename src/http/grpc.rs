@@ -10,6 +10,8 @@ use hyper::body::Incoming;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::http::body::Body;
+use crate::http::body_limits::NetworkShare;
+use crate::http::flow::StreamFlow;
 use crate::http::problem::NO_STORE;
 
 /// Length of the prefix of a message: whether the message is compressed, and its length.
@@ -70,18 +72,31 @@ pub enum ReadMessage {
     Whole(Bytes),
     /// The message is longer than the maximum length.
     TooLong,
+    /// The messages that are being read occupy too much memory.
+    NoCapacity,
 }
 
-/// Read the message of a unary call, which has at most `max` bytes.
+/// Read the message of a unary call, which has at most `max` bytes. `share` is the share of the client network in the
+/// memory for messages.
 ///
 /// # Errors
 /// The call has no complete message or several messages, the message is compressed, or the client has gone away.
-pub async fn read_message(mut body: Incoming, max: usize) -> Result<ReadMessage, CallError> {
+pub async fn read_message(
+    mut body: Incoming,
+    max: usize,
+    flow: &StreamFlow,
+    share: NetworkShare,
+) -> Result<ReadMessage, CallError> {
     const INCOMPLETE: CallError = CallError::new(Code::InvalidArgument, "the call has no complete message");
     // The message of a small call is in one frame, and is not copied.
     let (mut bytes, mut rest) = (Bytes::new(), BytesMut::new());
+    let Some(reservation) = flow.reserve_inspected() else { return Ok(ReadMessage::NoCapacity) };
+    let mut reservation = reservation.within(Some(share));
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame.map_err(|_| INCOMPLETE)?.into_data() else { break };
+        if !reservation.try_grow(data.len()) {
+            return Ok(ReadMessage::NoCapacity);
+        }
         if bytes.is_empty() {
             bytes = data;
         } else {

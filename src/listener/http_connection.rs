@@ -284,7 +284,7 @@ impl HttpConnection {
             if is_refused() {
                 return Err(h2::Reason::REFUSED_STREAM.into());
             }
-            let mut response = gateway.answer_call(request, &peer, drain.is_cancelled()).await;
+            let mut response = gateway.answer_call(request, &peer, in_flight.flow(), drain.is_cancelled()).await;
             complete_response(in_flight, &mut response);
             Ok(response)
         })

@@ -48,16 +48,33 @@ enum Framing {
     Events(EventSplitter),
 }
 
+impl Framing {
+    fn of(media_type: &str) -> Option<Self> {
+        let essence = media_type.split(';').next().unwrap_or_default().trim();
+        match () {
+            () if essence.eq_ignore_ascii_case("text/event-stream") => Some(Framing::Events(EventSplitter::default())),
+            () if is_json(essence) => Some(Framing::Document),
+            () => None,
+        }
+    }
+}
+
+/// Return whether clients read a body of this media type as JSON.
+fn is_json(essence: &str) -> bool {
+    let essence = essence.to_ascii_lowercase();
+    matches!(&*essence, "application/json" | "application/json-rpc") || essence.ends_with("+json")
+}
+
 impl ToolFilter {
+    /// Return whether a response with this media type has JSON-RPC messages.
+    pub fn reads(media_type: &str) -> bool {
+        Framing::of(media_type).is_some()
+    }
+
     /// Create the filter of a response with this media type. Return `None` if the response has no JSON-RPC messages.
     /// All of `rules` must permit a tool.
     pub fn new(media_type: &str, rules: Vec<Arc<ToolRules>>) -> Option<Self> {
-        let essence = media_type.split(';').next().unwrap_or_default().trim();
-        let framing = match () {
-            () if essence.eq_ignore_ascii_case("text/event-stream") => Framing::Events(EventSplitter::default()),
-            () if essence.eq_ignore_ascii_case("application/json") => Framing::Document,
-            () => return None,
-        };
+        let framing = Framing::of(media_type)?;
         Some(ToolFilter { rules, framing, held: Vec::new(), is_after_cr: false })
     }
 
@@ -131,7 +148,9 @@ impl ToolFilter {
 
     /// Return a document without the tools that are not permitted, or `None` if it lists none of them.
     fn without_tools(&self, json: &[u8]) -> Option<Vec<u8>> {
+        const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
         memmem::find(json, b"\"tools\"")?;
+        let json = json.strip_prefix(BYTE_ORDER_MARK).unwrap_or(json);
         let mut document: Value = serde_json::from_slice(json).ok()?;
         let removed = match &mut document {
             Value::Array(messages) => messages.iter_mut().map(|message| self.remove_tools(message)).sum(),
@@ -198,6 +217,7 @@ mod tests {
         };
         for length in [1, 2, 3, 7, 1000] {
             assert_eq!(filter("application/json", &all, length), permitted);
+            assert_eq!(filter("application/vnd.mcp+JSON", &format!("\u{feff}{all}"), length), permitted);
             assert_eq!(filter("application/json; charset=utf-8", &permitted, length), permitted);
             assert_eq!(filter("application/json", &batch(&all), length), batch(&permitted));
             for other in ["not json \"tools\"", "", "{\"result\":{\"tools\":7}}"] {

@@ -118,6 +118,8 @@ impl BodyContent {
         match (body_use.values, body_use.fields) {
             (false, false) => return Ok(()),
             (true, false) => self.require_json(max_body)?,
+            // A server may read a JSON-RPC message from a body that declares to be a form.
+            (_, true) if body_use.messages => self.require_json(max_body)?,
             (_, true) => self.require(max_body)?,
         }
         if !body_use.values && self.json().is_some_and(|json| json.form.is_none()) {

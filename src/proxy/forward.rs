@@ -62,8 +62,8 @@ pub(super) struct Forwarding<'f> {
     pub(super) request_id: HeaderValue,
     /// Trace context that the upstream uses as the parent of its spans. `None` if the request is not traced.
     pub(super) trace: Option<TraceContext>,
-    /// Whether the gateway reads the token usage of an LLM API in the response.
-    pub(super) counts_tokens: bool,
+    /// Whether the gateway reads the response, so that the upstream must not compress it.
+    pub(super) reads_response: bool,
     /// The fallback that gets the request. `None` for the upstream of the route.
     pub(super) fallback: Option<&'f Fallback>,
     /// Receives the body if the route retries requests, and the body can be sent again.
@@ -79,7 +79,7 @@ pub(super) async fn forward(
     mut request: Box<Request<RequestBody>>,
     attempts: &mut AttemptLog,
 ) -> Result<Response<Body>, UpstreamError> {
-    let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, counts_tokens, .. } = forwarding;
+    let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, reads_response, .. } = forwarding;
     let Forwarding { credentials, request_id, trace, is_client_deadline, fallback, replay, .. } = forwarding;
     let route_timeout = || match is_client_deadline {
         true => UpstreamError::ClientDeadline { upstream: upstream.name().into() },
@@ -125,7 +125,7 @@ pub(super) async fn forward(
         };
         prepare_upstream_headers(config, route, &mut request, info)
     };
-    if counts_tokens {
+    if reads_response {
         // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }

@@ -103,7 +103,7 @@ impl LimitDecision {
     }
 
     /// Return whether the decision means that the identity is over the limit.
-    fn is_denial(self) -> bool {
+    pub(super) fn is_denial(self) -> bool {
         match self {
             LimitDecision::Denied | LimitDecision::ShadowDenied | LimitDecision::LocalDenied => true,
             LimitDecision::Allowed | LimitDecision::LocalAllowed | LimitDecision::StoreError => false,
@@ -542,19 +542,22 @@ impl WorkerMetrics {
         self.check_durations.observe(elapsed);
     }
 
+    /// Record the decision of a descriptor with this index on a call.
+    pub(super) fn record_descriptor(&self, rule_index: usize, effect: LimitDecision) {
+        self.descriptors[rule_index].decisions.increment(effect as usize);
+    }
+
     /// Record the effect of a limit of a descriptor. `rule_index` is the index of the descriptor, and `limit_index` the
     /// index of the limit in the descriptor.
-    pub(super) fn record_descriptor(
+    pub(super) fn record_descriptor_limit(
         &self,
-        (rule_index, limit_index): (usize, usize),
-        effect: Option<LimitDecision>,
+        rule_index: usize,
+        limit_index: usize,
+        effect: LimitDecision,
         identity: Identity,
         name: impl Fn() -> IdentityDisplay,
     ) {
-        let DescriptorMetrics { decisions, limits } = &self.descriptors[rule_index];
-        let Some(effect) = effect else { return };
-        let (counter, top_denied) = &limits[limit_index];
-        decisions.increment(effect as usize);
+        let (counter, top_denied) = &self.descriptors[rule_index].limits[limit_index];
         counter.increment(effect as usize);
         if effect.is_denial() {
             top_denied.record(identity, monotonic(), 1, name);

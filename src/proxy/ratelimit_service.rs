@@ -1,6 +1,6 @@
 //! Envoy's rate limit service: the methods of a listener with `protocol = "ratelimit"`.
 
-use std::cell::LazyCell;
+use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,8 @@ use tracing::warn;
 
 use crate::clock::{LogThrottle, monotonic, unix_us};
 use crate::http::body::Body;
+use crate::http::body_limits::INSPECTED_SHARE;
+use crate::http::flow::StreamFlow;
 use crate::http::grpc::{CallError, Code as Status, ReadMessage, message_response, read_message, time_to_answer};
 use crate::http::headers;
 use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers, set_retry_after};
@@ -53,6 +55,9 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum interval between log records about calls that are denied without a check.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Time after which a client may retry a request that was not checked. `Retry-After` has whole seconds.
+const STORE_RETRY_AFTER_US: u64 = 1_000_000;
+
 /// Maximum value of `limit_remaining` and `requests_per_unit`.
 const MAX_COUNT: u64 = u32::MAX as u64;
 
@@ -64,8 +69,14 @@ pub(super) struct RateLimitService<'g> {
 
 impl RateLimitService<'_> {
     /// Answer a gRPC call of a client. `is_draining` is true while the gateway shuts down.
-    pub(super) async fn answer(&self, request: Request<Incoming>, peer: &Peer, is_draining: bool) -> Response<Body> {
-        match self.call(request, peer, is_draining, monotonic()).await {
+    pub(super) async fn answer(
+        &self,
+        request: Request<Incoming>,
+        peer: &Peer,
+        flow: &StreamFlow,
+        is_draining: bool,
+    ) -> Response<Body> {
+        match self.call(request, peer, flow, is_draining, monotonic()).await {
             Ok(response) => response,
             Err(error) => error.into_response(),
         }
@@ -75,6 +86,7 @@ impl RateLimitService<'_> {
         &self,
         request: Request<Incoming>,
         peer: &Peer,
+        flow: &StreamFlow,
         is_draining: bool,
         received_at: Instant,
     ) -> Result<Response<Body>, CallError> {
@@ -85,7 +97,10 @@ impl RateLimitService<'_> {
         let client_timeout = headers::grpc_timeout(request.headers()).unwrap_or(DEFAULT_TIMEOUT).min(DEFAULT_TIMEOUT);
         let time = time_to_answer(client_timeout);
         let method = request.uri().path().to_owned();
-        let read = read_message(request.into_body(), MAX_MESSAGE);
+        let ConfigSnapshot { config, metrics, .. } = self.snapshot;
+        let max_read = config.server.max_buffered / INSPECTED_SHARE;
+        let share = metrics.inspected_by_network.share(config.client_ip.network(peer.address), max_read);
+        let read = read_message(request.into_body(), MAX_MESSAGE, flow, share);
         let late = CallError::new(Status::DeadlineExceeded, "the message did not arrive before the deadline");
         let message = timeout(time, read).await.map_err(|_| late)??;
         match &*method {
@@ -110,8 +125,10 @@ impl RateLimitService<'_> {
         message: ReadMessage,
         (deadline, client_timeout): (Instant, Duration),
     ) -> Result<RateLimitResponse, CallError> {
-        let ReadMessage::Whole(bytes) = message else {
-            return Ok(deny_unchecked("a message is too long"));
+        let bytes = match message {
+            ReadMessage::Whole(bytes) => bytes,
+            ReadMessage::TooLong => return Ok(deny_unchecked("a message is too long")),
+            ReadMessage::NoCapacity => return Ok(deny_unchecked("too many messages are being read")),
         };
         let invalid = |_| CallError::new(Status::InvalidArgument, "the message is not a RateLimitRequest");
         let request = RateLimitRequest::decode(bytes).map_err(invalid)?;
@@ -137,12 +154,19 @@ impl RateLimitService<'_> {
                 Err(_) => Err(StoreUnavailable(StoreError::Overloaded)),
             },
         };
-        if let Ok(decision) = &decision
-            && !decision.admitted
-        {
-            let debts = call.debts(decision);
-            if !debts.is_empty() {
-                self.limiter.charge_before(&debts, decision.decided_by, deadline).await;
+        match &decision {
+            Ok(decision) if decision.admitted => {}
+            Ok(decision) => {
+                let debts = call.debts(decision);
+                if !debts.is_empty() {
+                    self.limiter.charge_before(&debts, decision.decided_by, deadline).await;
+                }
+            }
+            Err(StoreUnavailable(error)) => {
+                let debts = call.reported();
+                if !debts.is_empty() {
+                    self.limiter.charge_later(&debts, error);
+                }
             }
         }
         let refunds = refund(self.limiter, &call.refunds, deadline).await;
@@ -192,7 +216,21 @@ fn deny_unchecked(reason: &'static str) -> RateLimitResponse {
     if LOG_THROTTLE.should_log(LOG_INTERVAL) {
         warn!(reason, max_bytes = MAX_MESSAGE, max_descriptors = MAX_DESCRIPTORS, "denying rate limit calls unchecked");
     }
-    RateLimitResponse { overall_code: Code::OverLimit.into(), ..RateLimitResponse::default() }
+    let mut headers = HeaderMap::new();
+    set_retry_after(&mut headers, STORE_RETRY_AFTER_US);
+    RateLimitResponse {
+        overall_code: Code::OverLimit.into(),
+        response_headers_to_add: headers_to_add(&headers),
+        ..RateLimitResponse::default()
+    }
+}
+
+fn headers_to_add(headers: &HeaderMap) -> Vec<HeaderValue> {
+    let to_header = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderValue {
+        key: name.as_str().to_owned(),
+        value: value.to_str().unwrap_or_default().to_owned(),
+    };
+    headers.iter().map(to_header).collect()
 }
 
 async fn refund(limiter: &Limiter, checks: &[LimitCheck<'_, '_>], deadline: Instant) -> Vec<Outcome> {
@@ -346,22 +384,39 @@ where
             .collect()
     }
 
+    /// Return the checks of limits with `charge = "always"` whose cost the proxy has set. It may report what a stream has
+    /// used, so the cost counts even if the store did not answer.
+    fn reported(&self) -> Vec<&LimitCheck<'a, 'p>> {
+        let charges = self.charges.iter().zip(&self.always_charged);
+        charges
+            .filter(|(check, source)| **source == Some(CostSource::Proxy) && check.cost > 0)
+            .map(|(check, _)| check)
+            .collect()
+    }
+
     fn record(&self, snapshot: &ConfigSnapshot, decision: &Result<Decision<'_>, StoreUnavailable>, elapsed: Duration) {
         let effect = |index: &usize| match decision {
             Ok(decision) => LimitDecision::from_decision(&self.charges[*index], decision),
             Err(_) => Some(LimitDecision::StoreError),
         };
+        // Descriptors with the same state have one check, which counts once.
+        let mut recorded = vec![false; self.charges.len()];
         for descriptor in self.descriptors.iter().filter(|descriptor| !descriptor.is_refund) {
             let Some((rule_index, rule)) = descriptor.rule else { continue };
+            let mut decided: Option<LimitDecision> = None;
             for (check_index, limit_index) in &descriptor.checks {
-                let check = &self.charges[*check_index];
-                let name = || rule.limits[*limit_index].identity_spec.display_hidden();
-                snapshot.metrics.record_descriptor(
-                    (rule_index, *limit_index),
-                    effect(check_index),
-                    check.identity,
-                    name,
-                );
+                let Some(effect) = effect(check_index) else { continue };
+                if decided.is_none_or(|decided| effect.is_denial() && !decided.is_denial()) {
+                    decided = Some(effect);
+                }
+                if !mem::replace(&mut recorded[*check_index], true) {
+                    let identity = self.charges[*check_index].identity;
+                    let name = || rule.limits[*limit_index].identity_spec.display_hidden();
+                    snapshot.metrics.record_descriptor_limit(rule_index, *limit_index, effect, identity, name);
+                }
+            }
+            if let Some(effect) = decided {
+                snapshot.metrics.record_descriptor(rule_index, effect);
             }
         }
         if !self.charges.is_empty() {
@@ -381,16 +436,12 @@ where
         let mut headers = HeaderMap::new();
         match decision {
             Ok(decision) => append_decision_headers(&mut headers, &[HeaderStyle::Draft11], None, decision),
-            Err(_) => set_retry_after(&mut headers, 1),
+            Err(_) => set_retry_after(&mut headers, STORE_RETRY_AFTER_US),
         }
-        let to_header = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderValue {
-            key: name.as_str().to_owned(),
-            value: value.to_str().unwrap_or_default().to_owned(),
-        };
         RateLimitResponse {
             overall_code: if is_admitted { Code::Ok } else { Code::OverLimit }.into(),
             statuses,
-            response_headers_to_add: headers.iter().map(to_header).collect(),
+            response_headers_to_add: headers_to_add(&headers),
             dynamic_metadata: (!is_admitted).then(|| denial_metadata(&request.domain, decision)),
         }
     }
@@ -423,17 +474,14 @@ where
         });
         // The outcomes of limits that do not deny are unknown if the denial comes from the cache.
         let is_known = |denies: bool| denies || decision.admitted || !decision.is_from_cache;
-        let effective = LazyCell::new(|| {
-            results.max_by_key(|(check, result)| {
-                let (remaining, denies) =
-                    result.map_or((u64::MAX, false), |(outcome, denies)| (outcome.remaining, denies));
-                let used = check.variant.quota.count.saturating_sub(remaining);
-                (denies, u128::from(used) * (1 << 32) / u128::from(check.variant.quota.count.max(1)))
-            })
+        let effective = results.max_by_key(|(check, result)| {
+            let (remaining, denies) = result.map_or((u64::MAX, false), |(outcome, denies)| (outcome.remaining, denies));
+            let used = check.variant.quota.count.saturating_sub(remaining);
+            (denies, u128::from(used) * (1 << 32) / u128::from(check.variant.quota.count.max(1)))
         });
-        match &*effective {
+        match effective {
             None => unlimited,
-            Some((check, Some((outcome, denies)))) if is_known(*denies) => limit_status(check, Some(outcome), *denies),
+            Some((check, Some((outcome, denies)))) if is_known(denies) => limit_status(check, Some(outcome), denies),
             Some((check, None)) if decision.is_shadow_denied(check.limit) => limit_status(check, None, false),
             Some(_) => unlimited,
         }

@@ -218,8 +218,14 @@ impl<'a> RequestTarget<'a> {
     /// # Errors
     /// See [`RequestTarget::rewrite`].
     pub fn upstream_path(&self, route: &Route) -> Result<Cow<'_, str>, Rejection<'static>> {
-        let Some(rewritten) = self.rewrite(route, None)? else { return Ok(Cow::Borrowed(&self.path)) };
-        let path = canonical_path(rewritten.path(), route.path_policy).map_err(Rejection::InvalidPath)?;
+        let rewritten = self.rewrite(route, None)?;
+        // With `case_insensitive_paths`, `path` is in lower case, unlike the path that the upstream gets.
+        let path = match (&rewritten, &self.forwarded_path) {
+            (Some(rewritten), _) => rewritten.path(),
+            (None, Some(forwarded_path)) => forwarded_path,
+            (None, None) => return Ok(Cow::Borrowed(&self.path)),
+        };
+        let path = canonical_path(path, route.path_policy).map_err(Rejection::InvalidPath)?;
         Ok(Cow::Owned(path.into_owned()))
     }
 

@@ -407,10 +407,14 @@ impl RewriteTemplate {
     pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
+        let keeps_slashes = path.contains("//");
         for piece in &self.path {
             let text = piece.text(value);
-            // The value of a catch-all parameter may be empty or end with a slash, so avoid a double slash.
-            out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
+            // The value of a catch-all parameter may be empty or end with a slash, so avoid a double slash. But keep a
+            // double slash of the request: without it, the path may be that of another route.
+            let is_kept = keeps_slashes && matches!(piece, Piece::Parameter(_));
+            let has_slash = out.ends_with('/') && !is_kept;
+            out.push_str(if has_slash { text.strip_prefix('/').unwrap_or(text) } else { text });
         }
         let mut separator = '?';
         for piece in self.query.iter().flatten() {

@@ -290,6 +290,7 @@ fn check_keys(text: &Text, written: &config::tables::Limit, compiled: &CompiledL
         (written.refund_on.is_some(), "refund_on", "the proxy sends refunds itself, with `is_negative_hits`"),
         (written.max_wait.is_some(), "max_wait", "the proxy waits only a few milliseconds"),
         (written.methods.is_some(), "methods", "a descriptor has no method"),
+        (written.on_missing.is_some(), "on_missing", "a descriptor that matches has all its entries"),
         (written.status.is_some(), "status", "the proxy chooses the status, with `rate_limited_status`"),
         (!written.tiers.is_empty(), "tiers", "write a descriptor for each tier"),
     ] {

@@ -201,18 +201,26 @@ fn expanded(
 ) -> Result<String, PathError> {
     let policy = PathPolicy::of_derived(path);
     if !pattern.is_regex() {
-        return Ok(with_one_leading_slash(template.expand(pattern, path, query)));
+        return with_one_leading_slash(template.expand(pattern, path, query), path);
     }
-    let target = with_one_leading_slash(template.expand(pattern, &captured_path(pattern, path), query));
+    let target = with_one_leading_slash(template.expand(pattern, &captured_path(pattern, path), query), path)?;
     let path = target.split('?').next().unwrap_or_default();
     if forwarded_path(path, policy)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
 }
 
-/// Merge slashes at the start of a target, because browsers and servers read `//host` as a host.
-fn with_one_leading_slash(mut target: String) -> String {
+/// Merge slashes at the start of a target that was formed from `path`, because browsers and servers read `//host` as a
+/// host.
+///
+/// # Errors
+/// The slashes may come from `path`, whose double slashes are kept. If they were merged, the upstream would get another
+/// path than the one that routes and limits have seen.
+fn with_one_leading_slash(mut target: String, path: &str) -> Result<String, PathError> {
     let extra = target.bytes().take_while(|byte| *byte == b'/').count().saturating_sub(1);
+    if extra > 0 && path.contains("//") {
+        return Err(PathError::NotCanonical);
+    }
     target.drain(..extra);
-    target
+    Ok(target)
 }
 
 impl Rewrite {
@@ -229,7 +237,7 @@ impl Rewrite {
                 // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
                 // literal in the prefix.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
-                Ok(with_one_leading_slash(with_query(if end == path.len() { "/" } else { &path[end..] }, query)))
+                with_one_leading_slash(with_query(if end == path.len() { "/" } else { &path[end..] }, query), path)
             }
         }
     }

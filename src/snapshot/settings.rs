@@ -343,6 +343,10 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
             reader.push_issue(issue.with_hint("remove this key, or write another destination in `to`"));
         }
     }
+    if let format @ ("json" | "text" | "combined") = to.as_str() {
+        let issue = Issue::new(span.clone(), format!("`{format}` is a format of the access log, not a destination"));
+        reader.push_issue(issue.with_hint(format!("write access = {{ to = \"stdout\", format = \"{format}\" }}")));
+    }
     let target = match to.as_str() {
         "stdout" => AccessLogTarget::Stdout,
         "off" => AccessLogTarget::Off,
@@ -380,6 +384,10 @@ fn written_format(table: &AccessLogTable, default: AccessFormat, reader: &mut Va
             }
         },
     };
+    if let Some(list) = table.fields.as_ref().filter(|list| list.get_ref().is_empty()) {
+        let issue = Issue::new(list.span(), "`fields` is empty, so every record would be empty");
+        reader.push_issue(issue.with_hint("name at least one field, or remove the key for the default fields"));
+    }
     if let Some(list) = table.fields.as_ref().filter(|_| !matches!(format, AccessFormat::Json(_))) {
         let issue = Issue::new(list.span(), "`fields` is valid only with the format \"json\"");
         reader.push_issue(issue.with_hint("write the fields as variables of a template in `format`"));

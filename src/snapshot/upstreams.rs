@@ -87,7 +87,12 @@ pub(super) fn upstream(
     if let Some(aws) = &upstream.aws {
         let is_fixed = match &settings.host {
             HostPolicy::Client => false,
-            HostPolicy::Server => settings.servers.len() <= 1,
+            HostPolicy::Server => match &settings.servers[..] {
+                [] => true,
+                // The targets of an SRV record have other names.
+                [server] => !server.is_srv,
+                [_, _, ..] => false,
+            },
             HostPolicy::Name(_) => true,
         };
         if !is_fixed {

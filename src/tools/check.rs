@@ -34,8 +34,8 @@ use crate::routing::condition::{Condition, ValueTest};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::limits::CompiledLimit;
-use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::WarningSubject;
+use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_match::foreign_path_hint;
@@ -59,6 +59,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues.extend(unused_destinations(&input));
     issues.extend(route_warnings(&input));
     issues.extend(access_warnings(&input));
+    issues.extend(unserved_descriptors(&input));
     issues.extend(client_warnings(&input));
     issues.extend(auth_warnings(&input));
     issues.extend(certificate_of_no_client(&input));
@@ -659,6 +660,23 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         Issue { span: input.route(route.index).map(|parsed| parsed.span()), message, hint: None }
     });
     notes.collect()
+}
+
+/// Warn if no listener serves the descriptors, or if a listener has no descriptors to serve.
+fn unserved_descriptors(input: &LintInput<'_>) -> Option<Issue> {
+    let serving = input.config.listeners.iter().position(|listener| listener.protocol == ListenerProtocol::RateLimit);
+    match (serving, input.parsed.descriptor.first()) {
+        (None, Some(descriptor)) => {
+            let issue = Issue::new(descriptor.span(), "descriptors have no effect: no listener serves them");
+            Some(issue.with_hint("add a [[listener]] with protocol = \"ratelimit\""))
+        }
+        (Some(index), None) => {
+            let listener = input.parsed.listener.get(index)?;
+            let issue = Issue::new(listener.span(), "this listener admits every call: there is no [[descriptor]]");
+            Some(issue.with_hint("add a [[descriptor]] with domain, entries and limits"))
+        }
+        (Some(_), Some(_)) | (None, None) => None,
+    }
 }
 
 // Warnings about access rules and CORS, such as entries without effect, or an `allow` list that rejects every client.

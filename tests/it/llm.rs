@@ -1582,6 +1582,22 @@ fn response_whose_usage_the_client_hides_is_rejected_or_keeps_the_reservation() 
     });
 }
 
+/// The path that the upstream gets selects the operation, although routes match the path in lower case.
+#[test]
+fn case_insensitive_paths_hide_no_operation() {
+    let provider = Provider::start();
+    let config = config("", provider.address, QUOTA, "", "");
+    let gateway = Gateway::start(&format!("[server]\ncase_insensitive_paths = true\n{config}"));
+    let path = "/v1beta/models/gemini-3:generateContent";
+    let usage = "{\"usageMetadata\":{\"promptTokenCount\":4,\"candidatesTokenCount\":2}}";
+    let body = json!({"generationConfig": {"maxOutputTokens": 90_000}, "contents": [], "mock": {"raw": usage}});
+    assert_eq!(post(&gateway, &format!("{path}?fields=candidates"), &body).status, 400);
+    let reply = post(&gateway, path, &body);
+    assert_eq!(reply.status, 200);
+    assert!(QUOTA - reply.remaining("tokens") >= 90_000, "the maximum of Gemini's API is reserved");
+    assert_eq!(provider.count(), 1);
+}
+
 #[test]
 fn removed_usage_event_leaves_no_bytes_and_the_last_event_is_sent_unfinished() {
     let provider = Provider::start();

@@ -338,6 +338,9 @@ fn tools_that_are_not_permitted_are_neither_called_nor_listed() {
         "[auth.keys]\nkind = \"api-key\"\nconsumers = \"c.toml\"\n[upstream.server]\nservers = [\"{}\"]\n\
          [[route]]\nname = \"mcp\"\npath = \"/mcp\"\nupstream = \"server\"\nrequire = [\"keys\"]\n\
          mcp_tools = {{ deny = [\"get_secret\"] }}\n\
+         [limit.user]\nby = \"form:user\"\nquota = \"1000/day\"\non_missing = \"skip\"\n\
+         [[route]]\nname = \"form\"\npath = \"/form\"\nupstream = \"server\"\nrequire = [\"keys\"]\n\
+         limits = [\"user\"]\nmcp_tools = {{ deny = [\"get_secret\"] }}\n\
          [[route]]\nname = \"open\"\npath = \"/open\"\nupstream = \"server\"\nrequire = [\"keys\"]\n",
         server.url()
     );
@@ -377,6 +380,13 @@ fn tools_that_are_not_permitted_are_neither_called_nor_listed() {
         }
         assert_eq!(ask("/open", name, &[], &call(7, tool).to_string()).status, 200, "the other route has no rules");
     }
+    let form = [("content-type", "application/x-www-form-urlencoded")];
+    for headers in [&form[..], &[("content-type", "multipart/form-data; boundary=x")]] {
+        let forwarded = server.seen.lock().unwrap().len();
+        let reply = ask("/form", "all", headers, &call(7, "get_secret").to_string());
+        assert_eq!(reply.status, 400, "a message that declares to be a form: {}", reply.text());
+        assert_eq!(server.seen.lock().unwrap().len(), forwarded);
+    }
     let names = |list: &Value| {
         let tools = list["result"]["tools"].as_array().unwrap();
         tools.iter().map(|tool| tool["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
@@ -403,7 +413,9 @@ fn tools_that_are_not_permitted_are_neither_called_nor_listed() {
     }
     assert_eq!(names(&ask("/open", "reader", &[], &list).json()).len(), 4);
     let compressed = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {"compress": 1}});
-    assert_eq!(ask("/mcp", "reader", &[], &compressed.to_string()).status, 502, "it cannot be filtered");
+    let reply = ask("/mcp", "reader", &[], &compressed.to_string());
+    assert_eq!(reply.status, 502, "it cannot be filtered");
+    assert!(reply.json()["error"]["message"].is_string(), "an error of the gateway: {}", reply.text());
     for invalid in ["no json", "", "{}"] {
         let status = ask("/mcp", "reader", &[], invalid).status;
         assert_eq!(status, if invalid == "no json" { 400 } else { 200 }, "{invalid}");

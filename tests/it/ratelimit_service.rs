@@ -300,6 +300,8 @@ fn call_beyond_the_bounds_is_denied() {
         for _ in 0..20 {
             let response = client.ask(&request(&descriptors));
             assert_eq!(response.overall_code(), OverLimit, "{what}");
+            let retry = response.response_headers_to_add.iter().find(|header| header.key == "retry-after");
+            assert_eq!(retry.map(|header| &*header.value), Some("1"), "{what}");
         }
         let grown = gateway.memory().saturating_sub(before);
         assert!(grown < 64 << 20, "{what}: {grown} bytes");
@@ -307,6 +309,23 @@ fn call_beyond_the_bounds_is_denied() {
     assert_eq!(client.answer(&vec![all(); 5]).0, Admitted, "nothing was charged");
     let longest = "x".repeat(200 << 10);
     assert_eq!(client.answer(&[login(&longest)]).0, Admitted, "a long value is limited as any other");
+}
+
+/// Messages that do not end occupy at most a quarter of `max_buffered` for one network, and further calls of the network
+/// are denied.
+#[test]
+fn unfinished_messages_of_a_network_are_bounded() {
+    let (_redis, gateway, client) = start(&format!("[server]\nmax_buffered = \"8MiB\"\n{CONFIG}"));
+    assert_eq!(client.answer(&[all()]).0, Admitted);
+    let held: Vec<_> = (0..4).map(|_| Grpc::connect(gateway.address)).collect();
+    let part = Bytes::from(vec![0; 200 << 10]);
+    eventually("a call is denied, because the messages occupy too much memory", || {
+        held.iter().for_each(|client| client.begin(METHOD, part.clone()));
+        client.answer(&[descriptor(&[("generic_key", "other")])]).0 == OverLimit
+    });
+    assert!(gateway.log().contains("too many messages are being read"), "{}", gateway.log());
+    drop(held);
+    eventually("calls are checked again", || client.answer(&[descriptor(&[("generic_key", "other")])]).0 == Admitted);
 }
 
 #[test]
@@ -379,7 +398,11 @@ fn health_of_the_service_is_serving() {
 #[test]
 fn decisions_are_counted_by_domain_and_descriptor() {
     let redis = Redis::start();
-    let gateway = Gateway::start(&with_admin(&format!("{}{LISTENER}{CONFIG}", redis.store())));
+    // The descriptor has two limits, and one decision for each call.
+    let config = CONFIG.replace("limits = [\"login\"]", "limits = [\"login\", \"wide\"]")
+        + "[limit.wide]\nby = \"global\"\nquota = \"1000000/day\"\n";
+    let gateway = Gateway::start(&with_admin(&format!("{}{LISTENER}{config}", redis.store())));
+    assert!(!gateway.log().contains("curl"), "curl cannot call the service: {}", gateway.log());
     let client = Grpc::connect(gateway.address);
     for _ in 0..5 {
         client.answer(&[login("192.0.2.1")]);
@@ -389,6 +412,7 @@ fn decisions_are_counted_by_domain_and_descriptor() {
         |decision: &str| metric(&gateway, &format!("descriptor_decisions_total{{{labels},decision=\"{decision}\"}}"));
     assert_eq!((counted("allowed"), counted("denied")), (3.0, 2.0));
     assert_eq!(metric(&gateway, "limit_decisions_total{limit=\"login\",decision=\"denied\"}"), 2.0);
+    assert_eq!(metric(&gateway, "limit_decisions_total{limit=\"wide\",decision=\"allowed\"}"), 3.0);
 }
 
 #[test]
@@ -532,6 +556,22 @@ fn charge_beyond_the_quota_goes_into_debt() {
     assert_eq!(client.answer(&[back(11)]).1, [(Admitted, 10)]);
     assert_eq!(client.answer(&[tokens("a", 10)]).1, [(Admitted, 0)]);
     assert_eq!(client.answer(&[tokens("b", 0)]).0, Admitted, "another identity has no debt");
+}
+
+/// A proxy reports what a stream has used when the stream ends. The report counts although Redis answers too late.
+#[test]
+fn reported_cost_counts_when_the_store_answers_again() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&with_admin(&format!("{}{LISTENER}{TOKENS}", redis.store())));
+    let client = Grpc::connect(gateway.address);
+    assert_eq!(client.answer(&[tokens("a", 60)]).0, Admitted);
+    signal(&redis.child, "STOP");
+    assert_eq!(client.answer(&[tokens("a", 90)]).0, OverLimit, "the store did not answer");
+    signal(&redis.child, "CONT");
+    eventually("the limit is in debt, or the cost is counted as lost", || {
+        let lost = metric(&gateway, "store_cost_lost_total{kind=\"charge\"}");
+        client.answer(&[tokens("a", 0)]).0 == OverLimit && lost == 0.0 || lost == 90.0
+    });
 }
 
 #[test]

@@ -275,6 +275,30 @@ fn routes_limits_and_upstream_see_the_same_path_with_each_policy() {
     }
 }
 
+/// Merging the slashes of a rewritten path would give the upstream the path of another route.
+#[test]
+fn rewritten_path_with_kept_slashes_is_not_that_of_another_route() {
+    let upstream = Upstream::start();
+    for policy in ["keep-double-slashes", "keep-slashes"] {
+        for rewrite in ["strip_prefix = \"/api\"", "rewrite = \"/{rest}\""] {
+            let gateway = Gateway::start(&format!(
+                "[server]\npath_policy = \"{policy}\"\n[upstream.u]\nservers = [\"{}\"]\n\
+                 [[route]]\nname = \"open\"\npath = \"/api/{{*rest}}\"\nupstream = \"u\"\n{rewrite}\n\
+                 [[route]]\nname = \"admin\"\npath = \"/api/admin/{{*rest}}\"\nrespond = {{ status = 403 }}\n",
+                upstream.url()
+            ));
+            let seen = upstream.count();
+            for path in ["/api//admin/users", "/api///admin/users"] {
+                assert_eq!(gateway.get(path).status, 400, "{policy} {rewrite} {path}");
+            }
+            assert_eq!(upstream.count(), seen);
+            assert_eq!(gateway.get("/api/admin/users").status, 403);
+            assert_eq!(gateway.get("/api/a//b").status, 200);
+            assert_eq!(upstream.last().target(), "/a//b");
+        }
+    }
+}
+
 #[test]
 fn case_is_ignored_by_routes_and_limits_but_forwarded() {
     let upstream = Upstream::start();

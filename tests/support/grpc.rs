@@ -71,6 +71,19 @@ impl Grpc {
         Grpc { runtime, sender }
     }
 
+    /// Begin a call with this part of a body. The call does not end before the connection.
+    pub fn begin(&self, path: &str, part: Bytes) {
+        let request = Request::builder().method("POST").uri(format!("http://gateway.test{path}"));
+        let request = request.header("content-type", "application/grpc").body(()).unwrap();
+        let mut sender = self.sender.clone();
+        self.runtime.spawn(async move {
+            let Ok((response, mut stream)) = sender.send_request(request, false) else { return };
+            let _ = stream.send_data(part, false);
+            let _ = response.await;
+            std::future::pending::<()>().await;
+        });
+    }
+
     /// Send a body with these additional headers, and return the reply.
     pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
         let mut request = Request::builder().method(method).uri(format!("http://gateway.test{path}"));

@@ -96,6 +96,8 @@ pub struct OutputBounds {
     pub options: Option<u64>,
     /// The maximum in `inferenceConfig`, as for Bedrock Converse.
     pub inference_config: Option<u64>,
+    /// The largest maximum of a fallback (LiteLLM), which replaces that of the request.
+    pub fallback: Option<u64>,
 }
 
 impl OutputBounds {
@@ -104,7 +106,7 @@ impl OutputBounds {
     fn of(self, provider: Provider, default: u64) -> u64 {
         match provider {
             Provider::OpenAi => {
-                let others = self.generation_config.max(self.options).max(self.inference_config);
+                let others = self.generation_config.max(self.options).max(self.inference_config).max(self.fallback);
                 self.root.unwrap_or(default).max(others.unwrap_or(0))
             }
             Provider::Anthropic => self.root.unwrap_or(default),
@@ -439,6 +441,8 @@ enum Place {
     BatchModel,
     /// The maximum number of output tokens of a request in a batch.
     BatchBound,
+    /// The maximum number of output tokens of a fallback.
+    FallbackBound,
     Elsewhere,
 }
 
@@ -579,6 +583,7 @@ fn place_of(parent: Place, key: &str) -> Place {
         (Place::Content | Place::File, "file_id" | "file_url") => Place::FileLink,
         // The messages of a fallback are not models.
         (Place::Models, "messages" | "prompt" | "input" | "tools") => Place::Elsewhere,
+        (Place::Models, "max_tokens" | "max_completion_tokens" | "max_output_tokens") => Place::FallbackBound,
         (Place::Models, _) => Place::Models,
         (Place::Tier, "type" | "latency") => Place::Tier,
         (Place::Batch, "params") => Place::BatchParams,
@@ -712,9 +717,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_u64<E>(self, value: u64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
-        if self.place == Place::BatchBound {
-            self.reader.info.batch.add_bound(value);
-        }
+        self.reader.add_nested_bound(self.place, value);
         Ok(Found::Count(Some(value)))
     }
 
@@ -726,9 +729,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_f64<E>(self, value: f64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Fraction);
-        if self.place == Place::BatchBound {
-            self.reader.info.batch.add_bound(value.ceil() as u64);
-        }
+        self.reader.add_nested_bound(self.place, value.ceil() as u64);
         Ok(match value.fract() == 0.0 {
             // The cast with `as` saturates.
             true => Found::Count((value >= 0.0).then_some(value as u64)),
@@ -906,6 +907,15 @@ impl Visitor<'_> for KeySeed<'_> {
 }
 
 impl Reader {
+    /// Record the maximum number of output tokens of a request in a batch or of a fallback.
+    fn add_nested_bound(&mut self, place: Place, bound: u64) {
+        if place == Place::BatchBound {
+            self.info.batch.add_bound(bound);
+        } else if place == Place::FallbackBound {
+            self.info.bounds.fallback = self.info.bounds.fallback.max(Some(bound));
+        }
+    }
+
     /// Record a further model that the server may use. A name with commas stands for several models (LiteLLM).
     fn add_model(&mut self, name: &str) {
         for name in name.split(',').map(str::trim) {
@@ -1134,6 +1144,18 @@ mod tests {
             ("{}", (None, 1)),
         ] {
             assert_eq!(bound(body), Ok(expected), "{body}");
+        }
+    }
+
+    #[test]
+    fn maximum_of_a_fallback_only_raises_the_output() {
+        let estimate = InputEstimate { default_output: 100, max_output: None, ..ESTIMATE };
+        for (body, expected) in [
+            (r#"{"max_tokens":10,"fallbacks":[{"model":"m","max_tokens":9000}]}"#, 9000),
+            (r#"{"max_tokens":10,"fallbacks":["m",{"model":"n","max_tokens":5}]}"#, 10),
+            (r#"{"fallbacks":[{"model":"m","max_tokens":5.0}]}"#, 100),
+        ] {
+            assert_eq!(estimate.output(&inspect(body.as_bytes()).unwrap(), Provider::OpenAi), expected, "{body}");
         }
     }
 
@@ -1373,7 +1395,8 @@ mod tests {
     #[test]
     fn each_api_has_its_position_and_an_unknown_api_reserves_the_largest_reading() {
         let one = Some(1);
-        let all = OutputBounds { root: one, generation_config: one, options: one, inference_config: one };
+        let all =
+            OutputBounds { root: one, generation_config: one, options: one, inference_config: one, fallback: None };
         let large = Some(9000);
         for (provider, bounds) in [
             (Provider::OpenAi, OutputBounds { root: large, ..all }),

@@ -10,6 +10,7 @@ use serde::de::IgnoredAny;
 
 use crate::payload::llm::event_frames::{EventFrames, FramePart};
 use crate::payload::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
+use crate::payload::llm::request::MAX_MODEL;
 use crate::payload::llm::usage::{ServiceTier, TokenUsage, parse_count, parse_usage};
 
 /// The place in a response where the provider reports the usage.
@@ -57,9 +58,6 @@ const MODEL_PATHS: [&[&str]; 4] = [&["model"], &["response", "model"], &["messag
 /// Paths of the service tier outside the usage object (OpenAI, Bedrock Converse).
 const TIER_PATHS: [&[&str]; 4] =
     [&["service_tier"], &["response", "service_tier"], &["serviceTier", "type"], &["performanceConfig", "latency"]];
-
-/// Maximum length in bytes of a model name that is compared with the patterns of the configuration.
-const MAX_MODEL: usize = 128;
 
 const TYPE: usize = USAGE_PATHS.len();
 const PROMPT_EVAL_COUNT: usize = TYPE + 1;
@@ -306,7 +304,7 @@ impl JsonSink for Tally {
                     return;
                 }
                 FIRST_MODEL.. => {
-                    if self.model.is_none() && json.len() <= MAX_MODEL {
+                    if self.model.is_none() && json.len() <= MAX_MODEL + "\"\"".len() {
                         let name = serde_json::from_slice::<Cow<'_, str>>(json).ok();
                         self.model = name.filter(|name| !name.is_empty()).map(|name| name.as_ref().into());
                     }
