@@ -11,6 +11,7 @@ pub mod envoy;
 
 pub mod form;
 pub mod mcp_tools;
+pub mod wildcard;
 
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {

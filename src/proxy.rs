@@ -23,7 +23,7 @@ use std::time::{Duration, Instant as StdInstant};
 use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
@@ -781,8 +781,7 @@ impl<'a> Exchange<'a> {
 
 /// Return whether a response may contain a list of MCP tools that the gateway cannot read.
 fn hides_tools(response: &Response<Body>) -> bool {
-    let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
-    response.headers().get_all(CONTENT_ENCODING).iter().any(is_coded)
+    headers::has_content_coding(response.headers())
         && ToolFilter::reads(media_type(response))
         && !response.body().is_end_stream()
 }

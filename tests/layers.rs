@@ -87,20 +87,10 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "http",
         &[
             &["error_pages", "grpc"],
-            &["compression", "problem", "request_body"],
+            &["compression", "cors", "problem", "request_body"],
             &["body"],
             &["flow"],
-            &[
-                "aws_signature",
-                "body_limits",
-                "cors",
-                "headers",
-                "ratelimit_headers",
-                "target",
-                "text",
-                "upgrade",
-                "url",
-            ],
+            &["aws_signature", "body_limits", "headers", "ratelimit_headers", "target", "text", "upgrade", "url"],
         ],
     ),
     (

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use flate2::write::GzEncoder;
 use http::header::{
     ACCEPT_ENCODING, ACCEPT_RANGES, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE, ETAG,
-    HeaderName, HeaderValue, IF_NONE_MATCH, VARY,
+    HeaderName, HeaderValue, IF_NONE_MATCH,
 };
 use http::{HeaderMap, Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
@@ -18,6 +18,7 @@ use zstd::stream::raw::CParameter;
 
 use crate::http::body::{Body, BodyEnd, OnComplete};
 use crate::http::body_limits::RestPermit;
+use crate::http::headers::{add_vary, has_content_coding, has_list_member};
 
 /// Maximum number of responses that the process compresses at the same time. A compressor needs about 2.3 MB (Brotli).
 /// Further responses are sent without compression.
@@ -115,7 +116,8 @@ impl Compression {
     pub fn offer<B>(&self, request: &Request<B>) -> CompressionOffer<'_> {
         let headers = request.headers();
         // HTTP/1.0 has no chunked coding, so a client could not detect a truncated response.
-        let is_allowed = request.version() != Version::HTTP_10 && !has_directive(headers, b"no-transform");
+        let is_allowed =
+            request.version() != Version::HTTP_10 && !has_list_member(headers, &CACHE_CONTROL, "no-transform");
         CompressionOffer {
             compression: self,
             coding: is_allowed.then(|| self.negotiate(headers)).flatten(),
@@ -156,13 +158,12 @@ impl Compression {
         // The other statuses have no content, or a part of a representation.
         let has_whole_content = !status.is_informational()
             && !matches!(status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::PARTIAL_CONTENT);
-        let is_coded = headers.get_all(CONTENT_ENCODING).iter().any(|coding| *coding != "identity");
         let length = headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
         has_whole_content
-            && !is_coded
+            && !has_content_coding(headers)
             && !headers.contains_key(CONTENT_RANGE)
             && length.is_none_or(|length| length >= self.min_size)
-            && !has_directive(headers, b"no-transform")
+            && !has_list_member(headers, &CACHE_CONTROL, "no-transform")
             && self.has_type(headers)
     }
 }
@@ -182,7 +183,7 @@ impl CompressionOffer<'_> {
             return;
         }
         let headers = response.headers_mut();
-        add_vary(headers);
+        add_vary(headers, "Accept-Encoding");
         let Some(coding) = self.coding else { return };
         let has_length = headers.contains_key(CONTENT_LENGTH);
         if self.is_head {
@@ -203,7 +204,7 @@ impl CompressionOffer<'_> {
         let Some(weak) = headers.get(ETAG).and_then(weakened) else { return };
         if sent.split(',').any(|tag| tag.trim() == weak) {
             headers.insert(ETAG, weak);
-            add_vary(headers);
+            add_vary(headers, "Accept-Encoding");
         }
     }
 }
@@ -225,26 +226,6 @@ fn set_coding(headers: &mut HeaderMap, coding: Coding) {
 fn weakened(tag: &HeaderValue) -> Option<HeaderValue> {
     let tag = tag.as_bytes();
     tag.starts_with(b"\"").then(|| HeaderValue::from_bytes(&[b"W/", tag].concat()).ok()).flatten()
-}
-
-/// Append `Accept-Encoding` to `Vary`, unless `Vary` already contains it or `*`.
-fn add_vary(headers: &mut HeaderMap) {
-    let mut members = headers.get_all(VARY).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
-    let is_there = |member: &[u8]| {
-        let member = member.trim_ascii();
-        member == b"*" || member.eq_ignore_ascii_case(b"accept-encoding")
-    };
-    if !members.any(is_there) {
-        headers.append(VARY, HeaderValue::from_static("Accept-Encoding"));
-    }
-}
-
-/// Return whether `Cache-Control` contains a directive.
-fn has_directive(headers: &HeaderMap, name: &[u8]) -> bool {
-    let lines = headers.get_all(CACHE_CONTROL).iter();
-    lines
-        .flat_map(|line| line.as_bytes().split(|byte| *byte == b','))
-        .any(|member| member.trim_ascii().eq_ignore_ascii_case(name))
 }
 
 /// Return the weight of a coding in `Accept-Encoding` in thousandths. 0 means that the client does not accept it.

@@ -10,6 +10,8 @@ use http::header::{
 };
 use http::{HeaderMap, Method};
 
+use crate::http::headers::add_vary;
+
 use crate::limiter::address::parse_port;
 
 /// Prefix of the response headers that the CORS protocol defines.
@@ -144,7 +146,7 @@ impl CorsDecision<'_> {
             (AllowedOrigins::Any, true) => drop(response.insert(VARY, PREFLIGHT_VARY)),
             (AllowedOrigins::Any, false) => {}
             (AllowedOrigins::Listed { .. }, true) => drop(response.insert(VARY, PREFLIGHT_VARY_ORIGIN)),
-            (AllowedOrigins::Listed { .. }, false) => add_vary_origin(response),
+            (AllowedOrigins::Listed { .. }, false) => add_vary(response, "Origin"),
         }
         if self.is_preflight && self.policy.private_network {
             response.append(VARY, HeaderValue::from_static("Access-Control-Request-Private-Network"));
@@ -210,17 +212,6 @@ pub fn is_cors_header(name: &HeaderName) -> bool {
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
     let mut lines = headers.get_all(name).iter();
     lines.next().filter(|_| lines.next().is_none())
-}
-
-/// Append `Origin` to `Vary`, unless `Vary` already contains `Origin` or `*`. Otherwise, a cache could use the response
-/// for another origin.
-fn add_vary_origin(response: &mut HeaderMap) {
-    let mut members = response.get_all(VARY).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
-    let is_there =
-        |member: &[u8]| matches!(member.trim_ascii(), b"*") || member.trim_ascii().eq_ignore_ascii_case(b"origin");
-    if !members.any(is_there) {
-        response.append(VARY, HeaderValue::from_static("Origin"));
-    }
 }
 
 // === Origins in the configuration ===

@@ -6,8 +6,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName, HeaderValue, REFERRER_POLICY,
-    STRICT_TRANSPORT_SECURITY, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+    CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName,
+    HeaderValue, REFERRER_POLICY, STRICT_TRANSPORT_SECURITY, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VARY, VIA,
+    X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::{HeaderMap, Method, Version};
 
@@ -144,10 +145,28 @@ pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
+/// Return whether a list in these headers has a member, without regard to its case.
+pub fn has_list_member(headers: &HeaderMap, name: &HeaderName, member: &str) -> bool {
+    let mut members = headers.get_all(name).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
+    members.any(|found| found.trim_ascii().eq_ignore_ascii_case(member.as_bytes()))
+}
+
+/// Append a header name to `Vary`, unless `Vary` already contains it or `*`.
+pub fn add_vary(headers: &mut HeaderMap, name: &'static str) {
+    if !has_list_member(headers, &VARY, "*") && !has_list_member(headers, &VARY, name) {
+        headers.append(VARY, HeaderValue::from_static(name));
+    }
+}
+
+/// Return whether the content has a coding, so that its bytes cannot be read as they are.
+pub fn has_content_coding(headers: &HeaderMap) -> bool {
+    let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
+    headers.get_all(CONTENT_ENCODING).iter().any(is_coded)
+}
+
 /// Return whether the sender closes the connection after this message (RFC 9112 §9.6).
 pub fn closes_connection(headers: &HeaderMap) -> bool {
-    let values = headers.get_all(CONNECTION).iter().filter_map(|value| value.to_str().ok());
-    values.flat_map(|value| value.split(',')).any(|option| option.trim().eq_ignore_ascii_case("close"))
+    has_list_member(headers, &CONNECTION, "close")
 }
 
 /// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).

@@ -9,7 +9,7 @@ use memchr::memmem;
 use serde_json::Value;
 
 use crate::payload::llm::response::EventSplitter;
-use crate::payload::llm::usage::NamePattern;
+use crate::payload::wildcard::Wildcard;
 
 /// Maximum length in bytes of a JSON document or an event that is filtered. A list of tools is much shorter.
 const MAX_HELD: usize = 4 << 20;
@@ -18,15 +18,15 @@ const MAX_HELD: usize = 4 << 20;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ToolRules {
     /// Names of tools that are permitted. `None` permits all tools.
-    pub allow: Option<Vec<NamePattern>>,
+    pub allow: Option<Vec<Wildcard>>,
     /// Names of tools that are not permitted, although they are in `allow`.
-    pub deny: Vec<NamePattern>,
+    pub deny: Vec<Wildcard>,
 }
 
 impl ToolRules {
     /// Return whether the tool with this name is permitted.
     pub fn permits(&self, tool: &str) -> bool {
-        let matches = |patterns: &[NamePattern]| patterns.iter().any(|pattern| pattern.matches(tool));
+        let matches = |patterns: &[Wildcard]| patterns.iter().any(|pattern| pattern.matches(tool.as_bytes()));
         !matches(&self.deny) && self.allow.as_deref().is_none_or(matches)
     }
 }
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     fn rules(allow: Option<&[&str]>, deny: &[&str]) -> Arc<ToolRules> {
-        let patterns = |names: &[&str]| names.iter().map(|name| NamePattern::new(name)).collect();
+        let patterns = |names: &[&str]| names.iter().map(|name| Wildcard::new(name)).collect();
         Arc::new(ToolRules { allow: allow.map(patterns), deny: patterns(deny) })
     }
 

@@ -4,13 +4,14 @@
 use std::net::IpAddr;
 
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, HeaderValue, Method};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, Method};
 use serde_json::Value;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 
 use crate::http::body_limits::{BodyError, BodyLimits, INSPECTED_SHARE, NetworkShare, RestBounds, UploadLimits};
+use crate::http::headers::has_content_coding;
 use crate::http::request_body::{ReadBody, RequestBody};
 use crate::payload::form::{FormFields, FormType};
 use crate::payload::json::body::{Collector, JsonBody};
@@ -187,8 +188,7 @@ pub struct BodyRead {
 /// The body has a content coding, or its media type can be neither JSON in UTF-8 nor a form that a limit reads. The
 /// values that an application reads from such a body may differ from those that the gateway reads.
 pub fn format(headers: &HeaderMap, inspection: &BodyInspection) -> Result<BodyFormat, UnreadBody> {
-    let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
-    if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {
+    if has_content_coding(headers) {
         return Err(UnreadBody::ContentCoding);
     }
     let mut types = headers.get_all(CONTENT_TYPE).iter();

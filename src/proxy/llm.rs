@@ -6,11 +6,12 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName};
+use http::header::{CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, Response};
 
 use crate::http::body::{Body, BodyEnd};
 use crate::http::body_limits::{RestBounds, RestPermit};
+use crate::http::headers::has_content_coding;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
@@ -259,7 +260,7 @@ impl LlmRequest {
         let headers = response.headers();
         // Do not measure a compressed response. An upstream that sends a compressed response has ignored
         // `Accept-Encoding: identity`.
-        let is_plain = !headers.contains_key(CONTENT_ENCODING);
+        let is_plain = !has_content_coding(headers);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let is_priced = |index: usize| limits[index].cost.llm().is_some_and(|llm| llm.weights.depends_on_response());
         let is_priced = charges.costs().any(|(limit_index, _)| is_priced(limit_index));

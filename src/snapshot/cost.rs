@@ -22,10 +22,10 @@ use crate::payload::llm::provider::Billing;
 use crate::payload::llm::request::InputEstimate;
 use crate::payload::llm::response::{CountKind, UsageFormat};
 use crate::payload::llm::usage::{
-    INPUT_KINDS, KINDS, KindWeights, LongContext, MAX_TOKENS, MAX_WEIGHT, ModelWeights, NamePattern, PARTS, TokenKind,
-    Weights,
+    INPUT_KINDS, KINDS, KindWeights, LongContext, MAX_TOKENS, MAX_WEIGHT, ModelWeights, PARTS, TokenKind, Weights,
 };
 use crate::payload::mcp_tools::ToolRules;
+use crate::payload::wildcard::Wildcard;
 use crate::snapshot::validator::Validator;
 
 /// Cost of a request for one limit.
@@ -60,14 +60,14 @@ pub enum Cost {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCosts {
     /// Cost of a tool call, by tool name.
-    pub tools: Vec<(NamePattern, u64)>,
+    pub tools: Vec<(Wildcard, u64)>,
     /// Cost of every other message, and of a request without messages.
     pub default: u64,
 }
 
 impl ToolCosts {
     fn of(&self, message: &Message) -> u64 {
-        let tool = message.tool().and_then(|tool| NamePattern::best_match(&self.tools, tool));
+        let tool = message.tool().and_then(|tool| Wildcard::best_match(&self.tools, tool));
         tool.copied().unwrap_or(self.default)
     }
 
@@ -79,7 +79,7 @@ impl ToolCosts {
 
 /// Compile `mcp_tools`.
 pub(super) fn tool_rules(written: &McpTools) -> Arc<ToolRules> {
-    let patterns = |names: &Vec<Text>| names.iter().map(|name| NamePattern::new(name.get_ref())).collect();
+    let patterns = |names: &Vec<Text>| names.iter().map(|name| Wildcard::new(name.get_ref())).collect();
     let deny = written.deny.as_ref().map(patterns).unwrap_or_default();
     Arc::new(ToolRules { allow: written.allow.as_ref().map(patterns), deny })
 }
@@ -476,7 +476,7 @@ fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'
 // === `[prices.NAME]` ===
 
 /// The compiled price lists, by name.
-pub(super) type PriceLists = BTreeMap<String, Vec<(NamePattern, Weights)>>;
+pub(super) type PriceLists = BTreeMap<String, Vec<(Wildcard, Weights)>>;
 
 /// Compile the price lists.
 pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceLists {
@@ -490,7 +490,7 @@ pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceL
             reader.required(prices.input.as_ref(), &span, "input", "1.25");
             let free = Weights { tokens: [0; KINDS], ..Weights::default() };
             let compiled = weights(prices, &free, CacheWrites::AsPriced, reader);
-            models.push((NamePattern::new(&model.to_ascii_lowercase()), compiled));
+            models.push((Wildcard::new(&model.to_ascii_lowercase()), compiled));
         }
         if models.is_empty() {
             let issue = Issue::new(list.span(), format!("price list `{name}` has no models"));
@@ -502,7 +502,7 @@ pub(super) fn price_lists(config: &Config, reader: &mut Validator<'_>) -> PriceL
 }
 
 /// Return the largest weight of each kind of token among all models of a list.
-fn dearest(models: &[(NamePattern, Weights)]) -> Weights {
+fn dearest(models: &[(Wildcard, Weights)]) -> Weights {
     let mut dearest = Weights { tokens: [0; KINDS], ..Weights::default() };
     for (_, weights) in models {
         let long = weights.long_context.map_or([0; KINDS], |long| long.tokens);
@@ -535,7 +535,7 @@ fn model_weights(table: &CostTable, lists: &PriceLists, reader: &mut Validator<'
         .map_or(standard, |written| weights(written.get_ref(), &standard, CacheWrites::AsInput, reader));
     let models = table.models.iter().map(|(model, written)| {
         let weights = weights(written.get_ref(), &default, CacheWrites::AsInput, reader);
-        (NamePattern::new(&model.to_ascii_lowercase()), weights)
+        (Wildcard::new(&model.to_ascii_lowercase()), weights)
     });
     let models: Vec<_> = models.collect();
     ModelWeights { default, models: listed.cloned().unwrap_or(models) }

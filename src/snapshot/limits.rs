@@ -28,7 +28,7 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
 use crate::limiter::usage::UsageDays;
 use crate::payload::json::rpc::CountedMessages;
-use crate::payload::llm::usage::NamePattern;
+use crate::payload::wildcard::Wildcard;
 use crate::snapshot::cost;
 use crate::snapshot::cost::{Cost, CostContext, RefundOn, ToolCosts};
 use crate::snapshot::identities;
@@ -295,7 +295,7 @@ fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
     }
     let mut cost = |written: Option<&Spanned<i64>>| reader.number(written, 0..EXACT_INTEGER_LIMIT as i64, 1) as u64;
     ToolCosts {
-        tools: table.tools.iter().map(|(name, written)| (NamePattern::new(name), cost(Some(written)))).collect(),
+        tools: table.tools.iter().map(|(name, written)| (Wildcard::new(name), cost(Some(written)))).collect(),
         default: cost(table.default.as_ref()),
     }
 }

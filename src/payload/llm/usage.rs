@@ -16,6 +16,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
+use crate::payload::wildcard::Wildcard;
+
 /// Maximum plausible number of tokens. The gateway ignores a report with a larger count, because this count would use
 /// up a quota for years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
@@ -594,7 +596,7 @@ pub struct ModelWeights {
     /// Weights of models that match no pattern in `models`.
     pub default: Weights,
     /// Weights by model.
-    pub models: Vec<(NamePattern, Weights)>,
+    pub models: Vec<(Wildcard, Weights)>,
 }
 
 impl ModelWeights {
@@ -616,43 +618,7 @@ impl ModelWeights {
         if self.models.is_empty() {
             return None;
         }
-        NamePattern::best_match(&self.models, &model.to_ascii_lowercase()).copied()
-    }
-}
-
-/// The name of a model or a tool, in which `*` stands for any number of characters.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NamePattern(Box<str>);
-
-impl NamePattern {
-    /// Create a pattern for names of models or tools.
-    pub fn new(text: &str) -> Self {
-        NamePattern(text.into())
-    }
-
-    /// Return the value of the matching pattern with the most literal characters.
-    pub fn best_match<'p, T>(patterns: &'p [(NamePattern, T)], name: &str) -> Option<&'p T> {
-        let matching = patterns.iter().filter(|(pattern, _)| pattern.matches(name));
-        matching.max_by_key(|(pattern, _)| pattern.specificity()).map(|(_, value)| value)
-    }
-
-    /// Return the number of literal characters, and whether the pattern has no `*`.
-    fn specificity(&self) -> (usize, bool) {
-        let literals = self.0.bytes().filter(|byte| *byte != b'*').count();
-        (literals, literals == self.0.len())
-    }
-
-    /// Return whether the pattern matches the whole name.
-    pub fn matches(&self, model: &str) -> bool {
-        let mut parts = self.0.split('*');
-        let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
-        let Some(last) = parts.next_back() else { return rest.is_empty() };
-        for part in parts {
-            // Use the leftmost occurrence of the part, because it leaves the most text for the following parts.
-            let Some(at) = rest.find(part) else { return false };
-            rest = &rest[at + part.len()..];
-        }
-        rest.ends_with(last)
+        Wildcard::best_match(&self.models, &model.to_ascii_lowercase()).copied()
     }
 }
 
@@ -908,7 +874,7 @@ mod tests {
     fn pattern_with_most_literal_characters_wins() {
         let weights = |request| Weights { request, ..Weights::default() };
         let patterns = [("gpt-5*", 1), ("gpt-5-mini*", 2), ("*", 3), ("*-haiku-*", 4), ("gpt-5-mini", 5)];
-        let models = patterns.map(|(pattern, input)| (NamePattern::new(pattern), weights(input))).to_vec();
+        let models = patterns.map(|(pattern, input)| (Wildcard::new(pattern), weights(input))).to_vec();
         let all = ModelWeights { default: weights(9), models };
         for (model, expected) in [
             (Some("gpt-5"), 1),
@@ -919,24 +885,6 @@ mod tests {
             (None, 9),
         ] {
             assert_eq!(all.for_model(model).request, expected, "{model:?}");
-        }
-    }
-
-    #[test]
-    fn star_matches_any_characters() {
-        for (pattern, model, expected) in [
-            ("a", "a", true),
-            ("a", "ab", false),
-            ("a*", "a", true),
-            ("*a", "ba", true),
-            ("a*a", "a", false),
-            ("a*b*c", "a-b-b-c", true),
-            ("a*b*c", "a-c-b", false),
-            ("*", "", true),
-            ("**", "x", true),
-            ("", "", true),
-        ] {
-            assert_eq!(NamePattern::new(pattern).matches(model), expected, "{pattern} {model}");
         }
     }
 
