@@ -56,6 +56,7 @@
 
 pub mod admin;
 pub mod app;
+mod boxed;
 pub mod cli;
 pub mod clock;
 pub mod config;

@@ -35,6 +35,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
+use crate::boxed::boxed;
 use crate::clock::{Clock, elapsed_since, monotonic, unix_us};
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::decision::{Decision, LimitCheck, offer_events};
@@ -290,7 +291,7 @@ impl Limiter {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
                 let owned_charges = || checks.iter().map(|check| check.owned_charge()).collect();
                 // Box this future, because requests that the denial cache rejects do not need its memory.
-                Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
+                boxed(|| singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
             _ => {
                 self.store_handle.store.count_check(AnsweredBy::Store);

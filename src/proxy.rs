@@ -33,6 +33,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use crate::boxed::boxed;
 use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
 use crate::http::compression::CompressionOffer;
@@ -165,7 +166,7 @@ impl Gateway {
         mut request: Box<Request<RequestBody>>,
         peer: &Peer,
         flow: &Arc<StreamFlow>,
-    ) -> Response<Body> {
+    ) -> Box<Response<Body>> {
         let snapshot = self.snapshot.load_full();
         // Check again whether the peer is trusted, because a reload may have changed the trusted proxies since the
         // connection was accepted.
@@ -184,24 +185,29 @@ impl Gateway {
         exchange.record.consumer(&exchange.facts.credentials);
         // Render the values of response headers before the request is consumed.
         exchange.render_response_headers(&request);
-        let result = match admission {
-            Admission::Admitted(admitted) => exchange.respond(admitted, request).await,
+        match admission {
+            Admission::Admitted(admitted) => match exchange.respond(admitted, request).await {
+                Ok(mut response) => {
+                    exchange.send(&mut response, "ok");
+                    response
+                }
+                Err(rejection) => exchange.reject(rejection),
+            },
             Admission::Answered(answer) => {
                 request_body::discard_body(request, flow);
                 let (mut response, outcome) = answer.into_response();
-                exchange.send(&mut response, outcome, Held::default());
-                return response;
+                exchange.send(&mut response, outcome);
+                response
             }
             Admission::Rejected(rejection) => {
                 if rejection.has_request_id() {
                     exchange.record.request_id(request.headers());
                 }
                 request_body::discard_body(request, flow);
-                Err(rejection)
+                exchange.reject(rejection)
             }
             Admission::Undecided(never) => match never {},
-        };
-        exchange.complete(result)
+        }
     }
 }
 
@@ -385,6 +391,8 @@ struct Exchange<'a> {
     record: Record<'a>,
     /// What the response depends on, if the request or the configuration asks for it.
     reply: ReplyNeeds<'a>,
+    /// What the request holds until the end of the response body.
+    held: Held,
     /// Values of the route's response headers that depend on the request.
     response_values: RenderedValues,
     /// Whether a part of the request may still be unread when the response is sent; see
@@ -414,7 +422,7 @@ struct Attempt<'a> {
 
 /// The result of one attempt.
 struct Attempted {
-    result: Result<Response<Body>, UpstreamError>,
+    result: Result<Box<Response<Body>>, UpstreamError>,
     /// The body of the request for the next fallback. `None` if the result is final.
     next_body: Option<RequestBody>,
 }
@@ -456,12 +464,6 @@ impl GrpcCall {
     }
 }
 
-/// A response, and what the request holds until the end of its body.
-struct Reply {
-    response: Response<Body>,
-    held: Held,
-}
-
 impl<'a> Exchange<'a> {
     fn new(
         snapshot: &'a ConfigSnapshot,
@@ -477,6 +479,7 @@ impl<'a> Exchange<'a> {
             facts: RequestFacts::new(&snapshot.config),
             record: Record::new(snapshot, sinks, peer, request),
             reply: ReplyNeeds { grpc: GrpcCall::new(request), ..ReplyNeeds::default() },
+            held: Held::default(),
             response_values: RenderedValues::default(),
             has_unread_body: request_body::has_unread_body(request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
@@ -513,7 +516,7 @@ impl<'a> Exchange<'a> {
         &mut self,
         admitted: Admitted<'a>,
         request: Box<Request<RequestBody>>,
-    ) -> Result<Reply, Rejection<'a>> {
+    ) -> Result<Box<Response<Body>>, Rejection<'a>> {
         let Admitted { route, decision, llm, forwarded_path, rewritten_target } = admitted;
         let Exchange { flow, snapshot, peer, .. } = *self;
         if !route.websocket && request.extensions().get::<OnUpgrade>().is_some() {
@@ -525,17 +528,17 @@ impl<'a> Exchange<'a> {
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
-                Ok(respond.response())
+                Ok(Box::new(respond.response()))
             }
             RouteAction::Readiness => {
                 request_body::discard_body(request, flow);
-                Ok(DirectResponse::readiness(snapshot.is_ready()).response())
+                Ok(Box::new(DirectResponse::readiness(snapshot.is_ready()).response()))
             }
             RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
                 let response = redirect.response(&request, &route.path_pattern, path);
                 request_body::discard_body(request, flow);
-                Ok(response?)
+                Ok(Box::new(response?))
             }
             RouteAction::Forward(weighted_upstreams) => {
                 let index = weighted_upstreams.pick();
@@ -547,14 +550,15 @@ impl<'a> Exchange<'a> {
                 // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
                 // request.
                 if route.fallback.is_empty() {
+                    let mut no_replay = None;
                     let credentials = mem::take(&mut self.facts.credentials);
                     let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
-                    Box::pin(self.attempt(route, attempt, request, &mut None)).await.result
+                    boxed(|| self.attempt(route, attempt, request, &mut no_replay)).await.result
                 } else {
                     let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
                     let credentials = self.facts.credentials.clone();
                     let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
-                    Box::pin(self.attempt_with_fallback(route, attempt, request, &path)).await
+                    boxed(|| self.attempt_with_fallback(route, attempt, request, &path)).await
                 }
             }
         };
@@ -578,7 +582,8 @@ impl<'a> Exchange<'a> {
         // the RateLimit headers afterwards, so that the rules do not change the RateLimit headers.
         route.response_headers.apply(response.headers_mut(), &self.response_values);
         route.rate_limits.append_headers(response.headers_mut(), &settled.decision);
-        Ok(Reply { response, held: settled.held })
+        self.held = settled.held;
+        Ok(response)
     }
 
     /// Count and log a request for a WebSocket on a route that does not allow WebSockets. An HTTP/1.1 request is then
@@ -641,14 +646,11 @@ impl<'a> Exchange<'a> {
             fallback,
             replay,
         };
-        let result = forward::forward(forwarding, request, &mut log).await;
-        let result = result.and_then(|response| match filters_tools && hides_tools(&response) {
-            true => {
-                let fault = "its list of tools is compressed, although the request asked for no compression";
-                Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault })
-            }
-            false => Ok(response),
-        });
+        let mut result = forward::forward(forwarding, request, &mut log).await;
+        if filters_tools && result.as_ref().is_ok_and(|response| hides_tools(response)) {
+            let fault = "its list of tools is compressed, although the request asked for no compression";
+            result = Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault });
+        }
         // The body for the next fallback. `None` if the result is final.
         let next_body = match (&route.retry, method) {
             (Some(rules), Some(method)) if !is_last => {
@@ -672,7 +674,7 @@ impl<'a> Exchange<'a> {
         first: Attempt<'a>,
         request: Box<Request<RequestBody>>,
         path: &str,
-    ) -> Result<Response<Body>, UpstreamError> {
+    ) -> Result<Box<Response<Body>>, UpstreamError> {
         let received = request_head(&request);
         let Attempt { target, credentials, counts_tokens, filters_tools, .. } = &first;
         let target = target.clone();
@@ -704,25 +706,17 @@ impl<'a> Exchange<'a> {
         attempted.result
     }
 
-    /// Complete the response to an admitted or rejected request.
-    fn complete(&mut self, result: Result<Reply, Rejection<'_>>) -> Response<Body> {
-        match result {
-            Ok(Reply { mut response, held }) => {
-                self.send(&mut response, "ok", held);
-                response
-            }
-            Err(rejection) => {
-                let (mut response, outcome) = self.reject(rejection);
-                if let Some(route) = self.facts.route {
-                    route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
-                }
-                self.send(&mut response, outcome, Held::default());
-                response
-            }
+    /// Return the response to a rejected request.
+    fn reject(&mut self, rejection: Rejection<'_>) -> Box<Response<Body>> {
+        let (mut response, outcome) = self.rejection_response(rejection);
+        if let Some(route) = self.facts.route {
+            route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
         }
+        self.send(&mut response, outcome);
+        response
     }
 
-    fn reject(&mut self, rejection: Rejection<'_>) -> (Response<Body>, &'static str) {
+    fn rejection_response(&mut self, rejection: Rejection<'_>) -> (Box<Response<Body>>, &'static str) {
         match &rejection {
             Rejection::Upstream(error) if !error.is_client_error() => self.record.reason(|| error.to_string()),
             Rejection::StoreUnavailable(error) => self.record.reason(|| error.to_string()),
@@ -753,7 +747,7 @@ impl<'a> Exchange<'a> {
 
     /// Set the headers that all responses have, and update the metrics. The access log record and the spans are written
     /// when the response body ends. The response is not moved, because it is large.
-    fn send(&mut self, response: &mut Response<Body>, outcome: &'static str, held: Held) {
+    fn send(&mut self, response: &mut Response<Body>, outcome: &'static str) {
         let status = response.status();
         if let Some(cors) = &self.facts.cors {
             cors.apply(response.headers_mut());
@@ -769,7 +763,7 @@ impl<'a> Exchange<'a> {
         {
             response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
         }
-        if let Some(completion) = self.record.finish(status, outcome, held) {
+        if let Some(completion) = self.record.finish(status, outcome, mem::take(&mut self.held)) {
             response.body_mut().on_complete(completion);
         }
         // Compress the content after the callbacks above have read it.

@@ -393,7 +393,7 @@ impl Upstream {
         mut request: Box<Request<RequestBody>>,
         options: SendOptions<'_>,
         attempts: &mut AttemptLog,
-    ) -> Result<Response<Body>, UpstreamError> {
+    ) -> Result<Box<Response<Body>>, UpstreamError> {
         let SendOptions { limits: bounds, flow, host, retry: rules, replay } = options;
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;

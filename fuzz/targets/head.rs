@@ -121,7 +121,7 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
         async move {
             let mut response = gateway.handle(request, peer, flow).await;
             complete_response(in_flight, &mut response);
-            Ok::<_, Infallible>(response)
+            Ok::<_, Infallible>(*response)
         }
     });
     let _ = http1::Builder::new()

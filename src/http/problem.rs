@@ -78,8 +78,8 @@ impl<'a> Problem<'a> {
         json
     }
 
-    pub(crate) fn into_response(self) -> Response<Body> {
-        let mut response = Response::new(Body::full(self.to_json()));
+    pub(crate) fn into_response(self) -> Box<Response<Body>> {
+        let mut response = Box::new(Response::new(Body::full(self.to_json())));
         *response.status_mut() = self.status;
         response.headers_mut().insert(CONTENT_TYPE_HEADER, HeaderValue::from_static(CONTENT_TYPE));
         response.headers_mut().insert(CACHE_CONTROL, NO_STORE);

@@ -18,6 +18,7 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::{debug, warn};
 
+use crate::boxed::boxed;
 use crate::clock::{elapsed_since, monotonic};
 use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::denial_cache::DenialCache;
@@ -197,7 +198,7 @@ async fn make_queued_calls(
     queued_count: Arc<AtomicUsize>,
 ) {
     while let Some(queued) = queue.recv().await {
-        let mut call = Box::pin(queued.settle(store_handle.clone()));
+        let mut call = boxed(|| queued.settle(store_handle.clone()));
         // The first poll adds the call to the queue of the store's client. A task would do so only after the tasks that
         // are ready now, which may be checks of the same identity.
         let polled = poll!(call.as_mut());

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
+use crate::boxed::boxed;
 use crate::clock::elapsed_since;
 use crate::limiter::key::Identity;
 use crate::limiter::memory::MemoryStore;
@@ -98,7 +99,7 @@ impl RedisStore {
             RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
             // Box the future of the cluster, because it is large and would otherwise determine the size of all store
             // futures.
-            RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
+            RedisStore::Cluster(cluster) => boxed(|| cluster.call(deadline, operation, charges)).await,
         }
     }
 
@@ -223,7 +224,7 @@ impl Store {
             (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
         // Box the future of store calls, because it is large and checks in local memory do not need it.
-        let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
+        let result = boxed(|| store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
             Err(StoreError::BreakerOpen | StoreError::Overloaded) => metrics.failures.increment(1),

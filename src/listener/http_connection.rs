@@ -23,6 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use crate::boxed::boxed;
 use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
@@ -119,7 +120,7 @@ pub(super) struct HttpConnection {
 }
 
 /// The future of a request that the gateway handles.
-type HandledRequest = dyn Future<Output = Result<Response<Body>, h2::Error>> + Send;
+type HandledRequest = dyn Future<Output = Result<Box<Response<Body>>, h2::Error>> + Send;
 
 /// A request that hyper serves. hyper drops it before its end if the client goes away.
 struct ServedRequest<K: Keeper> {
@@ -286,7 +287,7 @@ impl HttpConnection {
             }
             let mut response = gateway.answer_call(request, &peer, in_flight.flow(), drain.is_cancelled()).await;
             complete_response(in_flight, &mut response);
-            Ok(response)
+            Ok(Box::new(response))
         })
     }
 
@@ -581,11 +582,9 @@ impl<K: Keeper + Unpin> Future for ServedRequest<K> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(request) = &mut self.request else { return Poll::Pending };
-        let polled = request.as_mut().poll(cx);
-        if polled.is_ready() {
-            self.request = None;
-        }
-        polled
+        let result = ready!(request.as_mut().poll(cx));
+        self.request = None;
+        Poll::Ready(result.map(|response| *response))
     }
 }
 
@@ -640,7 +639,7 @@ fn serve_request(
     if http2 && *request.method() == Method::CONNECT {
         upgrade::convert_extended_connect(&mut request);
     }
-    Box::pin(async move {
+    boxed(move || async move {
         // Reset the stream of a malformed HTTP/2 request (RFC 9113 §8.1.1). For HTTP/1, hyper itself rejects malformed
         // requests.
         if is_malformed {

@@ -12,6 +12,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 use tracing::debug;
 
+use crate::boxed::boxed;
 use crate::clock;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
@@ -282,7 +283,7 @@ async fn run<'a, I: AdmissionIo>(
             Limited::Decided(Decision::unlimited(), None)
         }
         // Box the future, because requests without limits need no space for it.
-        verified => Box::pin(check_limits(io, facts, &request, route, verified, body)).await?,
+        verified => boxed(|| check_limits(io, facts, &request, route, verified, body)).await?,
     };
     // Decision.
     match limited {
@@ -536,12 +537,12 @@ async fn check_limits<'a, I: AdmissionIo>(
         Verified::No(error) => Err(error),
         Verified::Waits(provider) => {
             if !is_inspected && (body.is_some() || route.rate_limits.reads_body_unauthenticated()) {
-                llm = Box::pin(inspect(io, facts, request, route, &mut body)).await?;
+                llm = boxed(|| inspect(io, facts, request, route, &mut body)).await?;
                 is_inspected = true;
             }
             if let Some(credentials) = io.admitted_before(request, route, &facts.credentials, provider) {
                 if !is_inspected {
-                    match Box::pin(inspect(io, facts, request, route, &mut body)).await {
+                    match boxed(|| inspect(io, facts, request, route, &mut body)).await {
                         Ok(counted) => llm = counted,
                         Err(reason) => rejected_body = Some(reason),
                     }
@@ -583,7 +584,7 @@ async fn check_limits<'a, I: AdmissionIo>(
         Err(error) => Err(not_authenticated(route, error)),
         Ok(()) if is_inspected => rejected_body.map_or(Ok(()), Err),
         // Box the future, because only the few requests whose body is read need space for it.
-        Ok(()) => Box::pin(inspect(io, facts, request, route, &mut body)).await.map(|counted| llm = counted),
+        Ok(()) => boxed(|| inspect(io, facts, request, route, &mut body)).await.map(|counted| llm = counted),
     };
     facts.step = Step::Limits;
     let read = json(&early_body).or(json(&body));

@@ -78,7 +78,7 @@ pub(super) async fn forward(
     forwarding: Forwarding<'_>,
     mut request: Box<Request<RequestBody>>,
     attempts: &mut AttemptLog,
-) -> Result<Response<Body>, UpstreamError> {
+) -> Result<Box<Response<Body>>, UpstreamError> {
     let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, reads_response, .. } = forwarding;
     let Forwarding { credentials, request_id, trace, is_client_deadline, fallback, replay, .. } = forwarding;
     let route_timeout = || match is_client_deadline {
@@ -211,7 +211,7 @@ pub(super) async fn forward(
 pub(super) fn body_for_fallback(
     rules: &RetryRules,
     method: &Method,
-    result: &Result<Response<Body>, UpstreamError>,
+    result: &Result<Box<Response<Body>>, UpstreamError>,
     attempts: &mut AttemptLog,
     replay: Option<&ReplayBody>,
 ) -> Option<RequestBody> {
@@ -268,10 +268,10 @@ fn body_limits(
 
 /// Return the 101 response with the tunnel, or `None` if the upstream switched to a protocol that was not offered.
 fn accept_upgrade(
-    response: Response<Body>,
+    response: Box<Response<Body>>,
     pending: Option<PendingUpgrade>,
     idle_timeout: Duration,
-) -> Option<Response<Body>> {
+) -> Option<Box<Response<Body>>> {
     let PendingUpgrade { offered, downstream, connect } = pending?;
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
@@ -286,7 +286,7 @@ fn accept_upgrade(
     if connect.is_some() {
         ExtendedConnect::convert_response(&mut response);
     }
-    Some(response)
+    Some(Box::new(response))
 }
 
 /// An upgrade that is offered to the upstream.

@@ -236,7 +236,7 @@ impl AuthServer<'_> {
         Exchange { result: Err(AuthError::Denied(Arc::new(denial))), response: parts.headers }
     }
 
-    async fn send(&self, headers: HeaderMap) -> Result<Response<Body>, UpstreamError> {
+    async fn send(&self, headers: HeaderMap) -> Result<Box<Response<Body>>, UpstreamError> {
         let settings = &self.provider.settings;
         let upstream = &*self.snapshot.upstreams[self.provider.upstream];
         let mut request = Box::new(Request::new(RequestBody::empty()));

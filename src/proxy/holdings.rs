@@ -64,7 +64,7 @@ impl<'a> Holdings<'a> {
         self,
         route: &Route,
         metrics: &WorkerMetrics,
-        result: &Result<Response<Body>, UpstreamError>,
+        result: &Result<Box<Response<Body>>, UpstreamError>,
         rest: Option<RestBounds>,
     ) -> impl Future<Output = Settled<'a>> + use<'a> {
         let Holdings { mut decision, llm } = self;
@@ -147,8 +147,8 @@ impl Held {
 }
 
 /// Return whether the status of the response refunds the charge of a limit.
-pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Body>, UpstreamError>) -> bool {
-    let status = result.as_ref().map_or_else(upstream_status, Response::status);
+pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Box<Response<Body>>, UpstreamError>) -> bool {
+    let status = result.as_ref().map_or_else(upstream_status, |response| response.status());
     // Never refund a request that failed because of the client. A client could otherwise get a refund by aborting the
     // request.
     !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
@@ -158,10 +158,10 @@ pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Bod
 pub fn settle_action(
     route_limit: &RouteLimit,
     deferred: Deferred,
-    result: &Result<Response<Body>, UpstreamError>,
+    result: &Result<Box<Response<Body>>, UpstreamError>,
 ) -> SettleAction {
     let no_headers = HeaderMap::new();
-    let headers = result.as_ref().map_or(&no_headers, Response::headers);
+    let headers = result.as_ref().map_or(&no_headers, |response| response.headers());
     match (is_refunded(route_limit, result), deferred) {
         (true, Deferred::Refund | Deferred::Settle) => SettleAction::Refund,
         (false, Deferred::Charge) => {

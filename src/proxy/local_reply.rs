@@ -55,17 +55,17 @@ const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Answer {
     /// Return the response and its outcome, which is a single word for the access log.
-    pub fn into_response(self) -> (Response<Body>, &'static str) {
+    pub fn into_response(self) -> (Box<Response<Body>>, &'static str) {
         match self {
             Answer::Challenge(key_authorization) => {
-                let mut response = Response::new(Body::full(Bytes::from(key_authorization)));
+                let mut response = Box::new(Response::new(Body::full(Bytes::from(key_authorization))));
                 let headers = response.headers_mut();
                 headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
                 headers.insert(CACHE_CONTROL, NO_STORE);
                 (response, "ok")
             }
             Answer::Preflight(headers) => {
-                let mut response = Response::new(Body::full(Bytes::new()));
+                let mut response = Box::new(Response::new(Body::full(Bytes::new())));
                 *response.status_mut() = StatusCode::NO_CONTENT;
                 *response.headers_mut() = *headers;
                 (response, "preflight")
@@ -94,7 +94,7 @@ pub struct ReplyFormat<'a> {
 
 impl Rejection<'_> {
     /// Return the response and its outcome, which is a single word for the access log.
-    pub fn into_response(self, format: ReplyFormat<'_>) -> (Response<Body>, &'static str) {
+    pub fn into_response(self, format: ReplyFormat<'_>) -> (Box<Response<Body>>, &'static str) {
         let ReplyFormat { request_id, proxy_status, rpc_id, api, is_grpc, error_page } = format;
         let status = proxy_status.then(|| self.proxy_status());
         let page_id = error_page.and(request_id.clone());
@@ -123,7 +123,7 @@ impl Rejection<'_> {
         self,
         request_id: Option<HeaderValue>,
         api: Option<Provider>,
-    ) -> (Response<Body>, &'static str) {
+    ) -> (Box<Response<Body>>, &'static str) {
         match self {
             Rejection::InvalidPath(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path")
@@ -278,7 +278,7 @@ impl Rejection<'_> {
 fn auth_response(
     AuthRejection { error, challenges }: &AuthRejection<'_>,
     request_id: Option<HeaderValue>,
-) -> (Response<Body>, &'static str) {
+) -> (Box<Response<Body>>, &'static str) {
     let status = error.status();
     match error {
         AuthError::Denied(denial) => {
@@ -321,8 +321,8 @@ fn auth_response(
 
 /// Build the response to a request that an authentication server denied. Caches must not store the response, because
 /// the next request may have a valid credential.
-fn denial_response(denial: &Denial, challenges: &[Challenge], error: &AuthError) -> Response<Body> {
-    let mut response = Response::new(Body::full(denial.body.clone()));
+fn denial_response(denial: &Denial, challenges: &[Challenge], error: &AuthError) -> Box<Response<Body>> {
+    let mut response = Box::new(Response::new(Body::full(denial.body.clone())));
     *response.status_mut() = denial.status;
     let headers = response.headers_mut();
     headers.clone_from(&denial.headers);
@@ -336,7 +336,7 @@ fn denial_response(denial: &Denial, challenges: &[Challenge], error: &AuthError)
     response
 }
 
-fn identity_error_response(error: &IdentityError) -> Response<Body> {
+fn identity_error_response(error: &IdentityError) -> Box<Response<Body>> {
     // RFC 9110 §11.6.1: a 401 must contain an authentication scheme. `Bearer` challenges follow RFC 6750 §3.
     let challenge = match error {
         IdentityError::MissingApiKey(_) | IdentityError::Missing(Descriptor::ApiKey) => Some("ApiKey"),
@@ -453,8 +453,8 @@ fn set_api_error(response: &mut Response<Body>, api: Provider) {
 }
 
 /// Build an error response in the format of an LLM API.
-fn api_response(api: Provider, error: ApiError<'_>) -> Response<Body> {
-    let mut response = Response::new(Body::full(api.error_body(error)));
+fn api_response(api: Provider, error: ApiError<'_>) -> Box<Response<Body>> {
+    let mut response = Box::new(Response::new(Body::full(api.error_body(error))));
     *response.status_mut() = error.status;
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -469,7 +469,7 @@ fn api_rate_limited_response(
     status: StatusCode,
     api: Provider,
     max_retry_wait: Option<Duration>,
-) -> Response<Body> {
+) -> Box<Response<Body>> {
     let names = announced_names(decision).join("`, `");
     let limits = if names.is_empty() { String::new() } else { format!(" of `{names}`") };
     let message = format!("the rate limit{limits} is exceeded: {}", denial_detail(decision));
@@ -520,7 +520,7 @@ fn denial_detail(decision: &Decision<'_>) -> String {
     }
 }
 
-fn rate_limited_response(decision: &Decision<'_>, status: StatusCode, is_grpc: bool) -> Response<Body> {
+fn rate_limited_response(decision: &Decision<'_>, status: StatusCode, is_grpc: bool) -> Box<Response<Body>> {
     let detail = denial_detail(decision);
     if is_grpc {
         return resource_exhausted_response(&detail);
@@ -555,13 +555,13 @@ fn retry_detail(seconds: u64) -> String {
 
 /// Build a gRPC response with the status RESOURCE_EXHAUSTED (8) in its headers (trailers-only). gRPC clients read
 /// `grpc-status`, and would map a 429 to UNAVAILABLE.
-fn resource_exhausted_response(message: &str) -> Response<Body> {
-    let mut response = Response::new(Body::full(Bytes::new()));
+fn resource_exhausted_response(message: &str) -> Box<Response<Body>> {
+    let mut response = Box::new(Response::new(Body::full(Bytes::new())));
     set_status_headers(response.headers_mut(), Code::ResourceExhausted, message);
     response
 }
 
-fn problem_response(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
+fn problem_response(status: StatusCode, kind: &str, detail: &str) -> Box<Response<Body>> {
     problem_response_with_id(status, kind, detail, None)
 }
 
@@ -571,7 +571,7 @@ fn problem_response_with_id(
     kind: &str,
     detail: &str,
     request_id: Option<HeaderValue>,
-) -> Response<Body> {
+) -> Box<Response<Body>> {
     let id = request_id.as_ref().and_then(|id| id.to_str().ok());
     let problem = Problem { kind, request_id: id, ..Problem::new(status, detail) };
     let mut response = problem.into_response();

@@ -514,7 +514,7 @@ impl WorkerMetrics {
     pub(super) fn record_upstream(
         &self,
         upstream: usize,
-        result: &Result<Response<Body>, UpstreamError>,
+        result: &Result<Box<Response<Body>>, UpstreamError>,
         elapsed: Duration,
         attempts: &AttemptLog,
     ) {
@@ -523,7 +523,7 @@ impl WorkerMetrics {
             failures.increment(reason as usize);
         }
         if !result.as_ref().is_err_and(UpstreamError::is_client_error) {
-            responses.record(result.as_ref().ok().map(Response::status), elapsed);
+            responses.record(result.as_ref().ok().map(|response| response.status()), elapsed);
         }
         for (reason, times) in attempts.retries().into_iter().enumerate().filter(|(_, times)| *times > 0) {
             retries.add(reason, times);

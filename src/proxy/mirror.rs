@@ -178,7 +178,7 @@ impl RequestCopy {
         let started_at = monotonic();
         let options = SendOptions::new(limits, &flow, upstream.host());
         let result = upstream.send(request, options, &mut AttemptLog::single_attempt()).await;
-        responses.record(result.as_ref().ok().map(http::Response::status), started_at.elapsed());
+        responses.record(result.as_ref().ok().map(|response| response.status()), started_at.elapsed());
         match result {
             Ok(response) => {
                 stats.sent.increment(CopyResult::Responded as usize);

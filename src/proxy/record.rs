@@ -166,7 +166,7 @@ impl<'a> Record<'a> {
         route: &Route,
         upstream: &Upstream,
         attempts: &AttemptLog,
-        result: &Result<Response<Body>, UpstreamError>,
+        result: &Result<Box<Response<Body>>, UpstreamError>,
         started_at: Instant,
     ) {
         let Some(log) = &mut self.log else { return };
@@ -180,7 +180,7 @@ impl<'a> Record<'a> {
         });
         let Some(decision) = &mut log.decision else { return };
         let no_headers = HeaderMap::new();
-        let headers = result.as_ref().map_or(&no_headers, Response::headers);
+        let headers = result.as_ref().map_or(&no_headers, |response| response.headers());
         for limit in &mut decision.limits {
             let route_limit = &route.rate_limits.limits[limit.limit_index];
             if route_limit.cost.is_deferred() {

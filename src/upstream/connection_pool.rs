@@ -20,6 +20,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::{sleep, timeout};
 
+use crate::boxed::boxed;
 use crate::clock::monotonic;
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
@@ -154,22 +155,22 @@ impl Connection {
         bounds: BodyLimits,
         pool: Arc<EndpointPool>,
         permit: RequestPermit,
-    ) -> Response<Body> {
+    ) -> Box<Response<Body>> {
         // Do not return the connection to the pool after an upgrade, because the connection belongs to the `OnUpgrade`
         // in the extensions of the response.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return response.map(|_| Body::from_upgrade(Box::new(permit)));
+            return Box::new(response.map(|_| Body::from_upgrade(Box::new(permit))));
         }
         match self {
             Connection::Http1(connection) => {
                 let reusable = !declares_forbidden_body(response.status(), response.headers());
                 let reads = connection.reads.clone();
                 let lease = Box::new(PooledConnection { connection, pool, is_reusable: reusable, _permit: permit });
-                response.map(|body| Body::from_upstream(body, bounds, lease, Some(reads)))
+                Box::new(response.map(|body| Body::from_upstream(body, bounds, lease, Some(reads))))
             }
             Connection::Http2(connection, _) => {
                 let lease = Box::new(StreamLease { stream: connection.stream, _permit: permit });
-                response.map(|body| Body::from_upstream(body, bounds, lease, None))
+                Box::new(response.map(|body| Body::from_upstream(body, bounds, lease, None)))
             }
         }
     }
@@ -490,7 +491,7 @@ impl Http2Connection {
             streams.started
         };
         let upload = request.body().progress();
-        let future = Box::pin(self.sender.try_send_request(request));
+        let future = boxed(|| self.sender.try_send_request(request));
         ResponseStart { response: Some(PendingResponse { future, upload }), state, number }
     }
 

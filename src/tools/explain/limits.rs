@@ -124,7 +124,7 @@ impl PeekedLimits {
         &self,
         decision: &mut Decision<'_>,
         route: &Route,
-        response: Option<&Result<Response<Body>, UpstreamError>>,
+        response: Option<&Result<Box<Response<Body>>, UpstreamError>>,
     ) {
         let is_admitted = decision.admitted;
         let now_us = decision.now_us;

@@ -325,7 +325,7 @@ pub(super) fn admitted_response(
             redirect.response(request, &route.path_pattern, path)?
         }
     };
-    let result = Ok(response);
+    let result = Ok(Box::new(response));
     limits.charge(&mut decision, route, Some(&result));
     let mut response = result.map_err(Rejection::Upstream)?;
     apply_headers(response.headers_mut(), &decision);
@@ -333,7 +333,7 @@ pub(super) fn admitted_response(
 }
 
 fn gateway_response(
-    response: Response<Body>,
+    response: Box<Response<Body>>,
     outcome: &'static str,
     is_configured: impl Fn(&str) -> bool,
 ) -> ResponseReport {
