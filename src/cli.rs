@@ -15,6 +15,7 @@ mod check;
 mod completions;
 mod doctor;
 mod explain;
+mod import;
 mod init;
 mod inspect;
 mod key;
@@ -83,6 +84,7 @@ enum Command {
     Check(check::Arguments),
     Doctor(doctor::Arguments),
     Explain(explain::Arguments),
+    Import(import::Arguments),
     Init(init::Arguments),
     Key(key::Arguments),
     Reload(reload::Arguments),
@@ -206,6 +208,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Check(arguments)) => check::run(arguments, config),
         Some(Command::Doctor(arguments)) => doctor::run(arguments, config),
         Some(Command::Explain(arguments)) => explain::run(arguments, config),
+        Some(Command::Import(arguments)) => import::run(arguments),
         Some(Command::Init(arguments)) => init::run(arguments, config),
         Some(Command::Key(arguments)) => key::run(arguments, config),
         Some(Command::Reload(arguments)) => reload::run(arguments, config),

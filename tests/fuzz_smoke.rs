@@ -34,6 +34,8 @@ mod forwarded;
 mod head;
 #[path = "../fuzz/targets/htpasswd.rs"]
 mod htpasswd;
+#[path = "../fuzz/targets/import.rs"]
+mod import;
 #[path = "../fuzz/targets/json_body.rs"]
 mod json_body;
 #[path = "../fuzz/targets/key_set.rs"]
@@ -827,4 +829,36 @@ fn proxy_headers() {
         "\r\n\r\n\u{0}\r\nQUIT\n",
     ];
     fuzz("PROXY header", &examples, &tokens, proxy::run);
+}
+
+#[test]
+fn imports_of_nginx() {
+    let examples: [&[u8]; 2] =
+        [include_bytes!("import/nginx/site.conf"), b"map $http_a $b { default \"\"; ~x 1; }\nserver { return 301 /; }"];
+    let tokens = [
+        "location = /a { proxy_pass http://b/c; }",
+        "location ~* ^/(a|b)$ { return 302 $scheme://x/$1; }",
+        "limit_req zone=clients burst=3 delay=1;",
+        "limit_conn downloads 2;",
+        "map $remote_addr $per_client { 1.2.3.4 \"\"; default $uri; }",
+        "geo $limited { 10.0.0.0/8 1; }",
+        "listen 443 ssl proxy_protocol;",
+        "server_name *.a ~b .c;",
+        "proxy_set_header X-A \"${host}{b}\";",
+        "add_header X-B $uri always;",
+        "set $a http://b;",
+        "rewrite ^/(.*)$ /$1 permanent;",
+        "${",
+        "\\",
+        "\"",
+        "'",
+        "{",
+        "}",
+        ";",
+        "#",
+        "$",
+        "\n",
+        "\u{1b}",
+    ];
+    fuzz("imports of nginx", &examples, &tokens, import::nginx);
 }

@@ -43,6 +43,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
                 "check",
                 "completions",
                 "explain",
+                "import",
                 "init",
                 "inspect",
                 "key",

@@ -149,6 +149,11 @@ fn exit_statuses(command: &str) -> Entries {
             ("1", "The command failed."),
             ("2", "The configuration, the request or the command line is invalid."),
         ],
+        "import" => &[
+            ("0", "The configuration was printed."),
+            ("1", "With --strict: a part of the configuration has no equal, or differs in effect."),
+            ("2", "A file cannot be read or has a syntax error, or the command line is invalid."),
+        ],
         "replay" => {
             &[("0", "The logs were read."), ("2", "The logs, the configuration or the command line are invalid.")]
         }
@@ -201,6 +206,7 @@ fn files(command: &str) -> Entries {
                  permissions and comments.",
             ),
         ],
+        "import" => &[("nginx.conf", "A file of the other program, and the files that it includes.")],
         "replay" => &[("gateway.toml", "The configuration, see --config. Not read with --by."), CONSUMERS],
         "top" | "inspect" | "reset" | "override" => &[(
             "gateway.toml",

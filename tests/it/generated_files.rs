@@ -171,6 +171,7 @@ fn examples_of_the_help_work() {
         ("consumers.toml", &*consumers),
         ("access.log", include_str!("../logs/common.log")),
         ("key.txt", "demo-key\n"),
+        ("nginx.conf", "server { listen 8080; return 404 gone; }\n"),
         ("prices.json", include_str!("../../examples/model_prices.json")),
     ];
     let gateway = Gateway::start_with(&config, &files);

@@ -46,6 +46,7 @@ mod hostile_identities;
 mod hot_restart;
 mod http2;
 mod identity;
+mod import;
 mod include;
 mod invariants;
 mod json_body;

@@ -71,6 +71,10 @@ fn provide(walk: &Walk, document: &str) {
             walk.put("cert.pem", &read("certs/dev.pem"));
             walk.put("cert.key", &read("certs/dev.key"));
         }
+        "docs/how-to/migrate/nginx.md" => {
+            let site = blocks(document).into_iter().find(|block| block.language == "nginx").unwrap();
+            walk.put("nginx.conf", &site.text);
+        }
         "docs/how-to/events.md" => {
             let hook = blocks(document).into_iter().find(|block| block.language == "python").unwrap();
             walk.put("hook.py", &hook.text);
@@ -164,7 +168,7 @@ fn nginx_accepts_the_nginx_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nginx.conf");
     let mut tried = 0;
-    for block in blocks("docs/how-to/migrate.md").into_iter().filter(|block| block.language == "nginx") {
+    for block in blocks("docs/how-to/migrate/nginx.md").into_iter().filter(|block| block.language == "nginx") {
         let folder = directory.path().display();
         let around = format!(
             "pid {folder}/pid;\nerror_log {folder}/log;\nevents {{}}\nhttp {{\naccess_log off;\n{}}}\n",
@@ -178,7 +182,7 @@ fn nginx_accepts_the_nginx_blocks() {
         assert!(output.status.success(), "line {}: {}", block.line, String::from_utf8_lossy(&output.stderr));
         tried += 1;
     }
-    assert_eq!(tried, 2);
+    assert_eq!(tried, 3);
 }
 
 /// Host, sessions, canaries, compression and error pages of the page for users of nginx.
@@ -192,7 +196,7 @@ fn migrated_configuration_does_what_nginx_does() {
                 .into_bytes()
         })
     });
-    let page = blocks("docs/how-to/migrate.md");
+    let page = blocks("docs/how-to/migrate/nginx.md");
     let block = page.iter().find(|block| block.file_name() == Some("migrated.toml")).unwrap();
     let mut config = block.text.replace("127.0.0.1:8080", "127.0.0.1:0");
     for (named, server) in ["9000", "9001", "9002"].iter().zip(&servers) {
