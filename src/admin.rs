@@ -6,6 +6,7 @@ mod configuration;
 mod connections;
 pub mod current;
 mod events;
+pub mod heartbeats;
 mod metrics;
 mod request;
 mod response;
@@ -232,7 +233,7 @@ impl AdminServer {
         let open = &active.config.admin.as_ref()?.open;
         match path {
             _ if !open.contains(&path) => None,
-            "/healthz" => Some(text_response(StatusCode::OK, "ok\n")),
+            "/healthz" => Some(api::health(&self.state)),
             _ => Some(api::readiness(&self.state, Detail::Status)),
         }
     }

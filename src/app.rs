@@ -7,6 +7,7 @@ pub(crate) mod listen;
 pub mod maintenance;
 pub mod quota_events;
 mod reload;
+mod watchdog;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener;
@@ -25,6 +26,7 @@ use tracing::{info, warn};
 use crate::admin;
 use crate::admin::AdminSockets;
 use crate::admin::current::{ConfigHandle, ReloadRequest};
+use crate::admin::heartbeats::Heartbeats;
 use crate::admin::state::ProcessState;
 use crate::app::acme::{AcmeClient, AcmeError};
 use crate::app::hot_restart::HotRestart;
@@ -294,6 +296,7 @@ impl App {
             request_metrics: Arc::default(),
             limiter_metrics: Arc::default(),
             listener_metrics: Arc::default(),
+            heartbeats: Arc::new(Heartbeats::new(self.sockets.len())),
             connection_limits: Arc::new(ConnectionLimits::new(&self.config.server, self.config.listeners.len())),
             listener_addresses: self.addresses,
             config_handle: self.config_handle,
@@ -351,6 +354,7 @@ impl App {
                 warn!(%error, "cannot rename the admin socket to its final path");
             }
             hot_restart::notify_ready();
+            watchdog::start(state.heartbeats.clone()).map_err(AppError::Worker)?;
         }
         let mut result = Ok(());
         for worker in workers {
@@ -449,6 +453,7 @@ impl Worker {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
+            tokio::spawn(self.state.heartbeats.clone().beat(self.index));
             let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let limiter = self.build_limiter().await;

@@ -32,7 +32,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["events"],
             &["metrics"],
             &["state"],
-            &["connections", "current", "response", "usage"],
+            &["connections", "current", "heartbeats", "response", "usage"],
         ],
     ),
     (

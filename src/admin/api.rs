@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::admin::api::identities::IdentityQuery;
 use crate::admin::configuration::{absolute_path, config_view, reload};
 use crate::admin::events::{ConnectionCounts, PeriodStats};
+use crate::admin::heartbeats::StalledWorker;
 use crate::admin::request::{ApiContext, QueryParams, read_json, unknown_limit};
 use crate::admin::response::{
     AdminResponse, ApiError, Result, format_rfc3339, json_response, store_error, text_response, typed_response,
@@ -96,10 +97,10 @@ const fn change(
 
 /// All endpoints, without the files of the dashboard.
 pub static ENDPOINTS: [Endpoint; 17] = [
-    read("/healthz", "the process runs", Operation::Health),
+    read("/healthz", "all workers run. 503 if a worker is [stalled](#health)", Operation::Health),
     read(
         "/readyz",
-        "the gateway is [ready](#health). While the process stops, or a listener waits for its first certificate, the status is 503",
+        "the gateway is [ready](#health). While a worker is stalled, the process stops, or a listener waits for its first certificate, the status is 503",
         Operation::Readiness,
     ),
     read("/metrics", "[metrics](metrics.md)", Operation::Metrics),
@@ -151,7 +152,7 @@ impl Endpoint {
     pub(super) async fn respond(&self, context: &ApiContext<'_>, request: Request<Incoming>) -> Result<AdminResponse> {
         let query = QueryParams::parse(request.uri().query());
         match self.operation {
-            Operation::Health => Ok(text_response(StatusCode::OK, "ok\n")),
+            Operation::Health => Ok(health(context.state)),
             Operation::Readiness => Ok(readiness(context.state, Detail::All)),
             Operation::Metrics => metrics(context, &request),
             Operation::Status => Ok(show_status(context)),
@@ -179,7 +180,17 @@ fn not_found() -> String {
     format!("not found: the paths are / for the dashboard, {}", paths.join(", "))
 }
 
-// === `/readyz` and `/metrics` ===
+// === `/healthz`, `/readyz` and `/metrics` ===
+
+pub(super) fn health(state: &ProcessState) -> AdminResponse {
+    match state.heartbeats.stalled() {
+        None => text_response(StatusCode::OK, "ok\n"),
+        Some(StalledWorker { worker, age }) => {
+            let text = format!("worker {worker} has not run its tasks for {} s\n", age.as_secs());
+            text_response(StatusCode::SERVICE_UNAVAILABLE, &text)
+        }
+    }
+}
 
 /// How much of the readiness a client learns.
 #[derive(Debug, Clone, Copy)]

@@ -42,6 +42,10 @@ impl MetricSource for ProcessState {
         exposition
             .gauge("start_time_seconds", "Start time of the process since the Unix epoch")?
             .write_gauge(&[], self.started_at_s)?;
+        let mut writer = exposition.gauge("worker_heartbeat_age_seconds", "Time since a worker last ran its tasks")?;
+        for (worker, age) in self.heartbeats.ages().enumerate() {
+            writer.write_gauge(&[("worker", &worker.to_string())], age.as_secs())?;
+        }
         let (open, max) = self.connection_limits.open_and_max();
         exposition.gauge("connections", "Open client connections")?.write_gauge(&[], open as u64)?;
         exposition.gauge("connections_max", "Maximum number of client connections")?.write_gauge(&[], max as u64)?;

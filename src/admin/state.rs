@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::current::ConfigHandle;
+use crate::admin::heartbeats::Heartbeats;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
@@ -36,6 +37,8 @@ pub struct ProcessState {
     pub limiter_metrics: Arc<MetricFamily<LimiterMetrics>>,
     /// Listener metrics of all workers.
     pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
+    /// Heartbeats of all workers.
+    pub heartbeats: Arc<Heartbeats>,
     /// Open client connections and their limits.
     pub connection_limits: Arc<ConnectionLimits>,
     /// Bound addresses of the listeners, in the order of the configuration.
@@ -135,6 +138,9 @@ pub(super) enum ReadinessStatus {
     Degraded,
     /// A listener has not obtained a certificate by ACME yet, and serves a self-signed certificate.
     Pending,
+    /// A worker has not run its tasks for [`STALLED_AFTER`](crate::admin::heartbeats::STALLED_AFTER). Its connections get
+    /// no responses.
+    Stalled,
     /// The process has received SIGTERM or SIGINT. It waits for `accept_grace` or drains connections.
     Stopping,
 }
@@ -166,11 +172,16 @@ impl ProcessState {
     pub(super) fn readiness(&self) -> ReadinessReport<'_> {
         let failing_stores = self.failing_stores();
         let active = self.config_handle.active();
-        let status = match (self.stopping.is_cancelled(), active.config.has_certificates(), failing_stores.is_empty()) {
-            (true, ..) => ReadinessStatus::Stopping,
-            (false, false, _) => ReadinessStatus::Pending,
-            (false, true, true) => ReadinessStatus::Ready,
-            (false, true, false) => ReadinessStatus::Degraded,
+        let status = if self.stopping.is_cancelled() {
+            ReadinessStatus::Stopping
+        } else if self.heartbeats.stalled().is_some() {
+            ReadinessStatus::Stalled
+        } else if !active.config.has_certificates() {
+            ReadinessStatus::Pending
+        } else if failing_stores.is_empty() {
+            ReadinessStatus::Ready
+        } else {
+            ReadinessStatus::Degraded
         };
         let to_server = |EndpointStatus { server, state, in_flight }| {
             let state = state.label();

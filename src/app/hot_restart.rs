@@ -199,7 +199,7 @@ pub(super) fn notify_main_pid(id: u32) {
 }
 
 /// Send a notification to systemd. Do nothing if the gateway does not run under systemd (`NOTIFY_SOCKET` is not set).
-fn notify(states: &[NotifyState<'_>]) {
+pub(super) fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = ::sd_notify::notify(states) {
         warn!(%error, "cannot notify the service manager");
     }

@@ -92,6 +92,7 @@ mod schema;
 mod scripts;
 mod secrets;
 mod smuggling;
+mod stalled_workers;
 mod start;
 mod status;
 mod store;
