@@ -19,3 +19,4 @@ pub mod tables;
 pub mod unknown_keys;
 pub mod value_path;
 mod value_types;
+pub mod yaml;

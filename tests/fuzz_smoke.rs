@@ -862,3 +862,29 @@ fn imports_of_nginx() {
     ];
     fuzz("imports of nginx", &examples, &tokens, import::nginx);
 }
+
+/// Parts of YAML that change its structure.
+const YAML_TOKENS: [&str; 20] = [
+    "\n", "  ", "- ", ": ", "{", "}", "[", "]", "\"", "'", "&a ", "*a", "<<: *a", "|", "#", "---\n", "~", "0", "${",
+    "\u{1b}",
+];
+
+#[test]
+fn imports_of_kubernetes() {
+    let examples: [&[u8]; 2] =
+        [include_bytes!("import/ingress-nginx/list.yaml"), include_bytes!("import/kubernetes/ingress.yaml")];
+    fuzz("imports of Kubernetes", &examples, &YAML_TOKENS, import::kubernetes);
+}
+
+#[test]
+fn imports_of_kong() {
+    let examples: [&[u8]; 1] = [include_bytes!("import/kong/kong.yaml")];
+    fuzz("imports of Kong", &examples, &YAML_TOKENS, import::kong);
+}
+
+#[test]
+fn imports_of_ratelimit() {
+    let examples: [&[u8]; 2] =
+        [include_bytes!("import/ratelimit/edge.yaml"), include_bytes!("import/ratelimit/configmap.yaml")];
+    fuzz("imports of envoyproxy/ratelimit", &examples, &YAML_TOKENS, import::ratelimit);
+}

@@ -81,7 +81,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["gateway"],
             &["tables"],
             &["shorthand"],
-            &["schema", "spanned"],
+            &["schema", "spanned", "yaml"],
         ],
     ),
     (

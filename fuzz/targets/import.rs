@@ -23,3 +23,19 @@ pub(crate) fn run(format: Format, data: &[u8]) {
 pub(crate) fn nginx(data: &[u8]) {
     run(Format::Nginx, data);
 }
+
+/// Import Ingress resources.
+pub(crate) fn kubernetes(data: &[u8]) {
+    run(Format::IngressNginx { replicas: Some(2) }, data);
+    run(Format::Kubernetes, data);
+}
+
+/// Import declarative configurations of Kong.
+pub(crate) fn kong(data: &[u8]) {
+    run(Format::Kong, data);
+}
+
+/// Import files of envoyproxy/ratelimit.
+pub(crate) fn ratelimit(data: &[u8]) {
+    run(Format::RateLimit, data);
+}

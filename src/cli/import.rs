@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use annotate_snippets::Renderer;
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 
 use crate::cli::shared::env_var;
 use crate::snapshot::CompiledConfig;
 use crate::tools::import;
-use crate::tools::import::model::Relation;
+use crate::tools::import::model::{Model, Relation};
 use crate::tools::import::{import, input_budget, read_input};
 
 /// Exit code if `--strict` is given and a part of the original has no equal or differs.
@@ -37,6 +38,15 @@ pub(super) struct Arguments {
     /// Exit with code 1 if a part of the configuration has no equal, or differs in effect
     #[arg(long)]
     strict: bool,
+    /// Number of pods of ingress-nginx, each of which counts alone: quotas are multiplied by this number
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    replicas: Option<u32>,
+    /// Write the consumers and the hashes of their API keys to this file, which must not exist
+    #[arg(long, value_name = "FILE")]
+    consumers: Option<PathBuf>,
+    /// Write the users and the hashes of their passwords to this file, which must not exist
+    #[arg(long, value_name = "FILE")]
+    users: Option<PathBuf>,
 }
 
 /// The program whose configuration is imported.
@@ -44,6 +54,14 @@ pub(super) struct Arguments {
 enum Format {
     /// nginx.conf and the files that it includes
     Nginx,
+    /// The output of `kubectl get ingress,svc,configmap -o yaml`, with the annotations of ingress-nginx
+    IngressNginx,
+    /// The output of `kubectl get ingress,svc -o yaml`, without annotations
+    Kubernetes,
+    /// A declarative configuration of Kong
+    Kong,
+    /// Files of envoyproxy/ratelimit
+    Ratelimit,
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -62,8 +80,16 @@ fn run_import(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let inputs = arguments.files.iter().map(|path| read_input(path, &mut budget)).collect::<Result<Vec<_>, _>>()?;
     let format = match arguments.format {
         Format::Nginx => import::Format::Nginx,
+        Format::IngressNginx => import::Format::IngressNginx { replicas: arguments.replicas },
+        Format::Kubernetes => import::Format::Kubernetes,
+        Format::Kong => import::Format::Kong,
+        Format::Ratelimit => import::Format::RateLimit,
     };
+    if arguments.replicas.is_some() && !matches!(arguments.format, Format::IngressNginx) {
+        bail!("--replicas is valid only with ingress-nginx");
+    }
     let model = import(format, &inputs, budget)?;
+    write_side_files(&model, arguments)?;
     let files: Vec<_> = arguments.files.iter().map(|path| path.display().to_string()).collect();
     let program = arguments.format.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     let command = format!("sluicegate import {program} {}", files.join(" "));
@@ -80,4 +106,26 @@ fn run_import(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         anstream::eprintln!("{}", error.report(&Renderer::styled()));
     }
     Ok(if arguments.strict && differs { ExitCode::from(EXIT_DIFFERENCES) } else { ExitCode::SUCCESS })
+}
+
+/// Write the consumers file and the users file.
+fn write_side_files(model: &Model, arguments: &Arguments) -> anyhow::Result<()> {
+    let files = [
+        ("--consumers", &arguments.consumers, !model.consumers.is_empty(), model.to_consumers()),
+        ("--users", &arguments.users, !model.users.is_empty(), model.to_users()),
+    ];
+    for (option, path, is_needed, text) in files {
+        match path {
+            Some(path) if is_needed => {
+                write_new(path, &text).with_context(|| format!("{} cannot be written", path.display()))?;
+            }
+            Some(path) => bail!("{option} {}: the configuration has none", path.display()),
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
+    std::fs::File::create_new(path)?.write_all(text.as_bytes())
 }

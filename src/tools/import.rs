@@ -1,8 +1,14 @@
 //! `import`: converts the configuration of another program to a gateway.toml, and lists everything that has no equal or
 //! differs in effect.
 
+mod document;
+mod kong;
+mod kubernetes;
 pub mod model;
 pub mod nginx;
+mod paths;
+mod ratelimit;
+mod units;
 mod writer;
 
 use std::fs::File;
@@ -22,6 +28,17 @@ const MAX_INPUT: u64 = 4 << 20;
 pub enum Format {
     /// Configuration files of nginx.
     Nginx,
+    /// Ingress resources with the annotations of ingress-nginx. Each of `replicas` pods counts alone.
+    IngressNginx {
+        /// Number of pods. `None`: it is not known.
+        replicas: Option<u32>,
+    },
+    /// Ingress resources without annotations.
+    Kubernetes,
+    /// Declarative configurations of Kong.
+    Kong,
+    /// Files of `envoyproxy/ratelimit`.
+    RateLimit,
 }
 
 /// A file to import.
@@ -92,7 +109,18 @@ pub fn import(format: Format, inputs: &[Input], budget: u64) -> Result<Model, Im
     }
     match format {
         Format::Nginx => nginx::import(inputs, budget),
+        Format::IngressNginx { replicas } => kubernetes::import(inputs, true, replicas),
+        Format::Kubernetes => kubernetes::import(inputs, false, None),
+        Format::Kong => kong::import(inputs),
+        Format::RateLimit => ratelimit::import(inputs),
     }
+    .map(sorted)
+}
+
+/// Sort the messages by position: first those about the whole import.
+fn sorted(mut model: Model) -> Model {
+    model.notes.sort_by(|one, other| one.origin.cmp(&other.origin));
+    model
 }
 
 /// Reject expressions of template engines: ERB, Jinja, Helm and Go templates.

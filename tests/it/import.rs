@@ -81,7 +81,7 @@ fn compare_cases(program: &str) {
             ("gateway.toml", said.toml.clone()),
             ("notes", said.notes.clone()),
             ("consumers.toml", written("consumers.toml")),
-            ("users", without_salts(&written("users"))),
+            ("users", without_salts(&written("htpasswd.new"))),
         ] {
             let expected = PathBuf::from(format!("{}.{kind}", base.display()));
             if std::env::var_os("UPDATE_GENERATED").is_some() && (!text.is_empty() || expected.exists()) {
@@ -103,6 +103,22 @@ fn without_salts(users: &str) -> String {
 #[test]
 fn imports_of_nginx_match_their_files() {
     compare_cases("nginx");
+}
+
+#[test]
+fn imports_of_kubernetes_match_their_files() {
+    compare_cases("kubernetes");
+    compare_cases("ingress-nginx");
+}
+
+#[test]
+fn imports_of_kong_match_their_files() {
+    compare_cases("kong");
+}
+
+#[test]
+fn imports_of_envoyproxy_ratelimit_match_their_files() {
+    compare_cases("ratelimit");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The gateway that an importer builds from the files of another program: the tables of a gateway.toml, each with the
 //! position of its origin, and notes about what differs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ impl Relation {
 }
 
 /// A message about a part of the original.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Note {
     /// Position of the part. `None`: the message is about the whole import.
     pub origin: Option<Origin>,
@@ -172,6 +172,8 @@ pub struct Model {
     pub users: IndexMap<String, String>,
     /// How often each base of a name is in use, so that a free name is found at once.
     names: BTreeMap<String, usize>,
+    /// All messages, so that none is repeated.
+    seen: BTreeSet<Note>,
 }
 
 impl Model {
@@ -179,8 +181,7 @@ impl Model {
     pub fn note(&mut self, relation: Relation, origin: Option<&Origin>, text: impl Into<String>) {
         let text = text.into().replace(char::is_control, " ");
         let note = Note { origin: origin.cloned(), relation, text };
-        let is_repeated = self.notes.last() == Some(&note) || note.origin.is_none() && self.notes.contains(&note);
-        if !is_repeated {
+        if self.seen.insert(note.clone()) {
             self.notes.push(note);
         }
     }
@@ -205,15 +206,23 @@ impl Model {
         self.settings.entry(name).or_default()
     }
 
-    /// Add a route with a name that is derived from `base`.
-    pub fn add_route(&mut self, base: &str, route: Table) {
+    /// Add a route with a name that is derived from `base`. Return its name.
+    pub fn add_route(&mut self, base: &str, route: Table) -> String {
         let name = free_name(&mut self.names, "route", base, &self.routes);
-        self.routes.insert(name, route);
+        self.routes.insert(name.clone(), route);
+        name
     }
 
     /// Add a limit with a name that is derived from `base`, unless an equal limit exists. Return its name.
     pub fn add_limit(&mut self, base: &str, limit: Table) -> String {
         add_table(&mut self.names, "limit", &mut self.limits, base, limit)
+    }
+
+    /// Add a limit with a name that is derived from `base`. Return its name. An equal limit has other states.
+    pub fn add_new_limit(&mut self, base: &str, limit: Table) -> String {
+        let name = free_name(&mut self.names, "limit", base, &self.limits);
+        self.limits.insert(name.clone(), limit);
+        name
     }
 
     /// Add an upstream with a name that is derived from `base`, unless an equal one exists. Return its name.
@@ -274,6 +283,13 @@ pub fn slug(text: &str) -> String {
     }
     let name = name.trim_end_matches('-');
     if name.is_empty() { "all".to_owned() } else { name.to_owned() }
+}
+
+/// Return a name in which `-` replaces the characters that names may not have.
+#[must_use]
+pub fn valid_name(text: &str) -> String {
+    let is_valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    text.chars().take(64).map(|c| if is_valid(c) { c } else { '-' }).collect()
 }
 
 /// Return the beginning of a text without line breaks and other control characters, for messages and comments.

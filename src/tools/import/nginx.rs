@@ -38,9 +38,7 @@ pub(super) fn import(inputs: &[Input], budget: u64) -> Result<Model, ImportError
     }
     let mut importer = Importer::new(model, &http);
     importer.import(&http);
-    let mut model = importer.model;
-    model.notes.sort_by(|one, other| one.origin.cmp(&other.origin));
-    Ok(model)
+    Ok(importer.model)
 }
 
 /// An address on which nginx listens.
@@ -123,7 +121,7 @@ impl<'a> Importer<'a> {
             "the files have no `server`: the listener, and routes without a `proxy_pass`, are placeholders",
         );
         let mut site = Site { name: String::new(), hosts: Vec::new(), listeners: Vec::new(), redirect_scheme: "http" };
-        self.locations(&mut site, http, scope, true);
+        self.locations(&mut site, http, scope);
     }
 
     /// Import the addresses of `listen`.
@@ -207,8 +205,8 @@ impl<'a> Importer<'a> {
             let text = "`server` without a usable name, which is not the default server: it is not imported";
             self.model.no_equal(&server.origin, text);
         }
-        for (number, site) in sites.iter_mut().enumerate() {
-            self.locations(site, server.children(), &scope, number == 0);
+        for site in &mut sites {
+            self.locations(site, server.children(), &scope);
         }
     }
 

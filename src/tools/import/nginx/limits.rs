@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::tools::import::model::{Model, Origin, Relation, Table};
 use crate::tools::import::nginx::keys::{Key, Meaning, Variables};
-use crate::tools::import::nginx::scope::{Scope, Setting, duration};
+use crate::tools::import::nginx::scope::{Scope, Setting};
 use crate::tools::import::nginx::syntax::Directive;
+use crate::tools::import::units::duration;
 
 /// A shared memory zone with the states of a limit.
 #[derive(Debug)]

@@ -7,10 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::routing::pattern::PathPattern;
 use crate::tools::import::model::{Relation, Table, quoted};
-use crate::tools::import::nginx::scope::{Scope, Setting, access_rules, size};
+use crate::tools::import::nginx::scope::{Scope, Setting, access_rules};
 use crate::tools::import::nginx::syntax::Directive;
 use crate::tools::import::nginx::upstreams::{Target, setting};
 use crate::tools::import::nginx::{Importer, first_origin};
+use crate::tools::import::paths::{literal, whole_expression, with_groups};
+use crate::tools::import::units::size;
 
 use self::actions::Action;
 
@@ -65,9 +67,8 @@ struct Path {
 }
 
 impl Importer<'_> {
-    /// Add the routes of a server. `reports` is false if the same server is imported a second time for other hosts.
-    pub(super) fn locations(&mut self, site: &mut Site, level: &[Directive], scope: &Scope, reports: bool) {
-        let known_notes = self.model.notes.len();
+    /// Add the routes of a server.
+    pub(super) fn locations(&mut self, site: &mut Site, level: &[Directive], scope: &Scope) {
         let named: BTreeMap<&str, &Directive> = level
             .iter()
             .filter(|directive| directive.name == "location" && directive.arg(0).starts_with('@'))
@@ -103,9 +104,6 @@ impl Importer<'_> {
                     self.model.no_equal(&place.directive.origin, text);
                 }
             }
-        }
-        if !reports {
-            self.model.notes.truncate(known_notes);
         }
     }
 
@@ -339,7 +337,7 @@ impl Importer<'_> {
             }
         };
         let Some(prefix) = &path.prefix else {
-            return rewrite(actions::with_groups(uri, path.key == "path_regex"));
+            return rewrite(with_groups(uri, path.key == "path_regex"));
         };
         if uri == prefix {
             return;
@@ -382,65 +380,6 @@ fn order(places: &mut [Place<'_>]) {
         Kind::Regex | Kind::RegexNoCase => (2, 0),
         Kind::Prefix => (3, 0),
     });
-}
-
-/// Return a path in canonical form.
-fn literal(path: &str) -> String {
-    let mut literal = String::new();
-    for byte in path.bytes() {
-        match byte {
-            b'/' if literal.ends_with('/') => {}
-            b'-'
-            | b'.'
-            | b'_'
-            | b'~'
-            | b'/'
-            | b':'
-            | b'!'
-            | b'$'
-            | b'&'..=b')'
-            | b'+'..=b','
-            | b';'
-            | b'='
-            | b'@'
-            | b'%' => {
-                literal.push(byte.into());
-            }
-            _ if byte.is_ascii_alphanumeric() => literal.push(byte.into()),
-            _ => literal.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    literal
-}
-
-/// Return an expression that matches a whole path if `expression` matches a part of it. Its groups are named `g1`, …
-fn whole_expression(expression: &str) -> String {
-    let named = actions::named_groups(expression);
-    if has_alternatives(&named) {
-        return format!(".*(?:{named}).*");
-    }
-    let (start, rest) = named.strip_prefix('^').map_or((".*", &*named), |rest| ("", rest));
-    let is_anchored = rest.ends_with('$') && !rest.ends_with("\\$");
-    let (rest, end) = if is_anchored { (&rest[..rest.len() - 1], "") } else { (rest, ".*") };
-    // `(.*)` at the end needs nothing after it.
-    let end = if rest.ends_with(".*)") || rest.ends_with(".*") { "" } else { end };
-    format!("{start}{rest}{end}")
-}
-
-/// Return whether an expression has `|` outside of groups.
-fn has_alternatives(expression: &str) -> bool {
-    let mut depth = 0_i32;
-    let mut characters = expression.chars();
-    while let Some(c) = characters.next() {
-        match c {
-            '\\' => drop(characters.next()),
-            '(' => depth += 1,
-            ')' => depth -= 1,
-            '|' if depth == 0 => return true,
-            _ => {}
-        }
-    }
-    false
 }
 
 /// Write `gzip on`: by default, nginx compresses only HTML, of at least 20 bytes.

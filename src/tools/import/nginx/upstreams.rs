@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use toml::Value;
 
 use crate::tools::import::model::{Model, Table, quoted};
-use crate::tools::import::nginx::scope::{Scope, Setting, duration, milliseconds};
+use crate::tools::import::nginx::scope::{Scope, Setting};
 use crate::tools::import::nginx::syntax::Directive;
+use crate::tools::import::units::{duration, milliseconds};
 
 /// Default of `proxy_connect_timeout` and `proxy_read_timeout` in milliseconds.
 const DEFAULT_TIMEOUT: u64 = 60_000;

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use crate::routing::pattern::PathPattern;
 use crate::tools::import::model::{Origin, Table, quoted};
 use crate::tools::import::nginx::Importer;
-use crate::tools::import::nginx::locations::{Path, Site, not_implemented, pass, whole_expression};
+use crate::tools::import::nginx::locations::{Path, Site, not_implemented, pass};
 use crate::tools::import::nginx::scope::{Scope, Setting};
 use crate::tools::import::nginx::syntax::Directive;
+use crate::tools::import::paths::{whole_expression, with_groups};
 
 /// The action of a location.
 #[derive(Debug)]
@@ -267,47 +268,4 @@ fn redirect_target(text: &str, site: &Site) -> Option<RedirectTarget> {
     let has_only_groups = text.split('$').skip(1).all(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
     let is_target = text.starts_with('/') || text.starts_with("http://") || text.starts_with("https://");
     (has_only_groups && is_target && !text.contains(['{', '}'])).then_some(RedirectTarget::Url(text))
-}
-
-/// Return a text in which `$1` is `{g1}`, if the route has groups.
-pub(super) fn with_groups(text: &str, has_groups: bool) -> String {
-    let mut result = String::new();
-    let mut rest = text;
-    while let Some((before, after)) = rest.split_once('$') {
-        result.push_str(before);
-        match after.chars().next().filter(|c| c.is_ascii_digit() && has_groups) {
-            Some(digit) => {
-                result.push_str(&format!("{{g{digit}}}"));
-                rest = &after[1..];
-            }
-            None => {
-                result.push('$');
-                rest = after;
-            }
-        }
-    }
-    result.push_str(rest);
-    result
-}
-
-/// Name the groups of an expression: `(` becomes `(?<g1>`, …
-pub(super) fn named_groups(expression: &str) -> String {
-    let mut named = String::new();
-    let mut number = 0;
-    let mut in_class = false;
-    let mut characters = expression.chars().peekable();
-    while let Some(c) = characters.next() {
-        named.push(c);
-        match c {
-            '\\' => named.extend(characters.next()),
-            '[' => in_class = true,
-            ']' => in_class = false,
-            '(' if !in_class && characters.peek() != Some(&'?') => {
-                number += 1;
-                named.push_str(&format!("?<g{number}>"));
-            }
-            _ => {}
-        }
-    }
-    named
 }
