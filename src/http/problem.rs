@@ -34,8 +34,8 @@ pub(crate) fn raw_response(status: StatusCode, detail: &str, headers: &str) -> V
 
 /// A problem document (RFC 9457).
 pub(crate) struct Problem<'a> {
-    pub(crate) kind: &'a str,
-    pub(crate) title: &'a str,
+    pub(crate) kind: &'static str,
+    pub(crate) title: &'static str,
     pub(crate) status: StatusCode,
     pub(crate) detail: &'a str,
     pub(crate) violated_policies: Vec<&'a str>,
@@ -56,9 +56,9 @@ impl<'a> Problem<'a> {
     pub(crate) fn to_json(&self) -> Vec<u8> {
         let mut json = Vec::with_capacity(384);
         json.extend_from_slice(b"{\"type\":");
-        append_text(&mut json, self.kind);
+        append_plain(&mut json, self.kind);
         json.extend_from_slice(b",\"title\":");
-        append_text(&mut json, self.title);
+        append_plain(&mut json, self.title);
         json.extend_from_slice(b",\"status\":");
         json.extend_from_slice(self.status.as_str().as_bytes());
         json.extend_from_slice(b",\"detail\":");
@@ -96,6 +96,11 @@ pub(crate) fn append_text(json: &mut Vec<u8>, text: &str) {
         let _ = serde_json::to_writer(json, text);
         return;
     }
+    append_plain(json, text);
+}
+
+/// Append a JSON string that needs no escaping.
+fn append_plain(json: &mut Vec<u8>, text: &str) {
     json.push(b'"');
     json.extend_from_slice(text.as_bytes());
     json.push(b'"');

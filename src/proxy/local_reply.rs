@@ -561,14 +561,14 @@ fn resource_exhausted_response(message: &str) -> Box<Response<Body>> {
     response
 }
 
-fn problem_response(status: StatusCode, kind: &str, detail: &str) -> Box<Response<Body>> {
+fn problem_response(status: StatusCode, kind: &'static str, detail: &str) -> Box<Response<Body>> {
     problem_response_with_id(status, kind, detail, None)
 }
 
 /// Build a problem response with the request id in its body and header.
 fn problem_response_with_id(
     status: StatusCode,
-    kind: &str,
+    kind: &'static str,
     detail: &str,
     request_id: Option<HeaderValue>,
 ) -> Box<Response<Body>> {

@@ -23,6 +23,7 @@ use tokio::task::yield_now;
 use tokio::time::{sleep, sleep_until, timeout, timeout_at};
 use tracing::debug;
 
+use crate::boxed::boxed;
 use crate::clock::{Clock, elapsed_since, monotonic};
 use crate::limiter::algorithm::AlgorithmKind;
 use crate::limiter::metrics::{LimiterMetrics, LostCost};
@@ -274,7 +275,8 @@ impl Batcher {
     }
 
     fn spawn_run(self: &Arc<Self>) {
-        tokio::spawn(self.clone().run(monotonic()));
+        // Box the future, because tokio would move it several times.
+        tokio::spawn(boxed(|| self.clone().run(monotonic())));
     }
 
     /// Start a task that sends the next batch, if the batch need not wait.
