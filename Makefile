@@ -42,6 +42,7 @@ test-clients:
 	target/clients/bin/python -B tests/clients/acme.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/budgets.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/envoy_limits.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/decisions.py target/debug/sluicegate
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with

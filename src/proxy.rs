@@ -3,6 +3,7 @@
 pub mod admission;
 pub mod body;
 mod config_snapshot;
+mod decisions;
 pub mod forward;
 mod forward_auth;
 pub mod holdings;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant as StdInstant};
 use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
+use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
@@ -42,6 +43,7 @@ use crate::http::error_pages::ErrorPage;
 use crate::http::flow::StreamFlow;
 use crate::http::headers;
 use crate::http::headers::RenderedValues;
+use crate::http::problem::NO_STORE;
 use crate::http::request_body;
 use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::http::upgrade::{ExtendedConnect, UpgradeRequest};
@@ -58,6 +60,7 @@ use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::config_snapshot::ConfigSnapshot;
+use crate::proxy::decisions::{Description, Endpoint};
 use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
 use crate::proxy::holdings::{Held, Holdings};
@@ -208,6 +211,98 @@ impl Gateway {
             }
             Admission::Undecided(never) => match never {},
         }
+    }
+}
+
+// === Decisions about requests that other proxies describe ===
+
+impl Gateway {
+    /// Decide about the request that a proxy describes, and answer instead of forwarding the request. The decision is
+    /// the same as if the client had sent the described request to this gateway.
+    pub async fn decide(
+        &self,
+        request: Box<Request<RequestBody>>,
+        peer: &Peer,
+        flow: &Arc<StreamFlow>,
+    ) -> Box<Response<Body>> {
+        let snapshot = self.snapshot.load_full();
+        let revalidated = peer.revalidate(&snapshot.config);
+        let peer = revalidated.as_deref().unwrap_or(peer);
+        let has_unread_body = request_body::has_unread_body(&request);
+        let is_http2_head = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
+        let mut error = None;
+        let description = Description::read(&request, peer, &snapshot.config).unwrap_or_else(|reason| {
+            error = Some(reason);
+            Description::undescribed(&request)
+        });
+        request_body::discard_body(request, flow);
+        let Description { request, client, endpoint } = description;
+        let peer = client.as_ref().unwrap_or(peer);
+        let mut exchange = Exchange::new(&snapshot, &self.sinks, peer, flow, &request);
+        exchange.has_unread_body = has_unread_body;
+        exchange.is_http2_head = is_http2_head;
+        let result = match error {
+            Some(error) => {
+                decisions::log(&error, peer);
+                Err(Rejection::Undescribed(error))
+            }
+            None => self.decide_described(&mut exchange, &request, endpoint).await,
+        };
+        let mut response = match result {
+            Ok(mut response) => {
+                exchange.send(&mut response, "ok");
+                response
+            }
+            Err(rejection) => exchange.reject(rejection),
+        };
+        decisions::set_denied_status(&mut response, decisions::settings(&snapshot.config, peer.listener));
+        response
+    }
+
+    /// Run the sequence of admission for a described request, and return the response that admits it.
+    async fn decide_described<'a>(
+        &self,
+        exchange: &mut Exchange<'a>,
+        request: &Request<RequestBody>,
+        endpoint: Endpoint,
+    ) -> Result<Box<Response<Body>>, Rejection<'a>> {
+        let Exchange { snapshot, peer, flow, .. } = *exchange;
+        let mut body = RequestBody::empty();
+        let Exchange { facts, record, .. } = exchange;
+        let mut io = GatewayIo { limiter: &self.limiter, snapshot, peer, flow, record, body: &mut body, time: None };
+        let admission = admission::admit(&mut io, facts, request.into(), peer.origin(request.headers())).await;
+        exchange.record.consumer(&exchange.facts.credentials);
+        exchange.render_response_headers(request);
+        exchange.reply.compression = None;
+        let settings = decisions::settings(&snapshot.config, peer.listener);
+        let mut response = match admission {
+            Admission::Admitted(admitted) => {
+                let route = admitted.route;
+                let mut response = match decisions::reply(&admitted, request, snapshot.is_ready())? {
+                    Some(reply) => reply,
+                    None => {
+                        let request_id = exchange.record.request_id(request.headers()).to_header_value();
+                        let credentials = &exchange.facts.credentials;
+                        let head = RequestHead::from(request);
+                        let variables = RequestVariables { route, peer, credentials, head, request_id };
+                        decisions::admission(settings, endpoint, &variables)
+                    }
+                };
+                route.rate_limits.append_headers(response.headers_mut(), &admitted.decision);
+                response
+            }
+            // The proxy forwards preflights and challenges, and their response comes from the application.
+            Admission::Answered(_) => decisions::admission_without_identity(settings, endpoint, request.headers()),
+            Admission::Rejected(rejection) => {
+                if rejection.has_request_id() {
+                    exchange.record.request_id(request.headers());
+                }
+                return Err(rejection);
+            }
+            Admission::Undecided(never) => match never {},
+        };
+        response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
+        Ok(Box::new(response))
     }
 }
 

@@ -4,6 +4,8 @@
 pub mod auth;
 mod consumers;
 pub mod cost;
+mod decision_routes;
+pub mod decisions;
 pub mod descriptors;
 mod header_rules;
 mod identities;
@@ -51,7 +53,7 @@ use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
 use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::CompiledLimit;
-use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, WarningSubject};
+use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, WarningSubject};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::Route;
@@ -341,8 +343,10 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
     for (index, listener) in listeners.iter_mut().enumerate() {
         let serves = |route: &Route| route.listeners.is_empty() || route.listeners.contains(&index);
-        listener.has_websockets = routes.iter().any(|route| route.websocket && serves(route));
+        listener.has_websockets =
+            listener.protocol == ListenerProtocol::Http && routes.iter().any(|route| route.websocket && serves(route));
     }
+    decision_routes::check(config, &mut listeners, &routes, &auth, reader);
     upstreams.extend(internal.settings);
     upstream_tls.extend(internal.tls);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)

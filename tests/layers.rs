@@ -125,7 +125,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "proxy",
         &[
-            &["ratelimit_service", "record"],
+            &["decisions", "ratelimit_service", "record"],
             &["holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],
@@ -140,13 +140,13 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "snapshot",
         &[
-            &["settings"],
+            &["decision_routes", "settings"],
             &["descriptors", "routes"],
             &["auth"],
             &["consumers"],
             &["limits"],
             &["listeners", "notify", "route_match", "route_retry"],
-            &["header_rules", "identities", "remote_auth", "route_action"],
+            &["decisions", "header_rules", "identities", "remote_auth", "route_action"],
             &["cost", "upstreams"],
             &["validator"],
         ],
@@ -377,7 +377,11 @@ const LISTS: [(&str, &str, &[&str]); 4] = [
     ),
     ("AlgorithmKind", "src/limiter/algorithm.rs", &["src/limiter/redis/script.rs"]),
     ("ProviderKind", "src/identity/auth.rs", &["src/snapshot/auth.rs"]),
-    ("RouteAction", "src/snapshot/route_action.rs", &["src/snapshot/route_action.rs", "src/proxy.rs"]),
+    (
+        "RouteAction",
+        "src/snapshot/route_action.rs",
+        &["src/snapshot/route_action.rs", "src/proxy.rs", "src/proxy/decisions.rs"],
+    ),
 ];
 
 fn read(file: &str) -> String {

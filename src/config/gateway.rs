@@ -191,9 +191,15 @@ pub struct Listener {
     /// knowledge on this port. A second gateway process with the same address does not start.
     pub address: Option<Text>,
     /// What the listener serves. `"http"`: requests, by the routes. `"ratelimit"`: calls of Envoy's rate limit service
-    /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)).
-    #[schemars(extend("enum" = ["http", "ratelimit"], "default" = "http"))]
+    /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)). `"decisions"`: decisions about the requests of
+    /// another proxy, such as nginx or Traefik, by the routes ([decisions](../how-to/decisions.md)).
+    #[schemars(extend("enum" = ["http", "ratelimit", "decisions"], "default" = "http"))]
     pub protocol: Option<Text>,
+    /// Status of each response that denies a request with a status other than 401 and 403, for proxies such as nginx
+    /// that forward only these two. The header `X-Decision-Status` then contains the status of the decision. Requires
+    /// `protocol = "decisions"`. Default: the status of the decision.
+    #[schemars(range(min = 400, max = 499))]
+    pub denied_status: Option<Spanned<i64>>,
     /// Require a PROXY protocol header (version 1 or 2) at the start of every connection. The peer must be a proxy in
     /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]

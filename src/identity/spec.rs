@@ -718,10 +718,7 @@ impl ClientIpResolver {
             // Split bytes instead of text. Otherwise, non-ASCII bytes from a client could hide the elements that
             // proxies appended.
             for element in line.as_bytes().rsplit(|byte| *byte == b',') {
-                let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
-                let hop =
-                    if self.header == http::header::FORWARDED { element.and_then(forwarded_for) } else { element };
-                match hop.and_then(parse_address) {
+                match self.hop(element) {
                     Some(hop) if self.is_trusted(hop) => client = hop,
                     Some(hop) => return hop,
                     None => return client,
@@ -729,6 +726,22 @@ impl ClientIpResolver {
             }
         }
         client
+    }
+
+    /// Return the address in an element of the header, or `None` if the element is invalid.
+    fn hop(&self, element: &[u8]) -> Option<IpAddr> {
+        let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
+        let hop = if self.header == http::header::FORWARDED { element.and_then(forwarded_for) } else { element };
+        hop.and_then(parse_address)
+    }
+
+    /// Return the client address as [`client_address`](Self::client_address) does. Return `None` if the header is
+    /// missing or repeated, or if its last element is no address, so that the peer did not report its client.
+    pub fn reported_address(&self, peer: IpAddr, headers: &HeaderMap) -> Option<IpAddr> {
+        let mut lines = headers.get_all(&self.header).iter();
+        let line = lines.next()?;
+        self.hop(line.as_bytes().rsplit(|byte| *byte == b',').next()?)?;
+        lines.next().is_none().then(|| self.client_address(peer, headers))
     }
 
     /// Return the client network that contains an address.

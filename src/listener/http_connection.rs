@@ -217,8 +217,9 @@ impl HttpConnection {
                     }
                     let in_flight = self.activity.start_request(flow.clone());
                     let is_refused = || false;
+                    let serves = self.serves;
                     let request =
-                        serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused);
+                        serve_request(self.gateway.clone(), self.peer.clone(), serves, in_flight, request, is_refused);
                     ServedRequest { request: Some(request), keeper: &keeper }
                 });
                 let connection = Http1Connection::new(stream, service, settings, &self.activity);
@@ -262,8 +263,8 @@ impl HttpConnection {
         let max = self.settings.http2_max_streams as usize;
         let is_refused = move || streams.abandoned.load(Ordering::Relaxed) >= max;
         let request = match self.serves {
-            ListenerProtocol::Http => {
-                serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request, is_refused)
+            ListenerProtocol::Http | ListenerProtocol::Decisions => {
+                serve_request(self.gateway.clone(), self.peer.clone(), self.serves, in_flight, request, is_refused)
             }
             ListenerProtocol::RateLimit => self.serve_call(in_flight, request, is_refused),
         };
@@ -626,6 +627,7 @@ fn unanswered(request: Pin<Box<HandledRequest>>) -> Continuation {
 fn serve_request(
     gateway: Arc<Gateway>,
     peer: Arc<Peer>,
+    serves: ListenerProtocol,
     in_flight: InFlightRequest,
     request: Request<Incoming>,
     is_refused: impl FnOnce() -> bool + Send + 'static,
@@ -653,7 +655,13 @@ fn serve_request(
         {
             return Err(h2::Reason::CANCEL.into());
         }
-        let mut response = gateway.handle(request, &peer, in_flight.flow()).await;
+        let mut response = match serves {
+            // Box the future, because requests on other listeners need no space for it.
+            ListenerProtocol::Decisions => boxed(|| gateway.decide(request, &peer, in_flight.flow())).await,
+            ListenerProtocol::Http | ListenerProtocol::RateLimit => {
+                gateway.handle(request, &peer, in_flight.flow()).await
+            }
+        };
         complete_response(in_flight, &mut response);
         Ok(response)
     })

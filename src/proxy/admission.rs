@@ -37,7 +37,7 @@ use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest}
 use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::listeners::Listener;
+use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::routes::{Route, RouteLimits};
 
 /// Path of HTTP-01 challenges, without the token at its end (RFC 8555 §8.3).
@@ -383,8 +383,10 @@ fn check_rules(rules: [Option<&AccessRules>; 2], request: &TargetedRequest<'_>) 
     }
 }
 
-/// Return the access rules of the listener that accepted a request, and of its route.
+/// Return the access rules of the listener that accepted a request, and of its route. The rules of a listener for
+/// decisions concern the proxy, which is not the client of the request.
 pub fn access_rules<'r>(listener: Option<&'r Listener>, route: Option<&'r Route>) -> [Option<&'r AccessRules>; 2] {
+    let listener = listener.filter(|listener| listener.protocol != ListenerProtocol::Decisions);
     [listener.and_then(|listener| listener.access.as_ref()), route.and_then(|route| route.access.as_deref())]
 }
 

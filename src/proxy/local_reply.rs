@@ -29,7 +29,7 @@ use crate::payload::json::rpc;
 use crate::payload::llm::provider::{ApiError, Provider, Retry};
 use crate::payload::llm::request::RequestError;
 use crate::proxy::admission::Answer;
-use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection, UnreadBody};
+use crate::proxy::rejection::{AuthRejection, DescriptionError, InspectError, LlmError, Rejection, UnreadBody};
 use crate::upstream::connector::TlsFailure;
 use crate::upstream::error::{UpstreamError, is_protocol_error};
 
@@ -270,6 +270,15 @@ impl Rejection<'_> {
                     _ => {}
                 }
                 (response, outcome)
+            }
+            Rejection::Undescribed(error) => {
+                let (status, outcome) = match &error {
+                    DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, "forbidden"),
+                    DescriptionError::UnknownEndpoint => (StatusCode::NOT_FOUND, "no-route"),
+                    DescriptionError::Header(..) => (StatusCode::BAD_REQUEST, "bad-description"),
+                    DescriptionError::Forged(_) => (StatusCode::BAD_REQUEST, "forged-header"),
+                };
+                (problem_response(status, ABOUT_BLANK, &error.to_string()), outcome)
             }
         }
     }
@@ -587,8 +596,12 @@ impl Rejection<'_> {
     /// Return the value of `Proxy-Status`: the name of this gateway and an error type of RFC 9209 §2.3.
     fn proxy_status(&self) -> &'static str {
         match self {
-            Rejection::NoRoute | Rejection::UnknownHost => "sluicegate;error=destination_not_found",
-            Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate;error=http_request_denied",
+            Rejection::NoRoute | Rejection::UnknownHost | Rejection::Undescribed(DescriptionError::UnknownEndpoint) => {
+                "sluicegate;error=destination_not_found"
+            }
+            Rejection::Forbidden
+            | Rejection::RateLimited { .. }
+            | Rejection::Undescribed(DescriptionError::NotTrusted) => "sluicegate;error=http_request_denied",
             Rejection::Identity(error) if error.is_credential_error() => "sluicegate;error=http_request_denied",
             Rejection::Auth(rejection) if rejection.error.is_unavailable() => "sluicegate;error=proxy_internal_error",
             Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {
@@ -606,7 +619,10 @@ impl Rejection<'_> {
             | Rejection::MethodNotAllowed(_)
             | Rejection::Auth(_)
             | Rejection::Identity(_)
-            | Rejection::InvalidCost(_) => "sluicegate;error=http_request_error",
+            | Rejection::InvalidCost(_)
+            | Rejection::Undescribed(DescriptionError::Header(..) | DescriptionError::Forged(_)) => {
+                "sluicegate;error=http_request_error"
+            }
             Rejection::Llm(LlmError::NoCapacity) | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
                 "sluicegate;error=proxy_internal_error"
             }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use http::{Method, StatusCode};
+use http::{HeaderName, Method, StatusCode};
 
 use crate::http::target::PathError;
 use crate::identity::auth::Challenge;
@@ -74,6 +74,8 @@ pub enum Rejection<'a> {
     StoreUnavailable(StoreUnavailable),
     /// The exchange with the upstream failed.
     Upstream(UpstreamError),
+    /// A request for a decision does not describe the request about which the gateway has to decide.
+    Undescribed(DescriptionError),
 }
 
 impl From<RedirectError> for Rejection<'_> {
@@ -104,6 +106,23 @@ impl Rejection<'_> {
             _ => false,
         }
     }
+}
+
+/// The reason why a request for a decision describes no request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DescriptionError {
+    /// The peer may not describe requests.
+    #[error("only trusted proxies may ask for decisions: add the proxy to `trusted_proxies` in [client_ip]")]
+    NotTrusted,
+    /// The listener has no such endpoint.
+    #[error("no endpoint for decisions has this path: see the guide to decisions")]
+    UnknownEndpoint,
+    /// A header is missing, repeated or invalid.
+    #[error("the proxy must send exactly one `{0}` with {1}")]
+    Header(HeaderName, &'static str),
+    /// A server may mistake a header of the client for a header that the gateway sets.
+    #[error("servers may mistake the header `{0}` for a header that the gateway sets")]
+    Forged(HeaderName),
 }
 
 /// The error for a request that is not authenticated: the reason, and the challenges of the route.

@@ -21,6 +21,8 @@ use crate::config::spanned::{Spanned, Text};
 use crate::http::target::canonical_host;
 use crate::http::url::HttpUrl;
 use crate::identity::access::AccessRules;
+use crate::snapshot::decisions;
+use crate::snapshot::decisions::DecisionSettings;
 use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::upstreams;
@@ -49,6 +51,8 @@ pub struct Listener {
     pub tls: Option<ListenerTls>,
     /// Client networks that may use the listener. `None` = all.
     pub access: Option<AccessRules>,
+    /// Settings of a listener with `protocol = "decisions"`.
+    pub decisions: Option<Box<DecisionSettings>>,
     /// Whether a route of the listener allows WebSockets. HTTP/2 clients then learn that they may open WebSockets.
     pub has_websockets: bool,
 }
@@ -60,6 +64,8 @@ pub enum ListenerProtocol {
     Http,
     /// Calls of Envoy's rate limit service, by the descriptors.
     RateLimit,
+    /// Decisions about requests that other proxies describe, by the routes.
+    Decisions,
 }
 
 /// `tls` of a listener
@@ -110,8 +116,21 @@ pub(super) fn listeners(
                         of the gateway";
             reader.push_missing_elsewhere(Issue::new(value.span(), message).with_hint(hint));
         }
-        let protocols = [("http", ListenerProtocol::Http), ("ratelimit", ListenerProtocol::RateLimit)];
+        let protocols = [
+            ("http", ListenerProtocol::Http),
+            ("ratelimit", ListenerProtocol::RateLimit),
+            ("decisions", ListenerProtocol::Decisions),
+        ];
         let protocol = reader.one_of(listener.protocol.as_ref(), ListenerProtocol::Http, &protocols);
+        let decisions = match protocol {
+            ListenerProtocol::Decisions => Some(Box::new(decisions::settings(listener, trusted_proxies, reader))),
+            ListenerProtocol::Http | ListenerProtocol::RateLimit => {
+                if let Some(value) = &listener.denied_status {
+                    reader.push_missing(Issue::new(value.span(), "`denied_status` requires protocol = \"decisions\""));
+                }
+                None
+            }
+        };
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
         let Some(address) = reader.address(text) else { continue };
@@ -123,7 +142,17 @@ pub(super) fn listeners(
             None => {
                 spans.push((address, text.span()));
                 let name = listener.name.as_ref().map(|name| name.get_ref().as_str().into());
-                compiled.push(Listener { name, address, protocol, proxy_protocol, tls, access, has_websockets: false });
+                let has_websockets = false;
+                compiled.push(Listener {
+                    name,
+                    address,
+                    protocol,
+                    proxy_protocol,
+                    tls,
+                    access,
+                    decisions,
+                    has_websockets,
+                });
             }
         }
     }

@@ -26,6 +26,8 @@ mod config;
 mod cors;
 mod costs;
 mod dashboard;
+mod decision_proxies;
+mod decisions;
 mod defects;
 mod distributed;
 mod dns;

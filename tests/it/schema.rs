@@ -209,7 +209,8 @@ fn load(file: &Value) -> Result<String, String> {
         .iter()
         .map(|listener| {
             let clients = listener.tls.as_ref().and_then(|tls| tls.client_ca.as_ref());
-            (listener.address, listener.proxy_protocol, clients.map(|(_, auth)| auth))
+            let decisions = listener.decisions.as_ref().map(|settings| settings.denied_status);
+            (listener.address, listener.proxy_protocol, clients.map(|(_, auth)| auth), decisions)
         })
         .collect();
     let limits: Vec<_> = limits
@@ -289,6 +290,11 @@ fn file_with(path: &str) -> Value {
         *at(&mut file, &path).unwrap() = value;
     };
     match path {
+        "listener.*.protocol" => set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] })),
+        "listener.*.denied_status" => {
+            set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] }));
+            set("listener", json!([{ "address": "127.0.0.1:0", "protocol": "decisions" }]));
+        }
         "limit.*.start" | "limit.*.time_zone" => {
             set("limit.l", json!({ "by": "ip", "algorithm": "fixed-window", "quota": "1/day" }))
         }

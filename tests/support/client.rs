@@ -106,8 +106,9 @@ impl<S: Read + Write> Client<S> {
         let mut headers = Vec::new();
         loop {
             let line = self.line().unwrap();
-            match line.trim_end().split_once(": ") {
-                Some((name, value)) => headers.push((name.to_ascii_lowercase(), value.to_owned())),
+            // A header may be empty.
+            match line.trim_end_matches(['\r', '\n']).split_once(':') {
+                Some((name, value)) => headers.push((name.to_ascii_lowercase(), value.trim().to_owned())),
                 None => break,
             }
         }

@@ -1,0 +1,55 @@
+//! Compiles the settings of listeners with `protocol = "decisions"`.
+
+use http::{HeaderMap, HeaderName, StatusCode};
+
+use crate::config::error::Issue;
+use crate::config::gateway;
+use crate::http::headers::HeaderAliases;
+use crate::snapshot::validator::Validator;
+
+/// Settings of a listener with `protocol = "decisions"`.
+#[derive(Debug, Default)]
+pub struct DecisionSettings {
+    /// Status of responses that deny a request with a status other than 401 and 403. `None` for the status of the
+    /// decision.
+    pub denied_status: Option<StatusCode>,
+    identity_headers: Vec<HeaderName>,
+    aliases: HeaderAliases,
+}
+
+impl DecisionSettings {
+    /// Set the names of the headers that routes set in requests to upstreams.
+    pub(super) fn set_identity_headers(&mut self, names: Vec<HeaderName>) {
+        self.aliases = HeaderAliases::from_names(&names);
+        self.identity_headers = names;
+    }
+
+    /// Return the names of the headers that routes of the listener set in requests to upstreams. Each response that
+    /// admits a request has all of them, so that the proxy replaces the headers of its clients.
+    pub fn identity_headers(&self) -> &[HeaderName] {
+        &self.identity_headers
+    }
+
+    /// Return a header that servers may mistake for an identity header, such as `X_User` for `X-User`.
+    pub fn forged_header<'h>(&self, headers: &'h HeaderMap) -> Option<&'h HeaderName> {
+        headers.keys().find(|name| self.aliases.contains(name) && !self.identity_headers.contains(name))
+    }
+}
+
+/// Compile the settings of a listener for decisions.
+pub(super) fn settings(
+    listener: &gateway::Listener,
+    trusted_proxies: usize,
+    reader: &mut Validator<'_>,
+) -> DecisionSettings {
+    if let Some(text) = listener.protocol.as_ref().filter(|_| trusted_proxies == 0) {
+        let message = "a listener for decisions requires trusted proxies, but there are none: every request would be \
+                       rejected";
+        let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip] to the addresses of the proxies that ask for \
+                    decisions";
+        reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
+    }
+    let denied_status = listener.denied_status.as_ref().map(|value| reader.number(Some(value), 400..500, 403));
+    let denied_status = denied_status.and_then(|status| StatusCode::from_u16(status as u16).ok());
+    DecisionSettings { denied_status, ..DecisionSettings::default() }
+}
