@@ -888,3 +888,11 @@ fn imports_of_ratelimit() {
         [include_bytes!("import/ratelimit/edge.yaml"), include_bytes!("import/ratelimit/configmap.yaml")];
     fuzz("imports of envoyproxy/ratelimit", &examples, &YAML_TOKENS, import::ratelimit);
 }
+
+#[test]
+fn imports_of_traefik() {
+    let examples: [&[u8]; 2] =
+        [include_bytes!("import/traefik/dynamic.yml"), include_bytes!("import/traefik/static.toml")];
+    let rules = ["`", "&& ", "|| ", "!", "(", ")", "Host(`a`)", "PathRegexp(`^/(a|b)`)", "Header(`a`, `b`)"];
+    fuzz("imports of Traefik", &examples, &[&YAML_TOKENS[..], &rules].concat(), import::traefik);
+}

@@ -39,3 +39,8 @@ pub(crate) fn kong(data: &[u8]) {
 pub(crate) fn ratelimit(data: &[u8]) {
     run(Format::RateLimit, data);
 }
+
+/// Import dynamic configurations of Traefik, in YAML or TOML.
+pub(crate) fn traefik(data: &[u8]) {
+    run(Format::Traefik, data);
+}

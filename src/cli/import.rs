@@ -17,6 +17,10 @@ use crate::tools::import::{import, input_budget, read_input};
 /// Exit code if `--strict` is given and a part of the original has no equal or differs.
 const EXIT_DIFFERENCES: u8 = 1;
 
+/// Names of the consumers file and the users file in an imported configuration.
+const CONSUMERS: &str = "consumers.toml";
+const USERS: &str = "htpasswd";
+
 /// Exit code for files that cannot be read or parsed.
 const EXIT_INVALID_INPUT: u8 = 2;
 
@@ -60,6 +64,8 @@ enum Format {
     Kubernetes,
     /// A declarative configuration of Kong
     Kong,
+    /// Dynamic configurations of Traefik, in YAML or TOML
+    Traefik,
     /// Files of envoyproxy/ratelimit
     Ratelimit,
 }
@@ -83,12 +89,14 @@ fn run_import(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Format::IngressNginx => import::Format::IngressNginx { replicas: arguments.replicas },
         Format::Kubernetes => import::Format::Kubernetes,
         Format::Kong => import::Format::Kong,
+        Format::Traefik => import::Format::Traefik,
         Format::Ratelimit => import::Format::RateLimit,
     };
     if arguments.replicas.is_some() && !matches!(arguments.format, Format::IngressNginx) {
         bail!("--replicas is valid only with ingress-nginx");
     }
-    let model = import(format, &inputs, budget)?;
+    let mut model = import(format, &inputs, budget)?;
+    name_side_files(&mut model, arguments);
     write_side_files(&model, arguments)?;
     let files: Vec<_> = arguments.files.iter().map(|path| path.display().to_string()).collect();
     let program = arguments.format.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
@@ -106,6 +114,18 @@ fn run_import(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         anstream::eprintln!("{}", error.report(&Renderer::styled()));
     }
     Ok(if arguments.strict && differs { ExitCode::from(EXIT_DIFFERENCES) } else { ExitCode::SUCCESS })
+}
+
+/// Let the authentication providers name the files that the command writes.
+fn name_side_files(model: &mut Model, arguments: &Arguments) {
+    let files = [("consumers", CONSUMERS, &arguments.consumers), ("users", USERS, &arguments.users)];
+    for auth in model.auth.values_mut() {
+        for (key, default, path) in files {
+            if let Some(path) = path.as_ref().filter(|_| auth.text(key) == Some(default)) {
+                auth.set(key, path.display().to_string());
+            }
+        }
+    }
 }
 
 /// Write the consumers file and the users file.

@@ -206,7 +206,11 @@ fn files(command: &str) -> Entries {
                  permissions and comments.",
             ),
         ],
-        "import" => &[("nginx.conf", "A file of the other program, and the files that it includes.")],
+        "import" => &[
+            ("nginx.conf", "A file of the other program, and the files that it includes."),
+            ("consumers.toml", "The consumers file that --consumers names."),
+            ("htpasswd", "The users file that --users names."),
+        ],
         "replay" => &[("gateway.toml", "The configuration, see --config. Not read with --by."), CONSUMERS],
         "top" | "inspect" | "reset" | "override" => &[(
             "gateway.toml",

@@ -8,6 +8,7 @@ pub mod model;
 pub mod nginx;
 mod paths;
 mod ratelimit;
+mod traefik;
 mod units;
 mod writer;
 
@@ -17,7 +18,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::tools::import::model::{Model, Origin};
+use toml::Value;
+
+use crate::tools::import::model::{Model, Origin, Relation, Table};
 
 /// Maximum size in bytes of all files of an import together. Larger files are an error, because the parsed form of a
 /// file needs several times its size in memory.
@@ -37,6 +40,8 @@ pub enum Format {
     Kubernetes,
     /// Declarative configurations of Kong.
     Kong,
+    /// Dynamic configurations of Traefik.
+    Traefik,
     /// Files of `envoyproxy/ratelimit`.
     RateLimit,
 }
@@ -112,13 +117,41 @@ pub fn import(format: Format, inputs: &[Input], budget: u64) -> Result<Model, Im
         Format::IngressNginx { replicas } => kubernetes::import(inputs, true, replicas),
         Format::Kubernetes => kubernetes::import(inputs, false, None),
         Format::Kong => kong::import(inputs),
+        Format::Traefik => traefik::import(inputs),
         Format::RateLimit => ratelimit::import(inputs),
     }
-    .map(sorted)
+    .map(completed)
 }
 
-/// Sort the messages by position: first those about the whole import.
-fn sorted(mut model: Model) -> Model {
+/// Sort the messages by position, first those about the whole import. Add a route if there is none, because a
+/// configuration needs one. Upgrades need upstreams with HTTP/1.1. Several
+/// authentication providers are all required.
+fn completed(mut model: Model) -> Model {
+    if model.routes.is_empty() && model.descriptors.is_empty() {
+        let mut route =
+            Table { comments: vec!["A placeholder: the files have no route".to_owned()], ..Table::default() };
+        route.set("path", "/{*rest}");
+        route.set_entry("respond", "status", 404);
+        model.add_route("none", route);
+        model.note(Relation::NoEqual, None, "the files contain no route: a placeholder responds with 404");
+    }
+    let is_http2 = |name: &str| model.upstreams.get(name).is_some_and(|table| table.text("protocol") == Some("http2"));
+    for route in model.routes.values_mut() {
+        // The items of `require` are alternatives; a nested list requires all of them, as other programs do.
+        if let Some(Value::Array(providers)) = route.keys.get_mut("require")
+            && providers.len() > 1
+        {
+            *providers = vec![Value::Array(std::mem::take(providers))];
+        }
+        let only_http1 = match route.keys.get("upstream") {
+            Some(Value::Table(weights)) => !weights.keys().any(|name| is_http2(name)),
+            Some(Value::String(name)) => !is_http2(name),
+            _ => true,
+        };
+        if !only_http1 {
+            route.keys.shift_remove("websocket");
+        }
+    }
     model.notes.sort_by(|one, other| one.origin.cmp(&other.origin));
     model
 }

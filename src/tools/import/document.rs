@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
 use crate::config::yaml;
-use crate::config::yaml::{Node, Pair};
+use crate::config::yaml::{Node, Pair, Value};
 use crate::tools::import::model::{Model, Origin, quoted};
 use crate::tools::import::{ImportError, Input};
 
@@ -43,7 +46,11 @@ impl Document {
 pub(super) fn read(inputs: &[Input]) -> Result<Vec<Document>, ImportError> {
     let mut documents = Vec::new();
     for input in inputs {
-        documents.extend(parse(&input.name, 0, &input.text)?);
+        if is_toml(input) {
+            documents.push(parse_toml(input)?);
+        } else {
+            documents.extend(parse(&input.name, 0, &input.text)?);
+        }
     }
     Ok(documents)
 }
@@ -53,4 +60,44 @@ pub(super) fn parse(file: &Arc<str>, offset: usize, text: &str) -> Result<Vec<Do
     let roots = yaml::parse(text)
         .map_err(|error| ImportError::Syntax(Origin::new(file, offset + error.line), quoted(&error.message)))?;
     Ok(roots.into_iter().map(|root| Document { file: file.clone(), offset, root }).collect())
+}
+
+/// Return whether a file is TOML: by its name, or because its first line of content is a table.
+fn is_toml(input: &Input) -> bool {
+    let first = input.text.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#'));
+    let is_table = |line: &str| line.starts_with('[') && line.ends_with(']') && !line.contains([',', '"']);
+    input.name.ends_with(".toml") || first.is_some_and(is_table)
+}
+
+fn parse_toml(input: &Input) -> Result<Document, ImportError> {
+    let lines: Vec<usize> = input.text.match_indices('\n').map(|(index, _)| index).collect();
+    let line_of = |offset: usize| lines.partition_point(|end| *end < offset) + 1;
+    let table = DeTable::parse(&input.text).map_err(|error| {
+        let line = line_of(error.span().map_or(0, |span| span.start));
+        ImportError::Syntax(Origin::new(&input.name, line), quoted(error.message()))
+    })?;
+    let root = Node { line: 1, value: table_value(table.get_ref(), &line_of) };
+    Ok(Document { file: input.name.clone(), offset: 0, root })
+}
+
+fn table_value(table: &DeTable<'_>, line_of: &dyn Fn(usize) -> usize) -> Value {
+    let pair = |(key, value): (&Spanned<std::borrow::Cow<'_, str>>, &Spanned<DeValue<'_>>)| Pair {
+        line: line_of(key.span().start),
+        key: key.get_ref().to_string(),
+        value: toml_node(value, line_of),
+    };
+    Value::Map(table.iter().map(pair).collect())
+}
+
+fn toml_node(value: &Spanned<DeValue<'_>>, line_of: &dyn Fn(usize) -> usize) -> Node {
+    let converted = match value.get_ref() {
+        DeValue::String(text) => Value::Text(text.to_string()),
+        DeValue::Integer(number) => Value::Text(number.to_string()),
+        DeValue::Float(number) => Value::Text(number.to_string()),
+        DeValue::Boolean(value) => Value::Text(value.to_string()),
+        DeValue::Datetime(time) => Value::Text(time.to_string()),
+        DeValue::Array(items) => Value::List(items.iter().map(|item| toml_node(item, line_of)).collect()),
+        DeValue::Table(table) => table_value(table, line_of),
+    };
+    Node { line: line_of(value.span().start), value: converted }
 }

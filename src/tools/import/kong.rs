@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::config::yaml::Node;
 use crate::routing::pattern::PathPattern;
 use crate::tools::import::document::{Document, read};
-use crate::tools::import::model::{Model, Relation, Table, quoted};
+use crate::tools::import::model::{Model, Table, quoted};
 use crate::tools::import::paths::{literal, prefix_expression};
 use crate::tools::import::units::duration;
 use crate::tools::import::{ImportError, Input};
@@ -25,7 +25,7 @@ pub(super) fn import(inputs: &[Input]) -> Result<Model, ImportError> {
     for document in &documents {
         importer.document(document);
     }
-    importer.finish();
+    importer.write_consumers();
     Ok(importer.model)
 }
 
@@ -360,14 +360,6 @@ impl<'a> Importer<'a> {
         }
         if !headers.is_empty() {
             table.set_entry("match", "headers", headers);
-        }
-    }
-
-    /// Write the consumers, after all routes are known.
-    fn finish(&mut self) {
-        self.write_consumers();
-        if self.model.routes.is_empty() {
-            self.model.note(Relation::NoEqual, None, "the files contain no route");
         }
     }
 }

@@ -44,9 +44,6 @@ pub(super) fn import(inputs: &[Input], annotated: bool, replicas: Option<u32>) -
             importer.ingress(document);
         }
     }
-    if importer.model.routes.is_empty() {
-        importer.model.note(Relation::NoEqual, None, "the files contain no Ingress that can be imported");
-    }
     if annotated {
         importer.model.setting("client_ip").set("ipv6_prefix", 128);
         let text = "ingress-nginx sets X-Forwarded-For to the address of the peer, unless `use-forwarded-headers` is set: \
