@@ -8,6 +8,7 @@ pub mod json {
 }
 
 pub mod envoy;
+pub mod ext_authz;
 
 pub mod form;
 pub mod mcp_tools;

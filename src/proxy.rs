@@ -4,6 +4,7 @@ pub mod admission;
 pub mod body;
 mod config_snapshot;
 mod decisions;
+mod ext_authz;
 pub mod forward;
 mod forward_auth;
 pub mod holdings;
@@ -40,7 +41,9 @@ use crate::http::body::Body;
 use crate::http::compression::CompressionOffer;
 use crate::http::cors;
 use crate::http::error_pages::ErrorPage;
+use crate::http::body_limits::INSPECTED_SHARE;
 use crate::http::flow::StreamFlow;
+use crate::http::grpc::CallError;
 use crate::http::headers;
 use crate::http::headers::RenderedValues;
 use crate::http::problem::NO_STORE;
@@ -216,6 +219,14 @@ impl Gateway {
 
 // === Decisions about requests that other proxies describe ===
 
+/// What the response to a request for a decision depends on.
+struct Message {
+    /// See [`Exchange::has_unread_body`].
+    has_unread_body: bool,
+    /// See [`Exchange::is_http2_head`].
+    is_http2_head: bool,
+}
+
 impl Gateway {
     /// Decide about the request that a proxy describes, and answer instead of forwarding the request. The decision is
     /// the same as if the client had sent the described request to this gateway.
@@ -228,19 +239,53 @@ impl Gateway {
         let snapshot = self.snapshot.load_full();
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
-        let has_unread_body = request_body::has_unread_body(&request);
-        let is_http2_head = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
-        let mut error = None;
-        let description = Description::read(&request, peer, &snapshot.config).unwrap_or_else(|reason| {
-            error = Some(reason);
-            Description::undescribed(&request)
-        });
+        if headers::is_grpc_call(request.method(), request.version(), request.headers()) {
+            let called = boxed(|| self.check_call(&snapshot, request, peer, flow)).await;
+            return called.unwrap_or_else(|error| Box::new(error.into_response()));
+        }
+        let message = Message {
+            has_unread_body: request_body::has_unread_body(&request),
+            is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
+        };
+        let description = Description::read(&request, peer, &snapshot.config);
         request_body::discard_body(request, flow);
-        let Description { request, client, endpoint } = description;
+        self.answer(&snapshot, peer, description, flow, message).await
+    }
+
+    /// Answer a call of Envoy's external authorization.
+    async fn check_call(
+        &self,
+        snapshot: &ConfigSnapshot,
+        request: Box<Request<RequestBody>>,
+        peer: &Peer,
+        flow: &Arc<StreamFlow>,
+    ) -> Result<Box<Response<Body>>, CallError> {
+        let ConfigSnapshot { config, metrics, .. } = snapshot;
+        let max_read = config.server.max_buffered / INSPECTED_SHARE;
+        let share = metrics.inspected_by_network.share(config.client_ip.network(peer.address), max_read);
+        let head = request_head(&request);
+        let check = ext_authz::read(head.uri().path(), request.into_body(), flow, share).await?;
+        let described = ext_authz::client_request(check, peer, config);
+        let description = Description::new(described, &head, peer, config);
+        let message = Message { has_unread_body: false, is_http2_head: false };
+        let response = self.answer(snapshot, peer, description, flow, message).await;
+        Ok(Box::new(ext_authz::response(*response, decisions::settings(config, peer.listener))))
+    }
+
+    /// Decide about a described request, and return the response to the proxy.
+    async fn answer(
+        &self,
+        snapshot: &ConfigSnapshot,
+        peer: &Peer,
+        description: Description,
+        flow: &Arc<StreamFlow>,
+        message: Message,
+    ) -> Box<Response<Body>> {
+        let Description { request, client, endpoint, error } = description;
         let peer = client.as_ref().unwrap_or(peer);
-        let mut exchange = Exchange::new(&snapshot, &self.sinks, peer, flow, &request);
-        exchange.has_unread_body = has_unread_body;
-        exchange.is_http2_head = is_http2_head;
+        let mut exchange = Exchange::new(snapshot, &self.sinks, peer, flow, &request);
+        exchange.has_unread_body = message.has_unread_body;
+        exchange.is_http2_head = message.is_http2_head;
         let result = match error {
             Some(error) => {
                 decisions::log(&error, peer);

@@ -125,6 +125,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "proxy",
         &[
+            &["ext_authz"],
             &["decisions", "ratelimit_service", "record"],
             &["holdings"],
             &["local_reply"],

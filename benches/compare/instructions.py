@@ -70,6 +70,8 @@ ROUTES = {"plain": "", "one": '"wide"', "three": '"wide", "second", "third"', "d
 
 CASES = [("plain", "memory", "plain"), ("one limit in memory", "memory", "one"), ("one limit in Redis", "redis", "one"),
          ("three limits in Redis", "redis", "three"), ("denied", "redis", "deny"),
+         ("decision", "memory", "decide/plain"), ("decision, one limit", "redis", "decide/one"),
+         ("denied decision", "redis", "decide/deny"),
          ("chat", "memory", "chat/plain"), ("chat, tokens", "memory", "chat/tokens"),
          ("stream", "memory", "stream/plain"), ("stream, tokens", "memory", "stream/tokens")]
 
@@ -90,6 +92,10 @@ def stream_response():
 
 def request(route, key):
     """Return a request without a body or, for chat and stream routes, a chat request of 2 KiB."""
+    if route.startswith("decide/"):
+        target = route.removeprefix("decide")
+        return (f"GET /decide/forwarded HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\nx-forwarded-method: GET\r\nx-forwarded-uri: {target}\r\n"
+                "x-forwarded-host: gateway\r\nx-forwarded-proto: http\r\nx-forwarded-for: 192.0.2.1\r\n\r\n").encode()
     if "/" not in route:
         return f"GET /{route} HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\n\r\n".encode()
     body = {"model": "m", "max_tokens": 500, "stream": route.startswith("stream"), "messages": [{"role": "user", "content": ""}]}
@@ -142,8 +148,13 @@ def instructions(binary, directory, store, route, rounds, upstream):
     """Return the number of instructions that a gateway executes for `rounds` rounds, with start and shutdown."""
     port = free_port()
     config = directory / "gateway.toml"
-    routes = "".join(route_table(name, limits) for name, limits in ROUTES.items())
-    config.write_text(GATEWAY.format(port=port, store=store, upstream=upstream) + routes)
+    is_decision = route.startswith("decide/")
+    # A listener for decisions serves no routes that count tokens.
+    routes = "".join(route_table(name, limits) for name, limits in ROUTES.items() if not (is_decision and "/" in name))
+    text = GATEWAY.format(port=port, store=store, upstream=upstream) + routes
+    if is_decision:
+        text = text.replace("[log]", 'protocol = "decisions"\n[client_ip]\ntrusted_proxies = ["127.0.0.1"]\n[log]', 1)
+    config.write_text(text)
     count = directory / "count"
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={count}"]
     with open(directory / "log", "w") as log:
@@ -155,7 +166,7 @@ def instructions(binary, directory, store, route, rounds, upstream):
                 connection.sendall(request(route, f"{port}-{index}"))
             for index, (connection, pending) in enumerate(connections):
                 status, pending = answer(connection, pending)
-                expected = 429 if route == "deny" and number > 0 else 200
+                expected = 429 if route.endswith("deny") and number > 0 else 200
                 if status != expected:
                     raise SystemExit(f"{route}: {status} instead of {expected}")
                 connections[index] = (connection, pending)
@@ -189,6 +200,9 @@ def main():
                 short, long = (instructions(binary, directory, stores[store], route, rounds, upstream_port) for rounds in (SHORT, LONG))
                 counts[route] = (long - short) / (LONG - SHORT) / CONNECTIONS
                 print(f"{label:24s} {counts[route]:9,.0f}", flush=True)
+            for decision, proxied in (("decide/plain", "plain"), ("decide/deny", "deny")):
+                if {decision, proxied} <= counts.keys():
+                    print(f"{decision}: {counts[decision] / counts[proxied]:.2f} times {proxied}")
             if not {"chat/plain", "chat/tokens", "stream/plain", "stream/tokens"} <= counts.keys():
                 return
             chat, stream = (counts[f"{kind}/tokens"] - counts[f"{kind}/plain"] for kind in ("chat", "stream"))

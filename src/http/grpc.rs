@@ -5,8 +5,8 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, HeaderValue, Response};
+use http_body::Body as HttpBody;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::http::body::Body;
@@ -82,7 +82,7 @@ pub enum ReadMessage {
 /// # Errors
 /// The call has no complete message or several messages, the message is compressed, or the client has gone away.
 pub async fn read_message(
-    mut body: Incoming,
+    mut body: impl HttpBody<Data = Bytes> + Unpin,
     max: usize,
     flow: &StreamFlow,
     share: NetworkShare,

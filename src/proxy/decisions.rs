@@ -36,7 +36,7 @@ const X_ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 const X_DECISION_STATUS: HeaderName = HeaderName::from_static("x-decision-status");
 
 /// Headers that Envoy removes from the request before it forwards the request.
-const X_ENVOY_AUTH_HEADERS_TO_REMOVE: HeaderName = HeaderName::from_static("x-envoy-auth-headers-to-remove");
+pub(super) const X_ENVOY_AUTH_HEADERS_TO_REMOVE: HeaderName = HeaderName::from_static("x-envoy-auth-headers-to-remove");
 
 /// Minimum interval between log records about proxies that describe no request.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -69,32 +69,69 @@ pub(super) struct Description {
     /// The client that sent the described request. `None` if the proxy described no request.
     pub(super) client: Option<Peer>,
     pub(super) endpoint: Endpoint,
+    /// The reason why the proxy described no request.
+    pub(super) error: Option<DescriptionError>,
 }
 
 impl Description {
     /// Read the description in a request for a decision.
-    pub(super) fn read(
-        received: &Request<RequestBody>,
+    pub(super) fn read(received: &Request<RequestBody>, peer: &Peer, config: &CompiledConfig) -> Self {
+        let described = ClientRequest::read(received, peer, config);
+        Description::new(described, received, peer, config)
+    }
+
+    /// Create the description of a request, or of a request for a decision that describes none.
+    pub(super) fn new<B>(
+        described: Result<ClientRequest, DescriptionError>,
+        received: &Request<B>,
         peer: &Peer,
         config: &CompiledConfig,
-    ) -> Result<Self, DescriptionError> {
-        let listener = config.listeners.get(peer.listener);
-        if !peer.forwarded.trusted || !listener.is_none_or(|listener| may_ask(peer, listener)) {
-            return Err(DescriptionError::NotTrusted);
+    ) -> Self {
+        let mut request = Request::new(RequestBody::empty());
+        match described {
+            Ok(described) => {
+                let ClientRequest { method, target, headers, host, scheme, address, endpoint } = described;
+                *request.method_mut() = method;
+                *request.uri_mut() = Uri::from(target);
+                *request.headers_mut() = described_headers(headers, host, config);
+                let client = Some(client(address, scheme, peer.listener, config));
+                Description { request, client, endpoint, error: None }
+            }
+            Err(error) => {
+                request.method_mut().clone_from(received.method());
+                request.uri_mut().clone_from(received.uri());
+                *request.version_mut() = received.version();
+                request.headers_mut().clone_from(received.headers());
+                Description { request, client: None, endpoint: Endpoint::Request, error: Some(error) }
+            }
         }
+    }
+}
+
+/// The request of a client, as a proxy describes it.
+pub(super) struct ClientRequest {
+    pub(super) method: Method,
+    pub(super) target: PathAndQuery,
+    pub(super) headers: HeaderMap,
+    pub(super) host: HeaderValue,
+    pub(super) scheme: &'static str,
+    pub(super) address: IpAddr,
+    pub(super) endpoint: Endpoint,
+}
+
+impl ClientRequest {
+    fn read(received: &Request<RequestBody>, peer: &Peer, config: &CompiledConfig) -> Result<Self, DescriptionError> {
         let headers = received.headers();
-        if let Some(name) = settings(config, peer.listener).and_then(|settings| settings.forged_header(headers)) {
-            return Err(DescriptionError::Forged(name.clone()));
-        }
+        check_proxy(peer, headers, config)?;
         let endpoint = Endpoint::of(received.uri());
         let method = match endpoint {
-            Endpoint::Forwarded => method(headers, X_FORWARDED_METHOD)?,
-            Endpoint::Original => method(headers, X_ORIGINAL_METHOD)?,
+            Endpoint::Forwarded => header_method(headers, X_FORWARDED_METHOD)?,
+            Endpoint::Original => header_method(headers, X_ORIGINAL_METHOD)?,
             Endpoint::Request => received.method().clone(),
         };
         let target = match endpoint {
-            Endpoint::Forwarded => target(headers, X_FORWARDED_URI)?,
-            Endpoint::Original => target(headers, X_ORIGINAL_URI)?,
+            Endpoint::Forwarded => header_target(headers, X_FORWARDED_URI)?,
+            Endpoint::Original => header_target(headers, X_ORIGINAL_URI)?,
             Endpoint::Request => own_target(received.uri())?,
         };
         let host = match endpoint {
@@ -103,26 +140,26 @@ impl Description {
                 received_host(received.uri(), headers).ok_or(DescriptionError::Header(HOST, HOST_OF_CLIENT))?
             }
         };
-        let scheme = scheme(headers)?;
+        let value = single(headers, X_FORWARDED_PROTO, SCHEME_OF_CLIENT)?;
+        let scheme =
+            scheme(value.as_bytes()).ok_or(DescriptionError::Header(X_FORWARDED_PROTO, SCHEME_OF_CLIENT))?;
         let client_ip = &config.client_ip;
         let address = client_ip
             .reported_address(peer.address, headers)
             .ok_or_else(|| DescriptionError::Header(client_ip.header.clone(), "the address of the client"))?;
-        let mut request = Request::new(RequestBody::empty());
-        *request.method_mut() = method;
-        *request.uri_mut() = Uri::from(target);
-        *request.headers_mut() = described_headers(headers, host, config);
-        Ok(Description { request, client: Some(client(address, scheme, peer.listener, config)), endpoint })
+        Ok(ClientRequest { method, target, headers: headers.clone(), host, scheme, address, endpoint })
     }
+}
 
-    /// Return the request for a decision itself, if it describes no request.
-    pub(super) fn undescribed(received: &Request<RequestBody>) -> Self {
-        let mut request = Request::new(RequestBody::empty());
-        request.method_mut().clone_from(received.method());
-        request.uri_mut().clone_from(received.uri());
-        *request.version_mut() = received.version();
-        request.headers_mut().clone_from(received.headers());
-        Description { request, client: None, endpoint: Endpoint::Request }
+/// Check that the peer may ask for decisions, and that the client's headers cannot be mistaken for identity headers.
+pub(super) fn check_proxy(peer: &Peer, headers: &HeaderMap, config: &CompiledConfig) -> Result<(), DescriptionError> {
+    let listener = config.listeners.get(peer.listener);
+    if !peer.forwarded.trusted || !listener.is_none_or(|listener| may_ask(peer, listener)) {
+        return Err(DescriptionError::NotTrusted);
+    }
+    match settings(config, peer.listener).and_then(|settings| settings.forged_header(headers)) {
+        Some(name) => Err(DescriptionError::Forged(name.clone())),
+        None => Ok(()),
     }
 }
 
@@ -157,17 +194,21 @@ fn single<'h>(
     }
 }
 
-fn method(headers: &HeaderMap, name: HeaderName) -> Result<Method, DescriptionError> {
+fn header_method(headers: &HeaderMap, name: HeaderName) -> Result<Method, DescriptionError> {
     let value = single(headers, name.clone(), METHOD_OF_CLIENT)?;
     Method::from_bytes(value.as_bytes()).map_err(|_| DescriptionError::Header(name, METHOD_OF_CLIENT))
 }
 
-fn target(headers: &HeaderMap, name: HeaderName) -> Result<PathAndQuery, DescriptionError> {
-    let value = single(headers, name.clone(), TARGET_OF_CLIENT)?.as_bytes();
+fn header_target(headers: &HeaderMap, name: HeaderName) -> Result<PathAndQuery, DescriptionError> {
+    let value = single(headers, name.clone(), TARGET_OF_CLIENT)?;
+    target(value.as_bytes()).ok_or(DescriptionError::Header(name, TARGET_OF_CLIENT))
+}
+
+/// Parse a target in origin form (RFC 9112 §3.2.1).
+pub(super) fn target(value: &[u8]) -> Option<PathAndQuery> {
     // The parser drops a fragment, but the application would get it.
     let is_origin_form = value.starts_with(b"/") && !value.contains(&b'#');
-    let target = if is_origin_form { PathAndQuery::try_from(value).ok() } else { None };
-    target.ok_or(DescriptionError::Header(name, TARGET_OF_CLIENT))
+    if is_origin_form { PathAndQuery::try_from(value).ok() } else { None }
 }
 
 /// Return the path and query of a request for a decision, without the prefix of the endpoint.
@@ -177,20 +218,18 @@ fn own_target(uri: &Uri) -> Result<PathAndQuery, DescriptionError> {
     PathAndQuery::try_from(target).map_err(|_| DescriptionError::UnknownEndpoint)
 }
 
-fn scheme(headers: &HeaderMap) -> Result<&'static str, DescriptionError> {
-    let value = single(headers, X_FORWARDED_PROTO, SCHEME_OF_CLIENT)?;
+pub(super) fn scheme(value: &[u8]) -> Option<&'static str> {
     // Traefik sends `ws` and `wss` for WebSockets.
-    match value.as_bytes() {
-        b"http" | b"ws" => Ok("http"),
-        b"https" | b"wss" => Ok("https"),
-        _ => Err(DescriptionError::Header(X_FORWARDED_PROTO, SCHEME_OF_CLIENT)),
+    match value {
+        b"http" | b"ws" => Some("http"),
+        b"https" | b"wss" => Some("https"),
+        _ => None,
     }
 }
 
 /// Return the headers of the described request. The proxy forwards headers of its client, so they are those of an
 /// untrusted client.
-fn described_headers(received: &HeaderMap, host: HeaderValue, config: &CompiledConfig) -> HeaderMap {
-    let mut headers = received.clone();
+fn described_headers(mut headers: HeaderMap, host: HeaderValue, config: &CompiledConfig) -> HeaderMap {
     headers::strip_hop_by_hop(&mut headers, &config.protected_headers);
     for name in [CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT, X_ORIGINAL_METHOD, X_ORIGINAL_URI] {
         headers.remove(name);

@@ -275,7 +275,9 @@ impl Rejection<'_> {
                 let (status, outcome) = match &error {
                     DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, "forbidden"),
                     DescriptionError::UnknownEndpoint => (StatusCode::NOT_FOUND, "no-route"),
-                    DescriptionError::Header(..) => (StatusCode::BAD_REQUEST, "bad-description"),
+                    DescriptionError::Header(..) | DescriptionError::Attribute(_) => {
+                        (StatusCode::BAD_REQUEST, "bad-description")
+                    }
                     DescriptionError::Forged(_) => (StatusCode::BAD_REQUEST, "forged-header"),
                 };
                 (problem_response(status, ABOUT_BLANK, &error.to_string()), outcome)
@@ -620,7 +622,9 @@ impl Rejection<'_> {
             | Rejection::Auth(_)
             | Rejection::Identity(_)
             | Rejection::InvalidCost(_)
-            | Rejection::Undescribed(DescriptionError::Header(..) | DescriptionError::Forged(_)) => {
+            | Rejection::Undescribed(
+                DescriptionError::Header(..) | DescriptionError::Attribute(_) | DescriptionError::Forged(_),
+            ) => {
                 "sluicegate;error=http_request_error"
             }
             Rejection::Llm(LlmError::NoCapacity) | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {

@@ -120,6 +120,9 @@ pub enum DescriptionError {
     /// A header is missing, repeated or invalid.
     #[error("the proxy must send exactly one `{0}` with {1}")]
     Header(HeaderName, &'static str),
+    /// A part of the description is missing or invalid.
+    #[error("`{0}` of the described request is missing or invalid")]
+    Attribute(&'static str),
     /// A server may mistake a header of the client for a header that the gateway sets.
     #[error("servers may mistake the header `{0}` for a header that the gateway sets")]
     Forged(HeaderName),

@@ -169,7 +169,7 @@ static_resources:
     path = folder / f"envoy-{port}.yaml"
     path.write_text(config)
     command = [PROGRAMS / "envoy", "-c", path, "--use-dynamic-base-id", "--concurrency", "1"]
-    return Proxy("Envoy", 403, command, port)
+    return Proxy("Envoy (gRPC)" if http2 else "Envoy", 403, command, port)
 
 
 def wait_until(condition, what):
@@ -277,6 +277,7 @@ def main(binary):
                     traefik(folder, gateway, port),
                     caddy(folder, gateway, port),
                     envoy(folder, gateway, port, "# ext_authz.yaml: an HTTP filter, before the router"),
+                    envoy(folder, gateway, port, "# ext_authz_grpc.yaml: an HTTP filter, before the router", http2=True),
                 ]
                 try:
                     for check in checks:

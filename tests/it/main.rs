@@ -37,6 +37,7 @@ mod draining;
 mod embed;
 mod error_pages;
 mod explain;
+mod ext_authz;
 mod forward_auth;
 mod forwarding;
 mod generated_files;
