@@ -29,7 +29,7 @@ test-long: tools
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
 	@$(call ensure,npm,nodejs npm)
-	@$(call ensure,python3 node curl h2load slowhttptest sslscan lego pebble openssl redis-server,python3-venv nodejs curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server)
+	@$(call ensure,python3 node go curl h2load slowhttptest sslscan lego pebble openssl redis-server,python3-venv nodejs golang-go curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients

@@ -3,6 +3,7 @@
 pub mod admission;
 pub mod body;
 mod config_snapshot;
+mod decision_api;
 mod decisions;
 mod ext_authz;
 pub mod forward;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant as StdInstant};
 use std::{mem, ptr};
 
 use arc_swap::ArcSwap;
+use futures_util::future::join_all;
 use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, UPGRADE};
 use http::uri::PathAndQuery;
 use http::{Method, Request, Response, StatusCode, Version};
@@ -38,10 +40,10 @@ use tracing::{debug, warn};
 use crate::boxed::boxed;
 use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
+use crate::http::body_limits::INSPECTED_SHARE;
 use crate::http::compression::CompressionOffer;
 use crate::http::cors;
 use crate::http::error_pages::ErrorPage;
-use crate::http::body_limits::INSPECTED_SHARE;
 use crate::http::flow::StreamFlow;
 use crate::http::grpc::CallError;
 use crate::http::headers;
@@ -63,6 +65,7 @@ use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::config_snapshot::ConfigSnapshot;
+use crate::proxy::decision_api::{ApiError, Batch, Decision as ApiDecision, Described};
 use crate::proxy::decisions::{Description, Endpoint};
 use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
@@ -220,6 +223,7 @@ impl Gateway {
 // === Decisions about requests that other proxies describe ===
 
 /// What the response to a request for a decision depends on.
+#[derive(Default)]
 struct Message {
     /// See [`Exchange::has_unread_body`].
     has_unread_body: bool,
@@ -243,13 +247,46 @@ impl Gateway {
             let called = boxed(|| self.check_call(&snapshot, request, peer, flow)).await;
             return called.unwrap_or_else(|error| Box::new(error.into_response()));
         }
+        if request.uri().path() == decision_api::CHECK {
+            let answered = boxed(|| self.check_requests(&snapshot, request, peer, flow)).await;
+            return answered.unwrap_or_else(ApiError::into_response);
+        }
         let message = Message {
             has_unread_body: request_body::has_unread_body(&request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
         };
         let description = Description::read(&request, peer, &snapshot.config);
         request_body::discard_body(request, flow);
-        self.answer(&snapshot, peer, description, flow, message).await
+        let mut response = self.answer(&snapshot, peer, description, flow, message).await;
+        decisions::set_denied_status(&mut response, decisions::settings(&snapshot.config, peer.listener));
+        response
+    }
+
+    /// Answer a call of the JSON API. The requests are decided at the same time, so that their checks share a batch.
+    async fn check_requests(
+        &self,
+        snapshot: &ConfigSnapshot,
+        mut request: Box<Request<RequestBody>>,
+        peer: &Peer,
+        flow: &Arc<StreamFlow>,
+    ) -> Result<Box<Response<Body>>, ApiError> {
+        let config = &snapshot.config;
+        let settings = decisions::settings(config, peer.listener);
+        if let Err(error) = decision_api::authorize(&request, peer, config) {
+            request_body::discard_body(request, flow);
+            return Err(error);
+        }
+        let head = request_head(&request);
+        let read = body::read_whole(request.body_mut(), snapshot, peer, head.headers(), decision_api::MAX_BODY).await;
+        let Batch { form, requests } = decision_api::parse(read.map_err(ApiError::from)?)?;
+        let decide = |described: Described| {
+            let described = described.client_request(settings);
+            let description = Description::new(described, &head, peer, config);
+            self.answer(snapshot, peer, description, flow, Message::default())
+        };
+        let responses = join_all(requests.into_iter().map(decide)).await;
+        let decisions: Vec<_> = responses.into_iter().map(|response| ApiDecision::new(*response)).collect();
+        Ok(decision_api::response(form, &decisions))
     }
 
     /// Answer a call of Envoy's external authorization.
@@ -267,8 +304,7 @@ impl Gateway {
         let check = ext_authz::read(head.uri().path(), request.into_body(), flow, share).await?;
         let described = ext_authz::client_request(check, peer, config);
         let description = Description::new(described, &head, peer, config);
-        let message = Message { has_unread_body: false, is_http2_head: false };
-        let response = self.answer(snapshot, peer, description, flow, message).await;
+        let response = self.answer(snapshot, peer, description, flow, Message::default()).await;
         Ok(Box::new(ext_authz::response(*response, decisions::settings(config, peer.listener))))
     }
 
@@ -293,15 +329,13 @@ impl Gateway {
             }
             None => self.decide_described(&mut exchange, &request, endpoint).await,
         };
-        let mut response = match result {
+        match result {
             Ok(mut response) => {
                 exchange.send(&mut response, "ok");
                 response
             }
             Err(rejection) => exchange.reject(rejection),
-        };
-        decisions::set_denied_status(&mut response, decisions::settings(&snapshot.config, peer.listener));
-        response
+        }
     }
 
     /// Run the sequence of admission for a described request, and return the response that admits it.

@@ -16,6 +16,8 @@ use support::random::seed;
 
 #[path = "../fuzz/targets/access_log.rs"]
 mod access_log;
+#[path = "../fuzz/targets/authorization_call.rs"]
+mod authorization_call;
 #[path = "../fuzz/targets/canonical_path.rs"]
 mod canonical_path;
 #[path = "../fuzz/targets/conditions.rs"]
@@ -550,6 +552,29 @@ fn key_sets() {
         "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
+}
+
+#[test]
+fn authorization_calls() {
+    let examples: [&[u8]; 2] = [
+        b"\n\x2c\n\x0f\n\r\n\x0b\x12\t192.0.2.1\x22\x19\x12\x17\x12\x03GET\x1a\x08\n\x03a-b\x12\x01c\x22\x01/*\x01h2\x00",
+        b"\n\x0e\x22\x0c\x12\nj\x08\n\x06\n\x01a\x1a\x01b",
+    ];
+    let tokens = [
+        "\n",
+        "\x12",
+        "\x1a",
+        "\x22",
+        "*",
+        "2",
+        "j",
+        "\n\0",
+        "\x22\0",
+        "\x12\x03GET",
+        "\x1a\x08\n\x03a-b\x12\x01c",
+        "\0",
+    ];
+    fuzz("calls of external authorization", &examples, &tokens, authorization_call::run);
 }
 
 #[test]

@@ -125,7 +125,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "proxy",
         &[
-            &["ext_authz"],
+            &["decision_api", "ext_authz"],
             &["decisions", "ratelimit_service", "record"],
             &["holdings"],
             &["local_reply"],

@@ -271,10 +271,7 @@ pub(super) async fn read(
         Ok(format) => format,
         Err(reason) => return Ok(BodyContent::Unread(reason)),
     };
-    let settings = &config.server;
-    let idle_timeout = settings.body_idle_timeout;
-    let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
-    let limits = BodyLimits { deadline, is_client_deadline: false, upload, idle_timeout, max_body };
+    let limits = BodyLimits { deadline, max_body, ..client_limits(config) };
     let reading = body.read(limits, max_read, network_share(snapshot, peer, max_read, headers));
     let read = match deadline {
         None => reading.await,
@@ -285,6 +282,26 @@ pub(super) async fn read(
         ReadBody::TooLong => BodyContent::Unread(UnreadBody::TooLong(max_read)),
         ReadBody::NoCapacity => BodyContent::Unread(UnreadBody::NoCapacity),
     })
+}
+
+/// Return the timeouts of a client while it sends a body that the gateway reads.
+fn client_limits(config: &CompiledConfig) -> BodyLimits {
+    let settings = &config.server;
+    let idle_timeout = settings.body_idle_timeout;
+    let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
+    BodyLimits { deadline: None, is_client_deadline: false, upload, idle_timeout, max_body: None }
+}
+
+/// Read a body of at most `max_read` bytes for the gateway itself.
+pub(super) async fn read_whole(
+    body: &mut RequestBody,
+    snapshot: &ConfigSnapshot,
+    peer: &Peer,
+    headers: &HeaderMap,
+    max_read: usize,
+) -> Result<ReadBody, BodyError> {
+    let share = network_share(snapshot, peer, max_read, headers);
+    body.read(client_limits(&snapshot.config), max_read, share).await
 }
 
 /// Maximum length in bytes of a body that the worker itself parses. The worker handles no other request meanwhile, for

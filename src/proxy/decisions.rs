@@ -24,7 +24,6 @@ use crate::proxy::rejection::{DescriptionError, Rejection};
 use crate::proxy::request::Peer;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::decisions::DecisionSettings;
-use crate::snapshot::listeners::Listener;
 use crate::snapshot::route_action::{DirectResponse, RouteAction};
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
@@ -100,7 +99,7 @@ impl Description {
             Err(error) => {
                 request.method_mut().clone_from(received.method());
                 request.uri_mut().clone_from(received.uri());
-                *request.version_mut() = received.version();
+                // Keep the default version. With HTTP/2, the denial of a call of Envoy would be an error of gRPC.
                 request.headers_mut().clone_from(received.headers());
                 Description { request, client: None, endpoint: Endpoint::Request, error: Some(error) }
             }
@@ -141,8 +140,7 @@ impl ClientRequest {
             }
         };
         let value = single(headers, X_FORWARDED_PROTO, SCHEME_OF_CLIENT)?;
-        let scheme =
-            scheme(value.as_bytes()).ok_or(DescriptionError::Header(X_FORWARDED_PROTO, SCHEME_OF_CLIENT))?;
+        let scheme = scheme(value.as_bytes()).ok_or(DescriptionError::Header(X_FORWARDED_PROTO, SCHEME_OF_CLIENT))?;
         let client_ip = &config.client_ip;
         let address = client_ip
             .reported_address(peer.address, headers)
@@ -153,18 +151,23 @@ impl ClientRequest {
 
 /// Check that the peer may ask for decisions, and that the client's headers cannot be mistaken for identity headers.
 pub(super) fn check_proxy(peer: &Peer, headers: &HeaderMap, config: &CompiledConfig) -> Result<(), DescriptionError> {
-    let listener = config.listeners.get(peer.listener);
-    if !peer.forwarded.trusted || !listener.is_none_or(|listener| may_ask(peer, listener)) {
+    if !peer.forwarded.trusted || !may_ask(peer, config) {
         return Err(DescriptionError::NotTrusted);
     }
-    match settings(config, peer.listener).and_then(|settings| settings.forged_header(headers)) {
+    check_headers(headers, settings(config, peer.listener))
+}
+
+/// Check that servers cannot mistake a header of the client for an identity header.
+pub(super) fn check_headers(headers: &HeaderMap, settings: Option<&DecisionSettings>) -> Result<(), DescriptionError> {
+    match settings.and_then(|settings| settings.forged_header(headers)) {
         Some(name) => Err(DescriptionError::Forged(name.clone())),
         None => Ok(()),
     }
 }
 
-/// Return whether a proxy may use the listener, and its certificate is still valid and trusted.
-fn may_ask(peer: &Peer, listener: &Listener) -> bool {
+/// Return whether a peer may use the listener, and its certificate is still valid and trusted.
+pub(super) fn may_ask(peer: &Peer, config: &CompiledConfig) -> bool {
+    let Some(listener) = config.listeners.get(peer.listener) else { return false };
     let is_allowed = listener.access.as_ref().is_none_or(|access| access.decide(peer.address).is_allowed());
     let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
     let now = unix_us() / 1_000_000;

@@ -59,8 +59,7 @@ pub(super) fn client_request(
     peer: &Peer,
     config: &CompiledConfig,
 ) -> Result<ClientRequest, DescriptionError> {
-    let Attributes { source, request } =
-        check.attributes.ok_or(DescriptionError::Attribute("attributes"))?;
+    let Attributes { source, request } = check.attributes.ok_or(DescriptionError::Attribute("attributes"))?;
     let http = request.and_then(|request| request.http).ok_or(DescriptionError::Attribute("request.http"))?;
     let headers = client_headers(&http).ok_or(DescriptionError::Attribute("request.http.headers"))?;
     decisions::check_proxy(peer, &headers, config)?;
@@ -114,14 +113,17 @@ pub(super) fn response(mut decided: Response<Body>, settings: Option<&DecisionSe
         }),
     };
     let answer = CheckResponse { status: Some(Status { code: code as i32 }), response: Some(response) };
-    // `BytesMut` grows, so the encoding cannot fail.
-    message_response(answer.encoded_len(), |bytes| drop(answer.encode(bytes)))
+    message_response(answer.encoded_len(), |bytes| {
+        // `BytesMut` grows, so the encoding cannot fail.
+        let _ = answer.encode(bytes);
+    })
 }
 
 fn admission(headers: &HeaderMap, settings: Option<&DecisionSettings>) -> Admission {
     let identity = settings.map_or(&[][..], DecisionSettings::identity_headers);
     let removed = headers.get(X_ENVOY_AUTH_HEADERS_TO_REMOVE).and_then(|names| names.to_str().ok());
-    let is_set = |name: &HeaderName| identity.contains(name) && headers.get(name).is_some_and(|value| !value.is_empty());
+    let is_set =
+        |name: &HeaderName| identity.contains(name) && headers.get(name).is_some_and(|value| !value.is_empty());
     let is_for_client = |name: &HeaderName| {
         !identity.contains(name) && *name != X_ENVOY_AUTH_HEADERS_TO_REMOVE && *name != CACHE_CONTROL
     };

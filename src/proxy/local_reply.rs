@@ -624,9 +624,7 @@ impl Rejection<'_> {
             | Rejection::InvalidCost(_)
             | Rejection::Undescribed(
                 DescriptionError::Header(..) | DescriptionError::Attribute(_) | DescriptionError::Forged(_),
-            ) => {
-                "sluicegate;error=http_request_error"
-            }
+            ) => "sluicegate;error=http_request_error",
             Rejection::Llm(LlmError::NoCapacity) | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
                 "sluicegate;error=proxy_internal_error"
             }

@@ -1,5 +1,7 @@
 //! Compiles the settings of listeners with `protocol = "decisions"`.
 
+use std::fmt;
+
 use http::{HeaderMap, HeaderName, StatusCode};
 
 use crate::config::error::Issue;
@@ -13,8 +15,26 @@ pub struct DecisionSettings {
     /// Status of responses that deny a request with a status other than 401 and 403. `None` for the status of the
     /// decision.
     pub denied_status: Option<StatusCode>,
+    /// Token for the JSON API. `None` if the API is off.
+    pub api_token: Option<ApiToken>,
     identity_headers: Vec<HeaderName>,
     aliases: HeaderAliases,
+}
+
+/// Token for the JSON API. The `Debug` implementation does not print it.
+pub struct ApiToken(Box<str>);
+
+impl ApiToken {
+    /// Return the token as written in the configuration.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl fmt::Debug for ApiToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
 }
 
 impl DecisionSettings {
@@ -42,14 +62,16 @@ pub(super) fn settings(
     trusted_proxies: usize,
     reader: &mut Validator<'_>,
 ) -> DecisionSettings {
-    if let Some(text) = listener.protocol.as_ref().filter(|_| trusted_proxies == 0) {
+    let api_token = listener.api_token.as_ref().filter(|token| !token.get_ref().is_empty());
+    if let Some(text) = listener.protocol.as_ref().filter(|_| trusted_proxies == 0 && api_token.is_none()) {
         let message = "a listener for decisions requires trusted proxies, but there are none: every request would be \
                        rejected";
         let hint = "set trusted_proxies = [\"10.0.0.0/8\"] in [client_ip] to the addresses of the proxies that ask for \
-                    decisions";
+                    decisions, or `api_token` for programs";
         reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
     }
     let denied_status = listener.denied_status.as_ref().map(|value| reader.number(Some(value), 400..500, 403));
     let denied_status = denied_status.and_then(|status| StatusCode::from_u16(status as u16).ok());
-    DecisionSettings { denied_status, ..DecisionSettings::default() }
+    let api_token = api_token.map(|token| ApiToken(token.get_ref().as_str().into()));
+    DecisionSettings { denied_status, api_token, ..DecisionSettings::default() }
 }

@@ -125,8 +125,10 @@ pub(super) fn listeners(
         let decisions = match protocol {
             ListenerProtocol::Decisions => Some(Box::new(decisions::settings(listener, trusted_proxies, reader))),
             ListenerProtocol::Http | ListenerProtocol::RateLimit => {
-                if let Some(value) = &listener.denied_status {
-                    reader.push_missing(Issue::new(value.span(), "`denied_status` requires protocol = \"decisions\""));
+                let status = listener.denied_status.as_ref().map(|value| (value.span(), "denied_status"));
+                let token = listener.api_token.as_ref().map(|token| (token.span(), "api_token"));
+                for (span, key) in status.into_iter().chain(token) {
+                    reader.push_missing(Issue::new(span, format!("`{key}` requires protocol = \"decisions\"")));
                 }
                 None
             }

@@ -3,10 +3,13 @@
 
     decisions.py BINARY
 
-Exits with 1 if a check fails. tests/it/decision_proxies.rs does the same with nginx and HAProxy.
+Also runs the programs in examples/decisions, and checks the JSON API against docs/decisions.openapi.json. Exits with 1 if
+a check fails. tests/it/decision_proxies.rs does the same with nginx and HAProxy.
 """
 
 import http.client
+import json
+import os
 import re
 import socket
 import subprocess
@@ -19,6 +22,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import OpenAPIV31SpecValidator, validate
+
 from gateway import ROOT, Gateway, expect
 
 PAGE = (ROOT / "docs/how-to/decisions.md").read_text()
@@ -27,6 +33,7 @@ CONSUMERS = """[[consumer]]
 name = "demo"
 keys = ["sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c"]
 """
+TOKEN = "sesame"
 QUOTA = 100
 HTTP_MANAGER = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
@@ -186,6 +193,7 @@ def start_gateway(binary, redis, quota):
     page = page.replace(store, f'[store]\nurl = "{redis}"\nsecret = "0123456789abcdef0123456789abcdef"\ntimeout = "5s"\n\n')
     page = page.replace("127.0.0.1:9190", "127.0.0.1:0").replace("127.0.0.1:9191", "127.0.0.1:0")
     admin = '[admin]\naddress = "127.0.0.1:0"\n[log]\naccess = "off"\n'
+    page = page.replace('name = "for-proxies"', f'name = "for-proxies"\napi_token = "{TOKEN}"')
     return Gateway(binary, admin + page.replace("100/min", quota), {"consumers.toml": CONSUMERS})
 
 
@@ -260,6 +268,33 @@ def check_down(proxies, gateway):
     expect(len(Application.seen) == before, "a proxy forwards requests while the gateway is down")
 
 
+def check_api(gateway):
+    """The document is valid, the responses are as it says, and the programs in examples/decisions work."""
+    document = json.loads((ROOT / "docs/decisions.openapi.json").read_text())
+    validate(document, cls=OpenAPIV31SpecValidator)
+    url = gateway.urls[1]
+    described = {"method": "GET", "url": "https://shop.example/orders", "client_ip": "192.0.2.1", "headers": {"x-api-key": "demo-key"}}
+    cases = [(described, "Decision"), ({"requests": [described] * 3}, "Decisions"), ({}, "Problem"), ({"requests": []}, "Problem")]
+    for body, name in cases:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        connection.request("POST", "/v1/check", json.dumps(body), {"Authorization": f"Bearer {TOKEN}"})
+        response = connection.getresponse()
+        answer = json.load(response)
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        Draft202012Validator(schema).validate(answer)
+        expect((response.status == 200) == (name != "Problem"), f"{response.status}: {answer}")
+        connection.close()
+    folder = ROOT / "examples/decisions"
+    environment = {**os.environ, "GOCACHE": str(ROOT / "target/clients/go"), "GOFLAGS": "-mod=mod"}
+    for command in ([sys.executable, folder / "check.py"], ["node", folder / "check.mjs"], ["go", "run", folder / "check.go"]):
+        outputs = []
+        for token in (TOKEN, "wrong"):
+            done = subprocess.run([*command, url, token, "192.0.2.1"], capture_output=True, text=True, env=environment)
+            outputs.append((done.returncode == 0, done.stdout.strip()))
+        expect(outputs == [(True, "admitted demo"), (False, "")], f"{command}: {outputs} {done.stderr}")
+        print(f"{command[-1].name}: {outputs[0][1]}")
+
+
 def main(binary):
     application = ThreadingHTTPServer(("127.0.0.1", 0), Application)
     application.daemon_threads = True
@@ -280,6 +315,8 @@ def main(binary):
                     envoy(folder, gateway, port, "# ext_authz_grpc.yaml: an HTTP filter, before the router", http2=True),
                 ]
                 try:
+                    if quota.startswith("100000"):
+                        check_api(gateway)
                     for check in checks:
                         check(proxies)
                     check_down(proxies, gateway)

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use sluicegate::payload::ext_authz::{
-    Address, Attributes, CheckRequest, CheckResponse, Header, HeaderList, HeaderOption, HttpRequest, HttpResponse, Peer,
-    Request, SocketAddress,
+    Address, Attributes, CheckRequest, CheckResponse, Header, HeaderList, HeaderOption, HttpRequest, HttpResponse,
+    Peer, Request, SocketAddress,
 };
 
 use crate::support::gateway::Gateway;
@@ -161,11 +161,8 @@ fn raw_headers_count_like_headers() {
         value: Bytes::new(),
         raw_value: Bytes::copy_from_slice(value.as_bytes()),
     };
-    let list = |headers| HttpRequest {
-        header_map: Some(HeaderList { headers }),
-        headers: BTreeMap::new(),
-        ..http(&[])
-    };
+    let list =
+        |headers| HttpRequest { header_map: Some(HeaderList { headers }), headers: BTreeMap::new(), ..http(&[]) };
     let known = list(vec![raw(":path", "/login"), raw("x-api-key", "demo-key")]);
     let admitted = Decision::ask(&client, &check(known, "192.0.2.1"));
     assert!(admitted.headers.contains(&("x-user".to_owned(), "demo".to_owned())), "{admitted:?}");
@@ -200,7 +197,8 @@ fn incomplete_or_forged_description_is_denied() {
         check(http(&[("x-line", "a\r\nb")]), "192.0.2.1"),
         check(http(&[("a b", "1")]), "192.0.2.1"),
     ];
-    cases.extend(["x_user", "x.user", "x_client", "x~internal"].map(|name| check(http(&[(name, "root")]), "192.0.2.1")));
+    cases
+        .extend(["x_user", "x.user", "x_client", "x~internal"].map(|name| check(http(&[(name, "root")]), "192.0.2.1")));
     for case in cases {
         let decision = Decision::ask(&client, &case);
         assert_eq!((decision.status, decision.code), (400, 7), "{case:?}");

@@ -26,6 +26,7 @@ mod config;
 mod cors;
 mod costs;
 mod dashboard;
+mod decision_api;
 mod decision_proxies;
 mod decisions;
 mod defects;

@@ -291,7 +291,7 @@ fn file_with(path: &str) -> Value {
     };
     match path {
         "listener.*.protocol" => set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] })),
-        "listener.*.denied_status" => {
+        "listener.*.denied_status" | "listener.*.api_token" => {
             set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] }));
             set("listener", json!([{ "address": "127.0.0.1:0", "protocol": "decisions" }]));
         }
