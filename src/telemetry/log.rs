@@ -2,7 +2,9 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::fs::{File, Metadata, OpenOptions};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{ErrorKind, IoSlice, IsTerminal, Write, stderr};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
@@ -21,7 +23,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 use serde_json::{Map, Value};
-use tracing::{Event, Subscriber, info, warn};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber, info, warn};
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
@@ -59,7 +62,7 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
     // Ignore the error, which means that a subscriber is already installed, as in tests.
-    let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
+    let _ = tracing_subscriber::registry().with(filter).with(lines).with(LineThrottle::default()).try_init();
     Ok(())
 }
 
@@ -216,18 +219,29 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// === Rate limit for the log lines of libraries, which could otherwise fill the log ===
+// === Rate limit for the lines of libraries and for equal lines of the gateway, which could otherwise fill the log ===
 
-/// Maximum number of lines of each library within [`PERIOD`].
+/// Maximum number of lines of each library, and of equal lines of the gateway, within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
 /// Period for [`MAX_LINES_PER_PERIOD`].
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// A filter that admits all log lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] lines of each library per
-/// [`PERIOD`].
+/// Maximum number of sources in memory. If there are more, all are forgotten, and may log again.
+const MAX_SOURCES: usize = 1024;
+
+/// A filter that admits at most [`MAX_LINES_PER_PERIOD`] lines of each source per [`PERIOD`].
 #[derive(Debug, Default)]
-pub(super) struct DependencyLogThrottle(Mutex<HashMap<&'static str, Period>>);
+struct LineThrottle(Mutex<HashMap<LineSource, Period>>);
+
+/// What the lines that are counted together have in common.
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum LineSource {
+    /// The library that logs the line.
+    Library(&'static str),
+    /// Hash of a line of the gateway: of its place in the code, its message and its fields.
+    Line(u64),
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Period {
@@ -235,13 +249,16 @@ struct Period {
     line_count: u64,
 }
 
-impl DependencyLogThrottle {
-    /// Return whether a line of a library is admitted. If this line starts a new period, also return the number of
-    /// lines that were suppressed in the previous period, otherwise 0.
-    fn admit(&self, library: &'static str) -> (bool, u64) {
+impl LineThrottle {
+    /// Return whether a line is admitted. If this line starts a new period, also return the number of lines that were
+    /// suppressed in the previous period, otherwise 0.
+    fn admit(&self, source: LineSource) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
-        let period = periods.entry(library).or_insert(Period { started_at: now, line_count: 0 });
+        if periods.len() >= MAX_SOURCES && !periods.contains_key(&source) {
+            periods.clear();
+        }
+        let period = periods.entry(source).or_insert(Period { started_at: now, line_count: 0 });
         let mut suppressed = 0;
         if now - period.started_at >= PERIOD {
             suppressed = period.line_count.saturating_sub(MAX_LINES_PER_PERIOD);
@@ -252,17 +269,54 @@ impl DependencyLogThrottle {
     }
 }
 
-impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
+impl<S: Subscriber> Layer<S> for LineThrottle {
     fn event_enabled(&self, event: &Event<'_>, _: Context<'_, S>) -> bool {
-        let library = event.metadata().target().split("::").next().unwrap_or_default();
-        if library == "sluicegate" {
+        let metadata = event.metadata();
+        let library = metadata.target().split("::").next().unwrap_or_default();
+        if library != "sluicegate" {
+            let (admitted, suppressed) = self.admit(LineSource::Library(library));
+            if suppressed > 0 {
+                warn!(
+                    library,
+                    suppressed, "a library logged more than 10 lines within a minute: the rest was suppressed"
+                );
+            }
+            return admitted;
+        }
+        // At the level `debug`, an operator wants to see every line.
+        if *metadata.level() > Level::INFO {
             return true;
         }
-        let (admitted, suppressed) = self.admit(library);
+        let mut line = LineContent::default();
+        metadata.callsite().hash(&mut line.hasher);
+        event.record(&mut line);
+        let (admitted, suppressed) = self.admit(LineSource::Line(line.hasher.finish()));
         if suppressed > 0 {
-            warn!(library, suppressed, "a library logged more than 10 lines within a minute: the rest was suppressed");
+            let line = line.message;
+            warn!(
+                line,
+                suppressed, "equal lines were logged more than 10 times within a minute: the rest was suppressed"
+            );
         }
         admitted
+    }
+}
+
+/// The content of a line.
+#[derive(Default)]
+struct LineContent {
+    /// Hash of the message and of all fields.
+    hasher: DefaultHasher,
+    message: String,
+}
+
+impl Visit for LineContent {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        let text = format!("{value:?}");
+        (field.name(), &text).hash(&mut self.hasher);
+        if field.name() == "message" {
+            self.message = text;
+        }
     }
 }
 
@@ -619,6 +673,37 @@ mod tests {
         (0..taken).for_each(|_| permits.send(()).unwrap());
         let lines: Vec<_> = (0..taken).map(|_| String::from_utf8(written.recv().unwrap()).unwrap()).collect();
         assert!(lines.iter().enumerate().all(|(index, line)| *line == index.to_string()), "{lines:?}");
+    }
+
+    /// Counts events.
+    struct Counter(Arc<AtomicU64>);
+
+    impl<S: Subscriber> Layer<S> for Counter {
+        fn on_event(&self, _: &Event<'_>, _: Context<'_, S>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn only_equal_lines_are_limited() {
+        let count = Arc::<AtomicU64>::default();
+        let subscriber = tracing_subscriber::registry().with(Counter(count.clone())).with(LineThrottle::default());
+        let logged = |log: fn(u64)| {
+            count.store(0, Ordering::Relaxed);
+            (0..100).for_each(log);
+            count.load(Ordering::Relaxed)
+        };
+        tracing::subscriber::with_default(subscriber, || {
+            assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD);
+            assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD, "another place in the code");
+            assert_eq!(logged(|number| warn!(number, "different")), 100);
+            assert_eq!(logged(|number| info!("different {number}")), 100);
+            assert_eq!(logged(|_| tracing::debug!("equal")), 100, "a level for diagnosis");
+            assert_eq!(logged(|number| warn!(target: "hyper", number, "of a library")), MAX_LINES_PER_PERIOD);
+            // Other lines than those that memory can hold make the gateway forget the counts.
+            (0..MAX_SOURCES).for_each(|number| info!(number));
+            assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD);
+        });
     }
 
     #[test]
