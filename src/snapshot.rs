@@ -57,7 +57,7 @@ use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::Route;
-use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings, StoreSettings};
+use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, MetricRoutes, ServerSettings, StoreSettings};
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::upstream::settings::UpstreamSettings;
@@ -75,6 +75,8 @@ pub struct CompiledConfig {
     pub acme: Option<Acme>,
     /// The admin listener. `None` if it is not configured.
     pub admin: Option<AdminSettings>,
+    /// The routes that have metrics of their own.
+    pub metric_routes: MetricRoutes,
     /// The admin socket.
     pub admin_socket: AdminSocket,
     /// Store for the rate limit state.
@@ -369,12 +371,14 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let guarded = ProtectedHeaders::new(trusted_headers, read_headers);
     let store = settings::store(&config.store, &routes, &descriptors, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
+    let metric_routes = settings::metric_routes(config.metrics.routes.as_ref(), &routes, reader);
     CompiledConfig {
         files: ConfigFiles::from_sources(&file.sources),
         server: Arc::new(server),
         listeners,
         acme,
         admin,
+        metric_routes,
         admin_socket,
         store,
         log,

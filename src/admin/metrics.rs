@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
+use std::sync::Arc;
 
 use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
@@ -193,19 +194,26 @@ impl ProcessState {
     fn write_requests(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let writer = exposition
             .counter("http_requests", "Responses by route and status class; the route is empty if no route matched")?;
-        write_status_classes(writer, "route", &self.request_metrics.routes)?;
+        let routes = self.by_route(&self.request_metrics.routes);
+        write_status_classes(writer, "route", &routes)?;
         let mut writer = exposition.counter(
             "http_responses",
             "Responses by route and status, for selected error statuses; 499: the client aborted the request",
         )?;
-        for (route, counters) in self.request_metrics.statuses.all() {
+        for (route, counters) in self.by_route(&self.request_metrics.statuses) {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (status, count) in COUNTED_STATUSES.iter().zip(counts) {
                 writer.write_counter(&[("route", &route), ("status", status)], count)?;
             }
         }
         let writer = exposition.histogram("http_request_duration", "Time from the request to the response headers")?;
-        write_latency(writer, "route", &self.request_metrics.routes)
+        write_latency(writer, "route", &routes)
+    }
+
+    /// Return metrics by the value of the label `route`.
+    fn by_route<T: Default>(&self, family: &MetricFamily<T>) -> Grouped<String, T> {
+        let active = self.config_handle.active();
+        group(family.all(), |name| active.config.metric_routes.label(name).to_owned())
     }
 
     fn write_decisions(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
@@ -232,20 +240,22 @@ impl ProcessState {
                 writer.write_counter(&labels, count)?;
             }
         }
-        let tokens: Vec<_> = self.request_metrics.tokens.all();
+        let active = self.config_handle.active();
+        let tokens = group(self.request_metrics.tokens.all(), |name| {
+            let (route, limit) = split_token_counter_name(name);
+            (active.config.metric_routes.label(route).to_owned(), limit.to_owned())
+        });
         let mut writer = exposition.counter(
             "limit_reserved",
             "Costs that requests to LLM APIs reserved, by route and limit; counted when the reservation is settled",
         )?;
-        for (name, counters) in &tokens {
-            let (route, limit) = split_token_counter_name(name);
+        for ((route, limit), counters) in &tokens {
             let [reserved, ..] = sum_counts(counters.iter().map(|counter| counter.values()));
             writer.write_counter(&[("route", route), ("limit", limit)], reserved)?;
         }
         let mut writer =
             exposition.counter("limit_settled", "Settled costs of requests to LLM APIs, by route, limit and source")?;
-        for (name, counters) in &tokens {
-            let (route, limit) = split_token_counter_name(name);
+        for ((route, limit), counters) in &tokens {
             let [_, settled @ ..] = sum_counts(counters.iter().map(|counter| counter.values()));
             for (source, cost) in SETTLED_BY.iter().zip(settled) {
                 writer.write_counter(&[("route", route), ("limit", limit), ("source", source)], cost)?;
@@ -255,7 +265,7 @@ impl ProcessState {
             "llm_tokens",
             "Tokens of responses of LLM APIs that limits count, by route and kind, as reported or estimated",
         )?;
-        for (route, counters) in self.request_metrics.token_kinds.all() {
+        for (route, counters) in self.by_route(&self.request_metrics.token_kinds) {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (kind, tokens) in COUNTED_KINDS.iter().zip(counts) {
                 writer.write_counter(&[("route", &route), ("kind", kind)], tokens)?;
@@ -349,10 +359,11 @@ impl ProcessState {
             "upstream_requests",
             "Requests by upstream and status class of the response; `none` if there was no response",
         )?;
-        write_status_classes(writer, "upstream", &self.request_metrics.upstreams)?;
+        let upstreams = group(self.request_metrics.upstreams.all(), str::to_owned);
+        write_status_classes(writer, "upstream", &upstreams)?;
         let writer = exposition
             .histogram("upstream_response_duration", "Time from the upstream request to the response headers")?;
-        write_latency(writer, "upstream", &self.request_metrics.upstreams)?;
+        write_latency(writer, "upstream", &upstreams)?;
         let mut writer = exposition.counter("upstream_retries", "Retries by upstream and reason")?;
         for (upstream, counters) in self.request_metrics.retries.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -502,12 +513,23 @@ impl ProcessState {
     }
 }
 
+/// The metrics of all workers by labels.
+type Grouped<K, T> = BTreeMap<K, Vec<Arc<T>>>;
+
+fn group<K: Ord, T>(all: Vec<(Box<str>, Vec<Arc<T>>)>, labels: impl Fn(&str) -> K) -> Grouped<K, T> {
+    let mut grouped = Grouped::new();
+    for (name, workers) in all {
+        grouped.entry(labels(&name)).or_insert_with(Vec::new).extend(workers);
+    }
+    grouped
+}
+
 fn write_status_classes(
     mut writer: MetricWriter<'_>,
     label: &'static str,
-    family: &MetricFamily<ResponseStats>,
+    all: &Grouped<String, ResponseStats>,
 ) -> fmt::Result {
-    for (name, response_stats) in family.all() {
+    for (name, response_stats) in all {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
         // For routes, omit the series for requests without a response, because the gateway always sends a response.
         let classes = STATUS_CLASSES
@@ -516,7 +538,7 @@ fn write_status_classes(
             .zip(counts)
             .filter(|(class, _)| **class != NO_RESPONSE || label != "route");
         for (class, count) in classes {
-            writer.write_counter(&[(label, &name), ("status", class)], count)?;
+            writer.write_counter(&[(label, name), ("status", class)], count)?;
         }
     }
     Ok(())
@@ -525,10 +547,10 @@ fn write_status_classes(
 fn write_latency(
     mut writer: MetricWriter<'_>,
     label: &'static str,
-    family: &MetricFamily<ResponseStats>,
+    all: &Grouped<String, ResponseStats>,
 ) -> fmt::Result {
-    for (name, response_stats) in family.all() {
-        write_histogram(&mut writer, &[(label, &name)], response_stats.iter().map(|stats| &stats.latency))?;
+    for (name, response_stats) in all {
+        write_histogram(&mut writer, &[(label, name)], response_stats.iter().map(|stats| &stats.latency))?;
     }
     Ok(())
 }

@@ -52,7 +52,7 @@ const FOREIGN_KEYS: &[ForeignKeys] = &[
         "write [acme] with accept_terms = true, and tls = { acme = true } on the [[listener]]"),
     keys("", &["logging", "logger", "accesslog", "errorlog", "logformat", "loglevel", "logs"],
         "write [log] with the keys format, level and access"),
-    keys("", &["metrics", "prometheus", "dashboard", "status", "health", "healthz", "ping", "management"],
+    keys("", &["prometheus", "dashboard", "status", "health", "healthz", "ping", "management"],
         "write [admin] with address = \"127.0.0.1:9180\", which serves /metrics, /healthz and the dashboard"),
     keys("", &["tracing", "otel", "otlp", "opentelemetry", "telemetry", "traces"],
         "write [log] with trace_endpoint = \"http://127.0.0.1:4318\""),

@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::schema;
-use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames, TokenWeights};
+use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames, RouteNames, TokenWeights};
 use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::{Descriptor, ErrorPages, Limit, LimitVariant, McpTools, Notify, Route, Upstream};
 
@@ -32,6 +32,8 @@ pub struct Config {
     pub acme: Option<Spanned<Acme>>,
     /// Admin listener for health, metrics and the admin API. Default: no admin listener.
     pub admin: Option<Spanned<Admin>>,
+    /// The metrics of the admin listener.
+    pub metrics: Metrics,
     /// The process log and the access log.
     pub log: Log,
     /// Store for the rate limit state: the memory of the process, or Redis.
@@ -314,6 +316,16 @@ pub struct Admin {
     /// `/readyz` returns only the status.
     #[schemars(schema_with = "schema::open_paths", extend("secret" = "never"))]
     pub open: Option<Vec<Text>>,
+}
+
+/// `[metrics]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Metrics {
+    /// Routes that have series of their own, about 34 each: `"all"`, `"none"`, or a list of names. The other routes are
+    /// counted together, with the route `other`.
+    #[schemars(extend("default" = "all"))]
+    pub routes: Option<Spanned<RouteNames>>,
 }
 
 /// `[log]`

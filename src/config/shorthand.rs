@@ -350,6 +350,10 @@ pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<Str
 #[derive(Debug, Default, JsonSchema)]
 pub struct HeaderNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
 
+/// `"all"`, `"none"` or `["checkout", "search"]`.
+#[derive(Debug, Default, JsonSchema)]
+pub struct RouteNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
+
 /// `"keys"` or `["mtls", "tokens"]`: providers that must all verify the request.
 #[derive(Debug, Default, JsonSchema)]
 pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
@@ -621,6 +625,13 @@ either!(
     |table| Fallback::Table(Box::new(table))
 );
 either!(OneOrMany, "a string or a list of strings", |short| Some(OneOrMany(vec![short.text()?])), List, OneOrMany);
+either!(
+    RouteNames,
+    "\"all\", \"none\" or a list of routes",
+    |short| Some(RouteNames(vec![short.text()?])),
+    List,
+    RouteNames
+);
 either!(
     HeaderNames,
     "a string or a list of strings",

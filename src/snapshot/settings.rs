@@ -1,5 +1,6 @@
-//! Compiles `[server]`, `[log]`, `[admin]` and `[store]`, and reads the process limit on open files.
+//! Compiles `[server]`, `[log]`, `[admin]`, `[metrics]` and `[store]`, and reads the process limit on open files.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
@@ -16,7 +17,7 @@ use tracing::Level;
 
 use crate::config::error::Issue;
 use crate::config::gateway;
-use crate::config::shorthand::{AccessLog, AccessLogTable};
+use crate::config::shorthand::{AccessLog, AccessLogTable, RouteNames};
 use crate::config::spanned::{Spanned, Text};
 use crate::http::error_pages::ErrorPages;
 use crate::http::target::{PathPolicy, PathRules};
@@ -562,6 +563,45 @@ pub(super) fn admin(
     let open =
         open.map(|path| reader.one_of(Some(path), "/readyz", &[("/healthz", "/healthz"), ("/readyz", "/readyz")]));
     Some(AdminSettings { address, open: open.collect(), token: token.map(|token| AdminToken(token.into())) })
+}
+
+/// The routes that have metrics of their own.
+#[derive(Debug)]
+pub enum MetricRoutes {
+    /// All routes.
+    All,
+    /// The routes with these names.
+    Only(HashSet<Box<str>>),
+}
+
+impl MetricRoutes {
+    /// Return the value of the label `route` for a route. The name is empty for requests without a route.
+    pub fn label<'n>(&self, route: &'n str) -> &'n str {
+        match self {
+            MetricRoutes::Only(names) if !route.is_empty() && !names.contains(route) => "other",
+            MetricRoutes::All | MetricRoutes::Only(_) => route,
+        }
+    }
+}
+
+/// Compile `[metrics] routes`.
+pub(super) fn metric_routes(
+    names: Option<&Spanned<RouteNames>>,
+    routes: &[Arc<Route>],
+    reader: &mut Validator<'_>,
+) -> MetricRoutes {
+    let Some(names) = names else { return MetricRoutes::All };
+    match names.get_ref().0.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["all"] => MetricRoutes::All,
+        ["none"] => MetricRoutes::Only(HashSet::new()),
+        ref list => {
+            let known = routes.iter().map(|route| &*route.name);
+            for name in list.iter().filter(|name| !known.clone().any(|known| known == **name)) {
+                reader.unknown_name(names.span(), "route", name, known.clone());
+            }
+            MetricRoutes::Only(list.iter().map(|name| Box::from(*name)).collect())
+        }
+    }
 }
 
 /// Assumed limit on open files if the system sets none.

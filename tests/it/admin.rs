@@ -147,6 +147,53 @@ fn process_metrics_have_the_names_of_client_libraries() {
 }
 
 #[test]
+fn routes_without_series_of_their_own_are_counted_together() {
+    let route =
+        |name: &str| format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200 }}\n");
+    let routes: String = ["a", "b", "c"].map(route).concat();
+    let config = |selected: &str| with_admin(&format!("[metrics]\nroutes = {selected}\n{routes}"));
+    let gateway = Gateway::start(&config("[\"a\"]"));
+    for path in ["/a", "/b", "/b", "/c", "/nowhere"] {
+        gateway.get(path);
+    }
+    let labels = || {
+        let page = ask(&gateway, "/metrics");
+        let counts =
+            page.text().lines().filter_map(|line| line.strip_prefix("sluicegate_http_requests_total{route=\""));
+        let counts =
+            counts.map(|line| (line.split('"').next().unwrap(), line.rsplit(' ').next().unwrap().parse().unwrap()));
+        let mut sums = BTreeMap::<String, u64>::new();
+        counts.for_each(|(route, count): (_, u64)| *sums.entry(route.to_owned()).or_default() += count);
+        sums
+    };
+    let expected = |counts: &[(&str, u64)]| counts.iter().map(|(route, count)| ((*route).to_owned(), *count)).collect();
+    assert_eq!(labels(), expected(&[("", 1), ("a", 1), ("other", 3)]));
+    // A histogram of several routes is the sum of theirs.
+    assert_eq!(metric(&gateway, "sluicegate_http_request_duration_seconds_count{route=\"other\"}"), 3.0);
+    for (selected, counts) in
+        [("\"none\"", &[("", 1), ("other", 4)][..]), ("\"all\"", &[("", 1), ("a", 1), ("b", 2), ("c", 1)])]
+    {
+        gateway.put(&config(selected));
+        eventually(selected, || labels() == expected(counts));
+    }
+}
+
+#[test]
+fn size_of_the_metrics_need_not_depend_on_the_number_of_routes() {
+    let route = |number: usize| {
+        format!("[[route]]\nname = \"route-{number}\"\npath = \"/{number}\"\nrespond = {{ status = 200 }}\n")
+    };
+    let routes: String = (0..5000).map(route).collect();
+    let size = |selected: &str| {
+        let gateway = Gateway::start(&with_admin(&format!("[metrics]\nroutes = \"{selected}\"\n{routes}")));
+        assert_eq!(gateway.get("/4999").status, 200);
+        ask(&gateway, "/metrics").body.len()
+    };
+    let (all, none) = (size("all"), size("none"));
+    assert!(all > 5_000_000 && none < 200_000, "{all} and {none} bytes");
+}
+
+#[test]
 fn metrics_are_served_in_both_text_formats() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let ask = |accept| Client::connect(gateway.admin()).get_with("/metrics", &[HERE, ("accept", accept)]);

@@ -149,7 +149,7 @@ fn invalid_values_fail_the_schema() {
 /// A configuration in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
-        "server": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
+        "server": {}, "metrics": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
         "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
