@@ -236,7 +236,7 @@ impl Gateway {
     /// the same as if the client had sent the described request to this gateway.
     pub async fn decide(
         &self,
-        request: Box<Request<RequestBody>>,
+        mut request: Box<Request<RequestBody>>,
         peer: &Peer,
         flow: &Arc<StreamFlow>,
     ) -> Box<Response<Body>> {
@@ -255,7 +255,7 @@ impl Gateway {
             has_unread_body: request_body::has_unread_body(&request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
         };
-        let description = Description::read(&request, peer, &snapshot.config);
+        let description = Description::read(&mut request, peer, &snapshot.config);
         request_body::discard_body(request, flow);
         let mut response = self.answer(&snapshot, peer, description, flow, message).await;
         decisions::set_denied_status(&mut response, decisions::settings(&snapshot.config, peer.listener));

@@ -4,10 +4,11 @@
 //! The path of a request for a decision selects the headers that describe the client's request. The proxy chooses this
 //! path, so a client cannot describe another request by headers that the proxy does not set.
 
+use std::mem;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use http::header::{CONTENT_LENGTH, EXPECT, HOST, TRANSFER_ENCODING};
+use http::header::HOST;
 use http::uri::{PathAndQuery, Uri};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use tracing::warn;
@@ -16,6 +17,7 @@ use crate::clock::{LogThrottle, unix_us};
 use crate::http::body::Body;
 use crate::http::headers;
 use crate::http::headers::{X_FORWARDED_HOST, X_FORWARDED_PROTO};
+use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::http::target::received_host;
 use crate::proxy::admission::Admitted;
@@ -74,7 +76,7 @@ pub(super) struct Description {
 
 impl Description {
     /// Read the description in a request for a decision.
-    pub(super) fn read(received: &Request<RequestBody>, peer: &Peer, config: &CompiledConfig) -> Self {
+    pub(super) fn read(received: &mut Request<RequestBody>, peer: &Peer, config: &CompiledConfig) -> Self {
         let described = ClientRequest::read(received, peer, config);
         Description::new(described, received, peer, config)
     }
@@ -119,7 +121,11 @@ pub(super) struct ClientRequest {
 }
 
 impl ClientRequest {
-    fn read(received: &Request<RequestBody>, peer: &Peer, config: &CompiledConfig) -> Result<Self, DescriptionError> {
+    fn read(
+        received: &mut Request<RequestBody>,
+        peer: &Peer,
+        config: &CompiledConfig,
+    ) -> Result<Self, DescriptionError> {
         let headers = received.headers();
         check_proxy(peer, headers, config)?;
         let endpoint = Endpoint::of(received.uri());
@@ -145,7 +151,12 @@ impl ClientRequest {
         let address = client_ip
             .reported_address(peer.address, headers)
             .ok_or_else(|| DescriptionError::Header(client_ip.header.clone(), "the address of the client"))?;
-        Ok(ClientRequest { method, target, headers: headers.clone(), host, scheme, address, endpoint })
+        // A request whose body is still unread keeps its headers, because `Expect` determines how the body is discarded.
+        let headers = match request_body::has_unread_body(received) {
+            true => headers.clone(),
+            false => mem::take(received.headers_mut()),
+        };
+        Ok(ClientRequest { method, target, headers, host, scheme, address, endpoint })
     }
 }
 
@@ -234,7 +245,13 @@ pub(super) fn scheme(value: &[u8]) -> Option<&'static str> {
 /// untrusted client.
 fn described_headers(mut headers: HeaderMap, host: HeaderValue, config: &CompiledConfig) -> HeaderMap {
     headers::strip_hop_by_hop(&mut headers, &config.protected_headers);
-    for name in [CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT, X_ORIGINAL_METHOD, X_ORIGINAL_URI] {
+    // Look at each name once: this costs less than a lookup of each of these headers.
+    let is_of_message = |name: &&HeaderName| {
+        let of_message = ["content-length", "transfer-encoding", "expect", "x-original-method", "x-original-uri"];
+        of_message.contains(&name.as_str())
+    };
+    let names: Vec<_> = headers.keys().filter(is_of_message).cloned().collect();
+    for name in names {
         headers.remove(name);
     }
     headers::normalize_received(&mut headers, &config.protected_headers, false);
