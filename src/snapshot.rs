@@ -67,6 +67,9 @@ use crate::upstream::settings::UpstreamSettings;
 pub struct CompiledConfig {
     /// The configuration file and the files that it includes, with the contents that were read.
     pub files: ConfigFiles,
+    /// 8 hexadecimal digits that identify the contents of the files: a hash with `store.secret` as its key, because the
+    /// files may contain secrets.
+    pub revision: Box<str>,
     /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
     /// Sockets on which the gateway accepts client connections.
@@ -372,8 +375,10 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let store = settings::store(&config.store, &routes, &descriptors, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     let metric_routes = settings::metric_routes(config.metrics.routes.as_ref(), &routes, reader);
+    let files = ConfigFiles::from_sources(&file.sources);
     CompiledConfig {
-        files: ConfigFiles::from_sources(&file.sources),
+        revision: hasher.hash(&files.contents()).short_hex().trim_start_matches('#').into(),
+        files,
         server: Arc::new(server),
         listeners,
         acme,

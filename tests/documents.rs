@@ -187,8 +187,10 @@ fn code(cell: &str) -> BTreeSet<&str> {
 
 /// Labels whose values the documentation cannot list, such as names from the configuration, server addresses and
 /// versions. For all other labels, the documentation must list the values.
-const NAME_LABELS: [&str; 11] =
-    ["route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc", "worker"];
+const NAME_LABELS: [&str; 12] = [
+    "route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc", "worker",
+    "revision",
+];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {

@@ -182,7 +182,11 @@ impl ProcessState {
             let is_successful = rejected.keys().all(|(rejected, _)| *rejected != kind);
             writer.write_gauge(&[("kind", kind.label())], u64::from(is_successful))?;
         }
-        let active_since_s = self.config_handle.active().active_since_us / 1_000_000;
+        let active = self.config_handle.active();
+        exposition
+            .gauge("config_info", "1, with the revision of the active configuration")?
+            .write_gauge(&[("revision", &active.config.revision)], 1)?;
+        let active_since_s = active.active_since_us / 1_000_000;
         exposition
             .gauge(
                 "config_last_reload_success_timestamp_seconds",

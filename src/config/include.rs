@@ -70,6 +70,17 @@ impl ConfigFiles {
         }
     }
 
+    /// Return the contents of all files, each with its length, so that equal bytes mean equal contents. The paths are
+    /// not included, because replicas may read the same configuration at other paths.
+    pub fn contents(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for file in [&self.main].into_iter().chain(&self.included) {
+            bytes.extend_from_slice(&(file.content.len() as u64).to_be_bytes());
+            bytes.extend_from_slice(&file.content);
+        }
+        bytes
+    }
+
     /// Read the files of a configuration, without validation. Omit included files that cannot be read.
     ///
     /// # Errors

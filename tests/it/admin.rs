@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::Client;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
 use crate::support::reload;
 use crate::support::server::{Behaviour, Server};
@@ -144,6 +144,32 @@ fn process_metrics_have_the_names_of_client_libraries() {
     });
     let started = metric(&gateway, "process_start_time_seconds");
     assert_eq!(started, metric(&gateway, "sluicegate_start_time_seconds"));
+}
+
+#[test]
+fn revision_identifies_the_content_of_the_configuration() {
+    let revision = |gateway: &Gateway| {
+        let page = ask(gateway, "/metrics");
+        let line = page.text().lines().find(|line| line.starts_with("sluicegate_config_info")).unwrap().to_owned();
+        let digits = line.split('"').nth(1).unwrap().to_owned();
+        assert!(digits.len() == 8 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()), "{line}");
+        digits
+    };
+    let first = Gateway::start(&with_admin(HELLO));
+    let second = Gateway::start(&with_admin(HELLO));
+    assert_eq!(revision(&first), revision(&second));
+    // The hash has a key, because readers of the metrics could otherwise test guesses of secrets in the files.
+    let with_secret = |secret: &str| {
+        Gateway::start_by(&with_admin(&format!("{HELLO}[store]\nsecret = \"${{S}}\"\n")), |config| {
+            let mut command = binary();
+            command.arg("--config").arg(config).env("S", secret.repeat(32));
+            command
+        })
+    };
+    assert_eq!(revision(&with_secret("a")), revision(&with_secret("a")));
+    assert_ne!(revision(&with_secret("a")), revision(&with_secret("b")));
+    second.put(&with_admin(&HELLO.replace("hi", "ho")));
+    eventually("the revision changes", || revision(&second) != revision(&first));
 }
 
 #[test]
