@@ -6,6 +6,7 @@ mod consumers;
 pub mod cost;
 mod decision_routes;
 pub mod decisions;
+pub mod descriptor_files;
 pub mod descriptors;
 mod header_rules;
 mod identities;
@@ -50,6 +51,7 @@ use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
+use crate::snapshot::descriptor_files::DescriptorFiles;
 use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::CompiledLimit;
@@ -121,6 +123,8 @@ pub struct CompiledConfig {
     pub table: RouteTable<Arc<Route>>,
     /// The descriptors, indexed for lookup.
     pub descriptors: DescriptorTable,
+    /// The YAML files of `[ratelimit]`.
+    pub descriptor_files: DescriptorFiles,
     /// Values of the keys that require a restart when they change.
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
@@ -343,7 +347,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
     let auth = auth::authentication(config, &limits, &hasher, tier_source, &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
-    let descriptors = descriptors::descriptors(config, &limits, reader);
+    let mut descriptors = descriptors::descriptors(config, &limits, reader);
+    let descriptor_files = descriptors::add_files(&mut descriptors, config, &hasher, reader);
     let (routes, table) =
         routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
     for (index, listener) in listeners.iter_mut().enumerate() {
@@ -406,6 +411,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         routes,
         table,
         descriptors,
+        descriptor_files,
         restart_only_keys: fixed,
     }
 }

@@ -86,8 +86,8 @@ fn minimal_config(consumers: &str, name: &str) -> String {
     text
 }
 
-/// Run `sluicegate check` on each TOML block. A block that begins with `# NAME.toml` is also written to this file, so
-/// that other blocks of the document can refer to it. If a document does not show `consumers.toml`, the test creates
+/// Run `sluicegate check` on each TOML block. A block that begins with `# NAME.toml` or `# NAME.yaml` is also written to
+/// this file, so that other blocks of the document can refer to it. If a document does not show `consumers.toml`, the test creates
 /// this file with one consumer. It also creates the PEM files (the development certificate and its key) and files that
 /// list one network.
 #[test]
@@ -102,13 +102,14 @@ fn configurations_of_the_documents_are_accepted() {
         };
         put("consumers.toml", "[[consumer]]\nname = \"acme\"\nkeys = []\n");
         put("htpasswd", "alice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\n");
-        let blocks: Vec<_> = pages::blocks(&document).into_iter().filter(|block| block.language == "toml").collect();
-        for block in &blocks {
+        let blocks = pages::blocks(&document);
+        let is_file = |block: &&pages::Block| matches!(&*block.language, "toml" | "yaml");
+        for block in blocks.iter().filter(is_file) {
             if let Some(name) = block.file_name() {
                 put(name, &block.text);
             }
         }
-        for block in blocks {
+        for block in blocks.iter().filter(|block| block.language == "toml") {
             let whole = match block.file_name() {
                 Some(name) if block.text.contains("[[consumer]]") => complete(&minimal_config(&block.text, name)),
                 _ => complete(&block.text),

@@ -143,6 +143,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         &[
             &["decision_routes", "settings"],
             &["descriptors", "routes"],
+            &["descriptor_files"],
             &["auth"],
             &["consumers"],
             &["limits"],

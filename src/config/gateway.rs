@@ -69,6 +69,18 @@ pub struct Config {
     /// Descriptors: the limits of requests about which a proxy such as Envoy asks a listener with
     /// `protocol = "ratelimit"`. The most specific descriptor wins. The order in the file does not matter.
     pub descriptor: Vec<Spanned<Descriptor>>,
+    /// Descriptors in the YAML of envoyproxy/ratelimit.
+    pub ratelimit: RateLimitFiles,
+}
+
+/// `[ratelimit]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct RateLimitFiles {
+    /// YAML file of envoyproxy/ratelimit, or a directory with such files (`*.yaml`, `*.yml`), relative to the directory
+    /// of this file. Each document has the descriptors of one domain. When a file changes, the gateway reloads the
+    /// configuration.
+    pub configuration: Option<Text>,
 }
 
 /// `[server]`

@@ -36,7 +36,8 @@ use crate::payload::{envoy, envoy::HeaderValue};
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::LimitDecision;
 use crate::proxy::request::Peer;
-use crate::snapshot::descriptors::{DescriptorLimit, DescriptorRule};
+use crate::snapshot::descriptor_files::FileRule;
+use crate::snapshot::descriptors::{DescriptorLimit, DescriptorRule, LimitInCall};
 use crate::snapshot::limits::ChargePolicy;
 
 /// Name of the service, also for health checks.
@@ -105,7 +106,8 @@ impl RateLimitService<'_> {
         let message = timeout(time, read).await.map_err(|_| late)??;
         match &*method {
             "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit" => {
-                let answer = self.should_rate_limit(message, (received_at + time, client_timeout)).await?;
+                let deadline = Deadline { answer_by: received_at + time, client_timeout };
+                let answer = self.should_rate_limit(message, deadline).await?;
                 Ok(message_response(answer.encoded_len(), |bytes| encode(&answer, bytes)))
             }
             "/grpc.health.v1.Health/Check" => {
@@ -123,7 +125,7 @@ impl RateLimitService<'_> {
     async fn should_rate_limit(
         &self,
         message: ReadMessage,
-        (deadline, client_timeout): (Instant, Duration),
+        deadline: Deadline,
     ) -> Result<RateLimitResponse, CallError> {
         let bytes = match message {
             ReadMessage::Whole(bytes) => bytes,
@@ -138,7 +140,9 @@ impl RateLimitService<'_> {
         if request.descriptors.len() > MAX_DESCRIPTORS {
             return Ok(deny_unchecked("a call has too many descriptors"));
         }
-        let (snapshot, overrides) = (self.snapshot, self.limiter.overrides.current());
+        let Deadline { answer_by: deadline, client_timeout } = deadline;
+        let snapshot = self.snapshot;
+        let overrides = self.limiter.overrides.current();
         let resolved = resolve(snapshot, &request);
         let Some(call) = Checks::new(snapshot, &request, &resolved, overrides.as_deref()) else {
             return Ok(deny_unchecked("the limits of a call would occupy Redis for too long"));
@@ -148,6 +152,7 @@ impl RateLimitService<'_> {
         let grace = (client_timeout / 20).min(Duration::from_millis(2));
         let time = (deadline + grace).saturating_duration_since(started_at);
         let decision = match call.charges.is_empty() {
+            _ if call.denies_all() => Ok(Decision { admitted: false, ..Decision::unlimited() }),
             true => Ok(Decision::unlimited()),
             false => match timeout(time, self.limiter.check_before(&call.charges, deadline)).await {
                 Ok(decision) => decision,
@@ -173,6 +178,14 @@ impl RateLimitService<'_> {
         call.record(snapshot, &decision, monotonic().saturating_duration_since(started_at));
         Ok(call.response(&request, &decision, &refunds))
     }
+}
+
+/// When a call must be answered.
+#[derive(Clone, Copy)]
+struct Deadline {
+    answer_by: Instant,
+    /// The deadline of the client.
+    client_timeout: Duration,
 }
 
 fn encode(message: &impl Message, bytes: &mut BytesMut) {
@@ -241,24 +254,66 @@ async fn refund(limiter: &Limiter, checks: &[LimitCheck<'_, '_>], deadline: Inst
 
 /// A descriptor of a call, and the descriptor of the configuration that matches it.
 struct Resolved<'a> {
-    rule: Option<(usize, &'a DescriptorRule)>,
+    rule: Option<MatchedRule<'a>>,
     /// The variants of the limits of the rule, with the quota that the call requests.
     overridden: Vec<Option<Arc<LimitVariant>>>,
+    /// Unit of the quota of zero that denies the descriptor.
+    denies_all: Option<Unit>,
+}
+
+/// A descriptor of the configuration, with its index.
+#[derive(Clone, Copy)]
+struct MatchedRule<'a> {
+    index: usize,
+    rule: &'a DescriptorRule,
+}
+
+impl<'a> Resolved<'a> {
+    fn of_file(&self) -> Option<&'a FileRule> {
+        self.rule.and_then(|matched| matched.rule.of_file.as_ref())
+    }
+}
+
+/// Return the keys and values of a descriptor.
+fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&[u8], &[u8])> + Clone {
+    descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value))
 }
 
 fn resolve<'a>(snapshot: &'a ConfigSnapshot, request: &RateLimitRequest) -> Vec<Resolved<'a>> {
     let table = &snapshot.config.descriptors;
     let resolve = |descriptor: &RateLimitDescriptor| {
-        let entries = descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value));
-        let rule = table.find(&request.domain, entries).map(|index| (index, &table.rules[index]));
-        let limits = rule.iter().flat_map(|(_, rule)| &rule.limits);
-        let overridden = match descriptor.limit {
+        let requested = descriptor.limit.filter(|limit| limit.unit().seconds().is_some());
+        let limit_in_call = if requested.is_some() { LimitInCall::Given } else { LimitInCall::Absent };
+        let index = table.find(&request.domain, entries(descriptor), limit_in_call);
+        let rule = index.map(|index| MatchedRule { index, rule: &table.rules[index] });
+        let limits = || rule.into_iter().flat_map(|matched| &matched.rule.limits);
+        let overridden = match requested {
             None => Vec::new(),
-            Some(quota) => limits.map(|limit| requested_variant(snapshot, limit, quota)).collect(),
+            Some(quota) => limits().map(|limit| requested_variant(snapshot, limit, quota)).collect(),
         };
-        Resolved { rule, overridden }
+        let is_enforced = limits().any(|limit| !limit.limit.shadow);
+        let denies_all = match requested {
+            Some(quota) => Some(quota.unit()).filter(|_| quota.requests_per_unit == 0 && is_enforced),
+            None => rule.and_then(|matched| matched.rule.of_file.as_ref()?.denies_all),
+        };
+        Resolved { rule, overridden, denies_all: denies_all.filter(|_| !descriptor.is_negative_hits) }
     };
-    request.descriptors.iter().map(resolve).collect()
+    let mut resolved: Vec<_> = request.descriptors.iter().map(resolve).collect();
+    drop_replaced(&mut resolved);
+    resolved
+}
+
+/// Drop the rules whose limits another descriptor of the call replaces.
+fn drop_replaced(resolved: &mut [Resolved<'_>]) {
+    let replaced: Vec<_> = resolved.iter().filter_map(Resolved::of_file).flat_map(|rule| &rule.replaces).collect();
+    if replaced.is_empty() {
+        return;
+    }
+    for resolved in resolved {
+        if resolved.of_file().is_some_and(|rule| replaced.contains(&&rule.limit_name)) {
+            *resolved = Resolved { rule: None, overridden: Vec::new(), denies_all: None };
+        }
+    }
 }
 
 /// Return the variant of a limit with the quota that a call requests. Return `None` if the algorithm does not support
@@ -299,7 +354,8 @@ enum CostSource {
 
 /// The checks of one descriptor of a call.
 struct DescriptorChecks<'a> {
-    rule: Option<(usize, &'a DescriptorRule)>,
+    rule: Option<MatchedRule<'a>>,
+    denies_all: Option<Unit>,
     is_refund: bool,
     /// Index of each check of the descriptor in [`Checks::charges`] or [`Checks::refunds`], with the index of its limit
     /// in the rule.
@@ -320,21 +376,26 @@ where
         let mut encoder = IdentityEncoder::default();
         let mut call = Checks::default();
         let mut weight = 0;
-        for (descriptor, Resolved { rule, overridden }) in request.descriptors.iter().zip(resolved) {
+        for (descriptor, Resolved { rule, overridden, denies_all }) in request.descriptors.iter().zip(resolved) {
             let is_given = descriptor.hits_addend.is_some() || request.hits_addend > 0;
             let source = if is_given { CostSource::Proxy } else { CostSource::Default };
             let cost = descriptor.hits_addend.unwrap_or(u64::from(request.hits_addend.max(1)));
             let mut checks = Vec::new();
-            let limits = rule.iter().flat_map(|(_, rule)| &rule.limits).enumerate();
+            let of_file = rule.and_then(|matched| matched.rule.of_file.as_ref());
+            // A quota of zero has no state.
+            let matched = rule.filter(|_| denies_all.is_none());
+            let limits = matched.iter().flat_map(|matched| &matched.rule.limits).enumerate();
             for (rule_index, DescriptorLimit { limit, identity_spec, charge }) in limits {
                 let value = |key: &str| {
                     let mut entries = descriptor.entries.iter();
                     entries.find(|entry| entry.key == key.as_bytes()).map_or(&b""[..], |entry| &entry.value)
                 };
-                let Some(identity) = identity_spec.identify_entries(value, &snapshot.config.hasher, &mut encoder)
-                else {
-                    continue;
+                let hasher = &snapshot.config.hasher;
+                let identity = match of_file {
+                    Some(rule) => Some(rule.identify(&request.domain, entries(descriptor), hasher, &mut encoder)),
+                    None => identity_spec.identify_entries(value, hasher, &mut encoder),
                 };
+                let Some(identity) = identity else { continue };
                 let requested = overridden.get(rule_index).and_then(Option::as_ref);
                 let set = overrides.and_then(|table| table.find(limit, identity)).map(|found| &found.variant);
                 let variant = set.or(requested).unwrap_or(&limit.default_variant);
@@ -358,10 +419,16 @@ where
                     }
                 }
             }
-            call.descriptors.push(DescriptorChecks { rule: *rule, is_refund: descriptor.is_negative_hits, checks });
+            let is_refund = descriptor.is_negative_hits;
+            call.descriptors.push(DescriptorChecks { rule: *rule, denies_all: *denies_all, is_refund, checks });
         }
         let is_bounded = weight <= MAX_REQUEST_WEIGHT && call.charges.len().max(call.refunds.len()) <= MAX_DESCRIPTORS;
         is_bounded.then_some(call)
+    }
+
+    /// Return whether a descriptor has a quota of zero, so that the call is denied without a check.
+    fn denies_all(&self) -> bool {
+        self.descriptors.iter().any(|descriptor| descriptor.denies_all.is_some())
     }
 
     /// Return the checks that a denied request nevertheless charges: those of limits with `charge = "always"` that deny
@@ -402,8 +469,8 @@ where
         // Descriptors with the same state have one check, which counts once.
         let mut recorded = vec![false; self.charges.len()];
         for descriptor in self.descriptors.iter().filter(|descriptor| !descriptor.is_refund) {
-            let Some((rule_index, rule)) = descriptor.rule else { continue };
-            let mut decided: Option<LimitDecision> = None;
+            let Some(MatchedRule { index: rule_index, rule }) = descriptor.rule else { continue };
+            let mut decided = descriptor.denies_all.map(|_| LimitDecision::Denied);
             for (check_index, limit_index) in &descriptor.checks {
                 let Some(effect) = effect(check_index) else { continue };
                 if decided.is_none_or(|decided| effect.is_denial() && !decided.is_denial()) {
@@ -455,6 +522,14 @@ where
         refunds: &[Outcome],
     ) -> DescriptorStatus {
         let unlimited = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
+        if let Some(unit) = descriptor.denies_all {
+            let limit = RateLimit { requests_per_unit: 0, unit: unit.into(), name: descriptor.limit_name() };
+            return DescriptorStatus { code: Code::OverLimit.into(), current_limit: Some(limit), ..unlimited };
+        }
+        let is_unlimited = |matched: &MatchedRule<'_>| matched.rule.of_file.is_some() && matched.rule.limits.is_empty();
+        if descriptor.rule.as_ref().is_some_and(is_unlimited) {
+            return DescriptorStatus { limit_remaining: u32::MAX, ..unlimited };
+        }
         if descriptor.is_refund {
             let outcomes = descriptor.checks.iter().map(|(index, _)| (&self.refunds[*index], refunds.get(*index)));
             let status = outcomes.map(|(check, outcome)| limit_status(check, outcome, false)).next();
@@ -485,6 +560,17 @@ where
             Some((check, None)) if decision.is_shadow_denied(check.limit) => limit_status(check, None, false),
             Some(_) => unlimited,
         }
+    }
+}
+
+impl DescriptorChecks<'_> {
+    /// Return the name of the limit of the descriptor. It may be empty.
+    fn limit_name(&self) -> String {
+        let of_rule = |MatchedRule { rule, .. }: MatchedRule<'_>| match &rule.of_file {
+            Some(of_file) => of_file.limit_name.to_string(),
+            None => rule.limits.first().map(|limit| limit.limit.name.to_string()).unwrap_or_default(),
+        };
+        self.rule.map(of_rule).unwrap_or_default()
     }
 }
 

@@ -7,10 +7,14 @@ use std::sync::Arc;
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::gateway::Config;
+use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::identity::spec::{Descriptor, IdentitySpec};
+use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitSpec;
 use crate::payload::wildcard::Wildcard;
+use crate::snapshot::descriptor_files;
+use crate::snapshot::descriptor_files::{DescriptorFiles, FileDomain, FileRule, LimitContext, ReadRule};
 use crate::snapshot::limits::{ChargePolicy, CompiledLimit};
 use crate::snapshot::validator::Validator;
 
@@ -27,6 +31,8 @@ pub struct DescriptorTable {
     pub rules: Vec<DescriptorRule>,
     /// The descriptors by domain and entries.
     domains: HashMap<Box<[u8]>, Node>,
+    /// The descriptors of YAML files by domain.
+    file_domains: HashMap<Box<[u8]>, FileDomain>,
 }
 
 /// A descriptor of the configuration.
@@ -38,6 +44,17 @@ pub struct DescriptorRule {
     pub name: Box<str>,
     /// The limits. Empty if requests with this descriptor are not limited.
     pub limits: Vec<DescriptorLimit>,
+    /// What a descriptor of a YAML file has besides its limit. `None` for a `[[descriptor]]`.
+    pub of_file: Option<FileRule>,
+}
+
+/// Whether a call contains a limit for a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LimitInCall {
+    /// The call contains a limit.
+    Given,
+    /// The call contains no limit, or one without a window.
+    Absent,
 }
 
 /// A limit of a descriptor.
@@ -79,17 +96,25 @@ impl DescriptorTable {
 
     /// Return whether a descriptor has the limit with this name.
     pub fn uses(&self, limit: &str) -> bool {
-        self.limits().any(|used| *used.name == *limit)
+        let rules = self.rules.iter().filter(|rule| rule.of_file.is_none());
+        rules.flat_map(|rule| &rule.limits).any(|used| *used.limit.name == *limit)
     }
 
     /// Return the index of the most specific descriptor with this domain that matches the entries. Earlier entries
     /// count more than later ones. One value is more specific than a pattern, and a pattern more than every value.
+    ///
+    /// In the domain of a YAML file, a limit in the call applies instead of the descriptors.
     pub fn find<'e>(
         &self,
         domain: &[u8],
         entries: impl Iterator<Item = (&'e [u8], &'e [u8])> + Clone,
+        limit_in_call: LimitInCall,
     ) -> Option<usize> {
-        self.domains.get(domain)?.find(entries)
+        match (self.file_domains.get(domain), limit_in_call) {
+            (Some(domain), LimitInCall::Given) => Some(domain.rule_of_call),
+            (Some(domain), LimitInCall::Absent) => domain.find(entries),
+            (None, _) => self.domains.get(domain)?.find(entries),
+        }
     }
 }
 
@@ -153,10 +178,70 @@ pub(super) fn descriptors(
             domain: domain.get_ref().as_str().into(),
             name: name.join("/").into(),
             limits,
+            of_file: None,
         });
         spans.push(span);
     }
     table
+}
+
+/// Add the descriptors of the YAML files that `[ratelimit]` names. Return the files.
+pub(super) fn add_files(
+    table: &mut DescriptorTable,
+    config: &Config,
+    hasher: &IdentityHasher,
+    reader: &mut Validator<'_>,
+) -> DescriptorFiles {
+    let Some(text) = &config.ratelimit.configuration else { return DescriptorFiles::default() };
+    let path = reader.resolve_path(text);
+    let files = match DescriptorFiles::read(&path) {
+        Ok(files) => files,
+        Err((path, error)) => {
+            let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
+            reader.push_issue(issue.with_hint("name a YAML file, or a directory of *.yaml files"));
+            return DescriptorFiles::default();
+        }
+    };
+    if files.is_empty() {
+        let issue = Issue::new(text.span(), format!("{} has no *.yaml file", path.display()));
+        reader.push_issue(issue.with_hint("name a YAML file, or a directory of *.yaml files"));
+    }
+    add_read_files(table, &files, text, config, hasher, reader);
+    DescriptorFiles { path: Some(path), files }
+}
+
+fn add_read_files(
+    table: &mut DescriptorTable,
+    files: &[FileSnapshot],
+    text: &Text,
+    config: &Config,
+    hasher: &IdentityHasher,
+    reader: &mut Validator<'_>,
+) {
+    let gateway_count = reader.number(config.store.gateway_count.as_ref(), 1..10_001, 1) as u64;
+    let context = LimitContext { hasher, gateway_count, first_rule: table.rules.len() };
+    let read = descriptor_files::read_files(files, context);
+    read.faulty.into_iter().for_each(|faulty| reader.add_file_issues(faulty));
+    for domain in read.domains.keys().filter(|domain| table.domains.contains_key(*domain)) {
+        let domain = String::from_utf8_lossy(domain);
+        let issue = Issue::new(text.span(), format!("the domain `{domain}` has a [[descriptor]] and a YAML file"));
+        reader.push_issue(issue.with_hint("choose one of them for each domain"));
+    }
+    if let Some(first) = read.without_effect.first() {
+        let others = read.without_effect.len() - 1;
+        let message = format!(
+            "keys without effect: {first}, and {others} more: `descriptor_decisions_total` counts by descriptor"
+        );
+        reader.push_warning(Issue::new(text.span(), message));
+    }
+    table.file_domains = read.domains;
+    table.rules.extend(read.rules.into_iter().map(|read| {
+        let ReadRule { domain, name, limit, identity_spec, rule } = read;
+        // Envoy Gateway and others charge tokens when a stream ends, perhaps more than what remains.
+        let charge = ChargePolicy::Always;
+        let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
+        DescriptorRule { domain, name, limits, of_file: Some(rule) }
+    }));
 }
 
 /// Split an entry into its key and its value. An entry without `=` matches every value.
@@ -325,8 +410,8 @@ mod tests {
             (&[("path", "/"), ("user", "me"), ("user", "me")], None),
         ] {
             let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
-            assert_eq!(table.find(b"d", bytes.clone()), expected, "{entries:?}");
-            assert_eq!(table.find(b"other", bytes), None);
+            assert_eq!(table.find(b"d", bytes.clone(), LimitInCall::Absent), expected, "{entries:?}");
+            assert_eq!(table.find(b"other", bytes, LimitInCall::Absent), None);
         }
     }
 }

@@ -344,7 +344,7 @@ pub(super) fn routes(
     network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
-    if config.route.is_empty() && config.descriptor.is_empty() {
+    if config.route.is_empty() && config.descriptor.is_empty() && config.ratelimit.configuration.is_none() {
         reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
     }
     let mut names: HashMap<&str, Range<usize>> = HashMap::new();

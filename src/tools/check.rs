@@ -665,9 +665,11 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
 /// Warn if no listener serves the descriptors, or if a listener has no descriptors to serve.
 fn unserved_descriptors(input: &LintInput<'_>) -> Option<Issue> {
     let serving = input.config.listeners.iter().position(|listener| listener.protocol == ListenerProtocol::RateLimit);
-    match (serving, input.parsed.descriptor.first()) {
-        (None, Some(descriptor)) => {
-            let issue = Issue::new(descriptor.span(), "descriptors have no effect: no listener serves them");
+    let written = input.parsed.descriptor.first().map(|descriptor| descriptor.span());
+    let written = written.or_else(|| input.parsed.ratelimit.configuration.as_ref().map(|text| text.span()));
+    match (serving, written) {
+        (None, Some(span)) => {
+            let issue = Issue::new(span, "descriptors have no effect: no listener serves them");
             Some(issue.with_hint("add a [[listener]] with protocol = \"ratelimit\""))
         }
         (Some(index), None) => {

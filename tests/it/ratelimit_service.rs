@@ -611,3 +611,120 @@ fn streams_charge_at_most_the_quota_and_the_cost_of_those_in_flight() {
     let keys = redis.keys().into_iter().filter(|key| key.contains(":tokens:")).collect::<Vec<_>>();
     assert_eq!(redis.state(&keys[0])[1], charged, "every stream is charged, also in debt: {keys:?}");
 }
+
+// === The YAML of envoyproxy/ratelimit ===
+
+const YAML: &str = "
+domain: edge
+descriptors:
+  - key: user
+    rate_limit: {name: of-user, unit: day, requests_per_unit: 2}
+  - key: plan
+    value: gold*
+    rate_limit: {replaces: [{name: of-user}], unit: DAY, requests_per_unit: 4}
+    share_threshold: true
+  - key: plan
+    value: free
+    rate_limit: {unlimited: true}
+  - key: banned
+    rate_limit: {name: never, unit: month, requests_per_unit: 0}
+  - key: tried
+    shadow_mode: true
+    rate_limit: {unit: day, requests_per_unit: 1}
+";
+
+fn start_yaml(yaml: &str) -> (Redis, Gateway, Grpc) {
+    let redis = Redis::start();
+    let config = format!("{}{LISTENER}[ratelimit]\nconfiguration = \"edge.yaml\"\n", redis.store());
+    let gateway = Gateway::start_with(&config, &[("edge.yaml", yaml)]);
+    let client = Grpc::connect(gateway.address);
+    (redis, gateway, client)
+}
+
+#[test]
+fn yaml_limits_replace_each_other_share_thresholds_and_deny_all() {
+    let (_redis, gateway, client) = start_yaml(YAML);
+    assert!(!gateway.log().contains("admits every call"), "{}", gateway.log());
+    let user = || descriptor(&[("user", "a")]);
+    let gold = |suffix: &str| descriptor(&[("plan", &format!("gold{suffix}"))]);
+    for expected in [(Admitted, 1), (Admitted, 0), (OverLimit, 0)] {
+        assert_eq!(client.answer(&[user()]), Answer(expected.0, vec![expected]));
+    }
+    assert_eq!(client.answer(&[descriptor(&[("user", "b")])]).1, [(Admitted, 1)], "each value has its own state");
+    // The user is denied, but the limit of the plan replaces the limit of the user. All gold plans share one state.
+    for remaining in [3, 2] {
+        assert_eq!(client.answer(&[user(), gold("1")]), Answer(Admitted, vec![(Admitted, 0), (Admitted, remaining)]));
+    }
+    assert_eq!(client.answer(&[gold("2")]).1, [(Admitted, 1)]);
+    let unlimited = client.ask(&request(&[descriptor(&[("plan", "free")])]));
+    assert_eq!(summary(&unlimited), Answer(Admitted, vec![(Admitted, u32::MAX)]));
+    assert_eq!(unlimited.statuses[0].current_limit, None);
+    for _ in 0..3 {
+        assert_eq!(client.answer(&[descriptor(&[("tried", "x")])]).0, Admitted, "a shadow limit denies nothing");
+    }
+    let banned = client.ask(&request(&[gold("3"), descriptor(&[("banned", "x")])]));
+    assert_eq!(banned.overall_code(), OverLimit);
+    let limit = banned.statuses[1].current_limit.as_ref().unwrap();
+    assert_eq!((limit.requests_per_unit, limit.unit(), &*limit.name), (0, Unit::Month, "never"));
+    assert_eq!(client.answer(&[gold("4")]).1, [(Admitted, 0)], "the denied call has charged nothing");
+}
+
+#[test]
+fn yaml_domain_applies_the_limit_of_a_call_without_a_descriptor() {
+    let (_redis, _gateway, client) = start_yaml(YAML);
+    let with_limit = |requests_per_unit: u32| RateLimitDescriptor {
+        limit: Some(RateLimitOverride { requests_per_unit, unit: Unit::Hour.into() }),
+        ..descriptor(&[("other", "x")])
+    };
+    assert_eq!(client.answer(&[descriptor(&[("other", "x")])]).1, [(Admitted, 0)], "no limit");
+    for expected in [(Admitted, 1), (Admitted, 0), (OverLimit, 0)] {
+        let response = client.ask(&request(&[with_limit(2)]));
+        assert_eq!(summary(&response).1, [expected]);
+        let limit = response.statuses[0].current_limit.as_ref().unwrap();
+        assert_eq!((limit.requests_per_unit, limit.unit()), (2, Unit::Hour));
+    }
+    assert_eq!(client.answer(&[with_limit(0)]).0, OverLimit);
+    let unknown = RateLimitRequest { domain: "unknown".into(), ..request(&[with_limit(0)]) };
+    assert_eq!(client.ask(&unknown).overall_code(), Admitted, "the domain does not exist");
+}
+
+/// Envoy charges tokens when a stream ends, perhaps more than what remains.
+#[test]
+fn yaml_limits_go_into_debt() {
+    let (_redis, _gateway, client) = start_yaml(YAML);
+    let hits = |hits: u64| RateLimitDescriptor { hits_addend: Some(hits), ..descriptor(&[("user", "a")]) };
+    assert_eq!(client.answer(&[hits(0)]).0, Admitted);
+    assert_eq!(client.answer(&[hits(387)]).0, OverLimit);
+    assert_eq!(client.answer(&[hits(0)]).0, OverLimit, "the charge counts");
+}
+
+#[test]
+fn changed_yaml_is_reloaded_and_faulty_yaml_is_not() {
+    let redis = Redis::start();
+    let config = format!("{}{LISTENER}[ratelimit]\nconfiguration = \".\"\n", redis.store());
+    let gateway = Gateway::start_with(&with_admin(&config), &[("a.yaml", YAML)]);
+    let client = Grpc::connect(gateway.address);
+    let remaining = |key: &str| client.answer(&[descriptor(&[(key, "a")])]).1[0];
+    assert_eq!(remaining("user"), (Admitted, 1));
+    gateway.put_file("a.yaml", &YAML.replace("requests_per_unit: 2", "requests_per_unit: 200000"));
+    eventually("the new quota applies", || remaining("user").1 > 100_000);
+    gateway.put_file("b.yaml", "domain: more\ndescriptors:\n- key: k\n  rate_limt: {}\n");
+    eventually("the error is in the log", || gateway.log().contains("did you mean `rate_limit`?"));
+    assert_eq!(metric(&gateway, "config_last_reload_successful"), 0.0);
+    assert!(remaining("user").1 > 100_000, "the active configuration stays in use");
+    let more = "domain: more\ndescriptors:\n- key: k\n  rate_limit: {unit: day, requests_per_unit: 5}\n";
+    gateway.put_file("b.yaml", more);
+    let other = RateLimitRequest { domain: "more".into(), ..request(&[descriptor(&[("k", "v")])]) };
+    eventually("the added file applies", || client.ask(&other).statuses[0].current_limit.is_some());
+}
+
+#[test]
+fn quota_of_zero_in_a_call_denies_it() {
+    let (_redis, _gateway, client) = start(CONFIG);
+    let limit = Some(RateLimitOverride { requests_per_unit: 0, unit: Unit::Hour.into() });
+    let response = client.ask(&request(&[RateLimitDescriptor { limit, ..all() }]));
+    assert_eq!(summary(&response), Answer(OverLimit, vec![(OverLimit, 0)]));
+    let unlimited = RateLimitDescriptor { limit, ..login("127.0.0.1") };
+    assert_eq!(client.answer(&[unlimited]).0, Admitted);
+    assert_eq!(client.answer(&[all()]).1, [(Admitted, 4)]);
+}

@@ -13,10 +13,11 @@ pub struct Block {
 }
 
 impl Block {
-    /// Return the file name if the first line is `# NAME.toml`.
+    /// Return the file name if the first line is `# NAME.toml`, or `# NAME.yaml` in YAML.
     pub fn file_name(&self) -> Option<&str> {
         let name = self.text.lines().next()?.strip_prefix("# ")?;
-        (self.language == "toml" && name.ends_with(".toml")).then_some(name)
+        let extension = Path::new(name).extension()?;
+        (matches!(&*self.language, "toml" | "yaml") && *extension == *self.language).then_some(name)
     }
 
     /// Return each command (`$ command`) with the expected lines of its output.

@@ -24,6 +24,7 @@ use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::descriptor_files::DescriptorFiles;
 
 /// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
@@ -189,7 +190,9 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
 /// log a warning and return `None`.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let named = watched_files(configuration).into_iter().map(|files| files.into_group(configuration));
-    let watcher = watch(std::iter::once(configuration_files(configuration)).chain(named).collect());
+    let yaml = descriptor_files(configuration);
+    let groups = std::iter::once(configuration_files(configuration)).chain(yaml).chain(named);
+    let watcher = watch(groups.collect());
     let watcher = watcher.map_err(|error| warn!(%error, "cannot watch files for changes: reload with SIGHUP"));
     watcher.ok()
 }
@@ -218,6 +221,23 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
         configuration.last_failure().is_none()
     };
     FileGroup { files: all(last), read: Box::new(read), directories, on_change: Box::new(reload) }
+}
+
+/// Return the group of the YAML files of `[ratelimit]`. They are a part of the configuration, so a change reloads it.
+fn descriptor_files(configuration: &Arc<ConfigHandle>) -> Option<FileGroup> {
+    let DescriptorFiles { path, files } = configuration.active().config.descriptor_files.clone();
+    let path = path?;
+    let directories = path.is_dir().then(|| path.clone()).into_iter().collect();
+    let read = move |_: &[FileSnapshot]| DescriptorFiles::read(&path);
+    let configuration = configuration.clone();
+    let reload = move |_: &[FileSnapshot], content: Content| {
+        if content == Content::New {
+            // The reload thread logs the result.
+            let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
+        }
+        configuration.last_failure().is_none()
+    };
+    Some(FileGroup { files, read: Box::new(read), directories, on_change: Box::new(reload) })
 }
 
 /// Return the other files of the active configuration, in groups that are reloaded together.

@@ -1,0 +1,661 @@
+//! Reads descriptors from the YAML files of envoyproxy/ratelimit, and finds them in the order of envoyproxy/ratelimit.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::{fs, io};
+
+use crate::config::error::{FileIssues, Issue};
+use crate::config::sources::{FileSnapshot, utf8_text};
+use crate::config::unknown_keys::closest_name;
+use crate::config::yaml;
+use crate::config::yaml::{Node, Value};
+use crate::identity::spec::{Descriptor, IdentitySpec, OnMissing};
+use crate::limiter::algorithm::Rule;
+use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::limiter::quota::{Quota, QuotaError};
+use crate::limiter::spec::{LimitSpec, LocalShare};
+use crate::payload::envoy::Unit;
+use crate::payload::wildcard::Wildcard;
+
+/// Maximum number of entries of a descriptor.
+const MAX_ENTRIES: usize = 32;
+
+/// Maximum length of the name of a limit.
+const MAX_NAME_LENGTH: usize = 64;
+
+/// Tag of the domain, keys and values in an identity. No part of another identity has this tag.
+const TAG: u8 = b'Y';
+
+const DOMAIN_KEYS: &[&str] = &["name", "domain", "descriptors"];
+const DESCRIPTOR_KEYS: &[&str] = &[
+    "key",
+    "value",
+    "rate_limit",
+    "descriptors",
+    "shadow_mode",
+    "quota_mode",
+    "share_threshold",
+    "detailed_metric",
+    "value_to_metric",
+    "metadata",
+];
+const LIMIT_KEYS: &[&str] = &["unit", "requests_per_unit", "unlimited", "name", "replaces"];
+
+const UNITS: [(&str, Unit); 7] = [
+    ("SECOND", Unit::Second),
+    ("MINUTE", Unit::Minute),
+    ("HOUR", Unit::Hour),
+    ("DAY", Unit::Day),
+    ("WEEK", Unit::Week),
+    ("MONTH", Unit::Month),
+    ("YEAR", Unit::Year),
+];
+
+// === The files ===
+
+/// The files of `[ratelimit] configuration`.
+#[derive(Debug, Clone, Default)]
+pub struct DescriptorFiles {
+    /// The file, or the directory of the files. `None` without `configuration`.
+    pub path: Option<PathBuf>,
+    /// The files with their contents, sorted by name.
+    pub files: Vec<FileSnapshot>,
+}
+
+impl DescriptorFiles {
+    /// Read a file, or the `*.yaml` and `*.yml` files of a directory.
+    ///
+    /// # Errors
+    /// The directory or a file cannot be read. The error contains its path.
+    pub fn read(path: &Path) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> {
+        let of_path = |path: &Path, error| (path.to_owned(), error);
+        let read = |path: &Path| FileSnapshot::read(path).map_err(|error| of_path(path, error));
+        if !path.is_dir() {
+            return Ok(vec![read(path)?]);
+        }
+        let entries = fs::read_dir(path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let paths = entries.map_err(|error| of_path(path, error))?.into_iter().map(|entry| entry.path());
+        let is_yaml = |path: &PathBuf| {
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            let is_hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
+            matches!(extension, Some("yaml" | "yml")) && !is_hidden && path.is_file()
+        };
+        let paths: BTreeSet<_> = paths.filter(is_yaml).collect();
+        paths.iter().map(|path| read(path)).collect()
+    }
+}
+
+// === Domains, and how descriptors are found ===
+
+/// The descriptors of a domain.
+#[derive(Debug, Default)]
+pub(super) struct FileDomain {
+    root: Level,
+    /// Index of the rule for descriptors with a limit in the call.
+    pub(super) rule_of_call: usize,
+}
+
+/// The descriptors whose first entries are the same.
+#[derive(Debug, Default)]
+struct Level {
+    /// Index of the rule of the descriptor that ends here.
+    rule: Option<usize>,
+    keys: HashMap<Box<[u8]>, Values>,
+    /// Entries with `*`, in the order of the file.
+    patterns: Vec<(Pattern, Level)>,
+}
+
+/// The next entries with the same key.
+#[derive(Debug, Default)]
+struct Values {
+    exact: HashMap<Box<[u8]>, Level>,
+    any: Option<Box<Level>>,
+}
+
+/// An entry with `*`.
+#[derive(Debug, PartialEq, Eq)]
+enum Pattern {
+    /// The value has `*`.
+    Value(Box<[u8]>, Wildcard),
+    /// The key has `*`, which matches the text `KEY_VALUE`.
+    Entry(Wildcard),
+}
+
+impl Pattern {
+    fn matches(&self, key: &[u8], value: &[u8]) -> bool {
+        match self {
+            Pattern::Value(own, wildcard) => **own == *key && wildcard.matches(value),
+            Pattern::Entry(wildcard) => wildcard.matches(&[key, b"_", value].concat()),
+        }
+    }
+}
+
+impl FileDomain {
+    /// Return the index of the rule that matches the entries. For each entry, the value wins over the first wildcard in
+    /// the file, which wins over the key. If the next entry has no match, no other descriptor is tried.
+    pub(super) fn find<'e>(&self, entries: impl Iterator<Item = (&'e [u8], &'e [u8])>) -> Option<usize> {
+        let mut level = &self.root;
+        for (key, value) in entries {
+            level = level.next(key, value)?;
+        }
+        level.rule
+    }
+}
+
+impl Level {
+    fn next(&self, key: &[u8], value: &[u8]) -> Option<&Level> {
+        let values = self.keys.get(key);
+        let pattern = || self.patterns.iter().find(|(pattern, _)| pattern.matches(key, value)).map(|(_, level)| level);
+        let exact = values.and_then(|values| values.exact.get(value));
+        exact.or_else(pattern).or_else(|| values.and_then(|values| values.any.as_deref()))
+    }
+
+    /// Add the level of an entry. Return `None` if it exists.
+    fn add(&mut self, key: &str, value: &str) -> Option<&mut Level> {
+        let [key_bytes, value_bytes]: [Box<[u8]>; 2] = [key.as_bytes().into(), value.as_bytes().into()];
+        if key.contains('*') || value.contains('*') {
+            let pattern = match (key.contains('*'), value) {
+                (false, value) => Pattern::Value(key_bytes, Wildcard::new(value)),
+                (true, "") => Pattern::Entry(Wildcard::new(key)),
+                (true, value) => Pattern::Entry(Wildcard::new(&format!("{key}_{value}"))),
+            };
+            if self.patterns.iter().any(|(other, _)| *other == pattern) {
+                return None;
+            }
+            self.patterns.push((pattern, Level::default()));
+            return self.patterns.last_mut().map(|(_, level)| level);
+        }
+        let values = self.keys.entry(key_bytes).or_default();
+        match value {
+            "" if values.any.is_some() => None,
+            "" => Some(values.any.get_or_insert_default()),
+            _ if values.exact.contains_key(&value_bytes) => None,
+            _ => Some(values.exact.entry(value_bytes).or_default()),
+        }
+    }
+}
+
+/// What a descriptor of a YAML file has besides its limit.
+#[derive(Debug, Default)]
+pub struct FileRule {
+    /// Name of the limit. Empty if it has none.
+    pub limit_name: Box<str>,
+    /// Names of the limits of other descriptors of the call that do not apply if this descriptor matches.
+    pub replaces: Vec<Box<str>>,
+    /// Unit of a limit with `requests_per_unit: 0`, which denies every request.
+    pub denies_all: Option<Unit>,
+    /// For each entry: the wildcard that is part of the identity instead of the key and the value (`share_threshold`).
+    shared: Vec<Option<Box<str>>>,
+}
+
+impl FileRule {
+    /// Return the identity of a descriptor: its domain, keys and values.
+    pub fn identify<'e>(
+        &self,
+        domain: &[u8],
+        entries: impl Iterator<Item = (&'e [u8], &'e [u8])>,
+        hasher: &IdentityHasher,
+        encoder: &mut IdentityEncoder,
+    ) -> Identity {
+        encoder.clear();
+        encoder.push(TAG, domain);
+        for (index, (key, value)) in entries.enumerate() {
+            let shared = self.shared.get(index).and_then(Option::as_ref);
+            encoder.push(TAG, shared.map_or(key, |pattern| pattern.as_bytes()));
+            encoder.push(TAG, shared.map_or(value, |_| b""));
+        }
+        hasher.hash(encoder.as_bytes())
+    }
+}
+
+// === Reading ===
+
+/// A descriptor with a limit.
+pub(super) struct ReadRule {
+    pub(super) domain: Box<str>,
+    /// Entries, separated by `/`.
+    pub(super) name: Box<str>,
+    /// The limit. `None` if the descriptor is unlimited, or denies every request.
+    pub(super) limit: Option<Arc<LimitSpec>>,
+    pub(super) identity_spec: IdentitySpec,
+    pub(super) rule: FileRule,
+}
+
+/// The domains and rules of all files.
+#[derive(Default)]
+pub(super) struct ReadFiles {
+    pub(super) domains: HashMap<Box<[u8]>, FileDomain>,
+    pub(super) rules: Vec<ReadRule>,
+    pub(super) faulty: Vec<FileIssues>,
+    /// Keys without effect, each with the file and line where it is set.
+    pub(super) without_effect: Vec<String>,
+}
+
+/// What the limits of all files have in common.
+#[derive(Clone, Copy)]
+pub(super) struct LimitContext<'a> {
+    pub(super) hasher: &'a IdentityHasher,
+    pub(super) gateway_count: u64,
+    /// Index of the first rule.
+    pub(super) first_rule: usize,
+}
+
+/// Compile the descriptors of files.
+pub(super) fn read_files(files: &[FileSnapshot], context: LimitContext<'_>) -> ReadFiles {
+    let mut read = ReadFiles::default();
+    for file in files {
+        let text = match utf8_text(&file.path, file.content.clone()) {
+            Ok(text) => text,
+            Err(faulty) => {
+                read.faulty.push(faulty);
+                continue;
+            }
+        };
+        let mut reader = FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, context };
+        match yaml::parse(&text) {
+            Ok(documents) => documents.iter().for_each(|document| reader.domain(document)),
+            Err(error) => reader.issue(error.line, "", error.message, "write the YAML of envoyproxy/ratelimit"),
+        }
+        let issues = reader.issues;
+        if !issues.is_empty() {
+            read.faulty.push(FileIssues { path: file.path.clone(), text, issues });
+        }
+    }
+    read
+}
+
+struct FileReader<'f, 'r> {
+    path: &'f Path,
+    text: &'f str,
+    issues: Vec<Issue>,
+    read: &'r mut ReadFiles,
+    context: LimitContext<'r>,
+}
+
+/// The entries on the path to a descriptor.
+#[derive(Default)]
+struct Entries {
+    domain: Box<str>,
+    names: Vec<String>,
+    keys: Vec<Box<str>>,
+    shared: Vec<Option<Box<str>>>,
+}
+
+impl FileReader<'_, '_> {
+    /// Report an error about `written` in this line, or about the whole line.
+    fn issue(&mut self, line: usize, written: &str, message: impl Into<String>, hint: &str) {
+        let start: usize = self.text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+        let text = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or_default();
+        let indent = text.len() - text.trim_start().len();
+        let offset = text.rfind(written).filter(|_| !written.is_empty()).unwrap_or(indent);
+        let length = if written.is_empty() { text.trim().len() } else { written.len() };
+        let end = (start + offset + length).min(start + text.len());
+        self.issues.push(Issue::new(start + offset..end, message).with_hint(hint));
+    }
+
+    /// Report unknown keys of a mapping, and a value that is no mapping.
+    fn check_keys(&mut self, node: &Node, known: &[&str], what: &str) {
+        if !matches!(node.value, Value::Map(_)) {
+            self.issue(node.line, "", format!("{what} must be a mapping"), &format!("its keys: {}", known.join(", ")));
+        }
+        for pair in node.pairs().iter().filter(|pair| !known.contains(&&*pair.key)) {
+            let hint = match closest_name(&pair.key, known.iter().copied()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("known keys: {}", known.join(", ")),
+            };
+            self.issue(pair.line, &pair.key, format!("unknown key `{}` of {what}", pair.key), &hint);
+        }
+    }
+
+    /// Return the text of a key. An absent key has an empty text.
+    fn text(&mut self, node: &Node, key: &str) -> String {
+        match node.get(key).map(|value| (&value.value, value.line)) {
+            None | Some((Value::Null, _)) => String::new(),
+            Some((Value::Text(text), _)) => text.clone(),
+            Some((Value::List(_) | Value::Map(_), line)) => {
+                self.issue(line, key, format!("`{key}` must be a text"), &format!("write {key}: TEXT"));
+                String::new()
+            }
+        }
+    }
+
+    fn flag(&mut self, node: &Node, key: &str) -> bool {
+        let text = self.text(node, key);
+        if !matches!(&*text, "" | "true" | "false") {
+            let line = node.get(key).map_or(node.line, |value| value.line);
+            self.issue(line, &text, format!("`{key}` must be true or false"), &format!("write {key}: true"));
+        }
+        text == "true"
+    }
+
+    /// Return the items of a list in a key.
+    fn items<'n>(&mut self, node: &'n Node, key: &str) -> &'n [Node] {
+        match node.get(key) {
+            Some(Node { value: Value::Text(_) | Value::Map(_), line }) => {
+                self.issue(*line, "", format!("`{key}` must be a list"), "start each item with `- `");
+                &[]
+            }
+            value => value.map_or(&[], Node::items),
+        }
+    }
+
+    fn domain(&mut self, node: &Node) {
+        self.check_keys(node, DOMAIN_KEYS, "a domain");
+        let domain: Box<str> = self.text(node, "domain").into();
+        if domain.is_empty() {
+            return self.issue(node.line, "", "`domain` is missing", "write the `domain` of the proxy's filter");
+        }
+        if self.read.domains.contains_key(domain.as_bytes()) {
+            let line = node.get("domain").map_or(node.line, |value| value.line);
+            let hint = "write all descriptors of a domain into one document";
+            return self.issue(line, &domain, format!("the domain `{domain}` occurs twice"), hint);
+        }
+        let mut root = Level::default();
+        let mut path = Entries { domain: domain.clone(), ..Entries::default() };
+        for item in self.items(node, "descriptors") {
+            self.descriptor(item, &mut root, &mut path);
+        }
+        let rule_of_call = self.context.first_rule + self.read.rules.len();
+        // The limit of the call replaces this quota.
+        let limit = self.limit("limit-of-the-call", 1, Unit::Second, false);
+        self.read.rules.push(ReadRule {
+            domain: domain.clone(),
+            name: "(limit of the call)".into(),
+            limit: limit.ok().map(Arc::new),
+            identity_spec: identity_spec(&[]),
+            rule: FileRule::default(),
+        });
+        self.read.domains.insert(domain.as_bytes().into(), FileDomain { root, rule_of_call });
+    }
+
+    fn descriptor(&mut self, node: &Node, level: &mut Level, path: &mut Entries) {
+        self.check_keys(node, DESCRIPTOR_KEYS, "a descriptor");
+        let [key, value] = ["key", "value"].map(|name| self.text(node, name));
+        if key.is_empty() {
+            return self.issue(node.line, "", "`key` is missing", "write the key of the entry, such as generic_key");
+        }
+        if path.keys.len() == MAX_ENTRIES {
+            let message = format!("a descriptor has at most {MAX_ENTRIES} entries");
+            return self.issue(node.line, "", message, "remove levels of `descriptors`");
+        }
+        let name = if value.is_empty() { key.clone() } else { format!("{key}={value}") };
+        let Some(child) = level.add(&key, &value) else {
+            let message = format!("the descriptor `{name}` occurs twice");
+            return self.issue(node.line, "", message, "write the entry once, with all its `descriptors`");
+        };
+        let is_shared = self.flag(node, "share_threshold");
+        if is_shared && !name.contains('*') {
+            let line = node.get("share_threshold").map_or(node.line, |value| value.line);
+            let hint = "write `*` in `value`, or remove the key";
+            self.issue(line, "share_threshold", "`share_threshold` needs a wildcard", hint);
+        }
+        for (name, reason) in [
+            ("quota_mode", "all descriptors of a call are one decision"),
+            ("metadata", "it has no effect without `quota_mode`"),
+        ] {
+            let Some(written) = node.get(name) else { continue };
+            if !(matches!(written.value, Value::Null) || written.text() == Some("false")) {
+                let line = node.pairs().iter().find(|pair| pair.key == name).map_or(node.line, |pair| pair.line);
+                self.issue(line, name, format!("`{name}` is not supported: {reason}"), "remove the key");
+            }
+        }
+        for name in ["detailed_metric", "value_to_metric"] {
+            if self.flag(node, name) {
+                let line = node.get(name).map_or(node.line, |value| value.line);
+                self.read.without_effect.push(format!("`{name}` in {}:{line}", self.path.display()));
+            }
+        }
+        path.shared.push(is_shared.then(|| name.clone().into()));
+        path.names.push(name);
+        path.keys.push(key.into());
+        let is_shadow = self.flag(node, "shadow_mode");
+        if let Some(rate_limit) = node.get("rate_limit").filter(|value| !matches!(value.value, Value::Null)) {
+            child.rule = self.rule(rate_limit, path, is_shadow);
+        }
+        for item in self.items(node, "descriptors") {
+            self.descriptor(item, child, path);
+        }
+        path.names.pop();
+        path.keys.pop();
+        path.shared.pop();
+    }
+
+    /// Add the rule of a `rate_limit`, and return its index.
+    fn rule(&mut self, node: &Node, path: &Entries, is_shadow: bool) -> Option<usize> {
+        self.check_keys(node, LIMIT_KEYS, "`rate_limit`");
+        let limit_name = self.text(node, "name");
+        let mut replaces = Vec::new();
+        for item in self.items(node, "replaces") {
+            self.check_keys(item, &["name"], "`replaces`");
+            let name = self.text(item, "name");
+            if name.is_empty() || name == limit_name {
+                self.issue(item.line, "", "`replaces` needs the name of another limit", "write - name: NAME");
+            }
+            replaces.push(name.into());
+        }
+        let is_unlimited = self.flag(node, "unlimited");
+        let unit = self.unit(node, is_unlimited);
+        let count = self.count(node, is_unlimited);
+        let mut rule = FileRule { replaces, shared: path.shared.clone(), ..FileRule::default() };
+        let limit = match (count, unit) {
+            _ if is_unlimited => None,
+            // A shadow limit denies nothing.
+            (Some(0), Some(unit)) => {
+                rule.denies_all = Some(unit).filter(|_| !is_shadow);
+                None
+            }
+            (Some(count), Some(unit)) => {
+                let joined = path.names.join(".");
+                let name = if limit_name.is_empty() { &joined } else { &limit_name };
+                match self.limit(name, count, unit, is_shadow) {
+                    Ok(limit) => Some(Arc::new(limit)),
+                    Err(error) => {
+                        self.issue(node.line, "", error.to_string(), "set a smaller quota");
+                        return None;
+                    }
+                }
+            }
+            _ => return None,
+        };
+        rule.limit_name = limit_name.into();
+        self.read.rules.push(ReadRule {
+            domain: path.domain.clone(),
+            name: path.names.join("/").into(),
+            limit,
+            identity_spec: identity_spec(&path.keys),
+            rule,
+        });
+        Some(self.context.first_rule + self.read.rules.len() - 1)
+    }
+
+    fn unit(&mut self, node: &Node, is_unlimited: bool) -> Option<Unit> {
+        let text = self.text(node, "unit");
+        let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text)).map(|(_, unit)| *unit);
+        let line = node.get("unit").map_or(node.line, |value| value.line);
+        match known {
+            Some(_) if is_unlimited => {
+                self.issue(line, "unit", "`unit` and `unlimited` cannot be combined", "remove one of them");
+            }
+            None if !is_unlimited => {
+                let near = closest_name(&text.to_uppercase(), UNITS.iter().map(|(name, _)| *name));
+                let hint = near.map_or("SECOND, MINUTE, HOUR, DAY, WEEK, MONTH or YEAR".to_owned(), |near| {
+                    format!("did you mean `{near}`?")
+                });
+                self.issue(line, &text, format!("unknown unit `{text}`"), &hint);
+            }
+            Some(_) | None => {}
+        }
+        known
+    }
+
+    fn count(&mut self, node: &Node, is_unlimited: bool) -> Option<u32> {
+        let text = self.text(node, "requests_per_unit");
+        let count = text.parse::<u32>().ok();
+        let line = node.get("requests_per_unit").map_or(node.line, |value| value.line);
+        match count {
+            None if !is_unlimited && text.is_empty() => {
+                let hint = "write requests_per_unit: 0 to deny every request, or unlimited: true";
+                self.issue(line, "", "`requests_per_unit` is missing", hint);
+            }
+            None if !text.is_empty() => {
+                let message = format!("`{text}` is not a number from 0 to {}", u32::MAX);
+                self.issue(line, &text, message, "write the number of requests of a unit");
+            }
+            Some(1..) if is_unlimited => {
+                let message = "`requests_per_unit` and `unlimited` cannot be combined";
+                self.issue(line, "requests_per_unit", message, "remove one of them");
+            }
+            Some(_) | None => {}
+        }
+        count
+    }
+
+    fn limit(&self, name: &str, count: u32, unit: Unit, shadow: bool) -> Result<LimitSpec, QuotaError> {
+        let LimitContext { hasher, gateway_count, .. } = self.context;
+        let window_us = unit.seconds().unwrap_or(1) * 1_000_000;
+        let quota = Quota { count: count.into(), window_us: Some(window_us), calendar: None };
+        let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 })?);
+        // The name is a part of response headers.
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        let name: String = name.chars().map(|c| if is_plain(c) { c } else { '-' }).take(MAX_NAME_LENGTH).collect();
+        let share = LocalShare { gateway_count, ..LocalShare::default() };
+        Ok(LimitSpec { shadow, ..LimitSpec::new(hasher, &name, quota, rule, share)? })
+    }
+}
+
+/// Return the parts of an identity as administrators see them.
+fn identity_spec(keys: &[Box<str>]) -> IdentitySpec {
+    IdentitySpec {
+        descriptors: keys.iter().cloned().map(Descriptor::Entry).collect(),
+        on_missing: OnMissing::Reject,
+        skips_other_messages: false,
+        methods: Vec::new(),
+        exemptions: Default::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = "\
+domain: d
+descriptors:
+  - key: a
+    value: x*
+    rate_limit: {unit: second, requests_per_unit: 1}
+  - key: a
+    value: xy*
+    rate_limit: {unit: second, requests_per_unit: 2}
+  - key: a
+    value: xyz
+    descriptors:
+      - {key: b, rate_limit: {unit: MONTH, requests_per_unit: 3}}
+  - key: a
+    rate_limit: {unit: day, requests_per_unit: 0}
+  - {key: p*_q, rate_limit: {unlimited: true}}
+";
+
+    fn read(text: &str) -> ReadFiles {
+        let file = FileSnapshot { path: "edge.yaml".into(), content: text.into() };
+        let hasher = IdentityHasher::new("");
+        read_files(&[file], LimitContext { hasher: &hasher, gateway_count: 1, first_rule: 0 })
+    }
+
+    #[test]
+    fn value_wins_over_first_wildcard_over_key_without_another_attempt() {
+        let read = read(FILE);
+        assert!(read.faulty.is_empty(), "{:?}", read.faulty);
+        let name = |entries: &[(&str, &str)]| {
+            let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
+            read.domains[&b"d"[..]].find(bytes).map(|index| &*read.rules[index].name)
+        };
+        for (entries, expected) in [
+            (&[("a", "xyzz")][..], Some("a=x*")),
+            (&[("a", "b")], Some("a")),
+            (&[("a", "")], Some("a")),
+            // The exact value has no limit of its own, and `x*` is not tried.
+            (&[("a", "xyz")], None),
+            (&[("a", "xyz"), ("b", "1")], Some("a=xyz/b")),
+            (&[("a", "xy"), ("b", "1")], None),
+            (&[("pp", "1_q")], Some("p*_q")),
+            (&[("b", "1")], None),
+            (&[], None),
+        ] {
+            assert_eq!(name(entries), expected, "{entries:?}");
+        }
+        let rule = |name: &str| read.rules.iter().find(|rule| &*rule.name == name).unwrap();
+        assert_eq!(rule("a").rule.denies_all, Some(Unit::Day));
+        let month = rule("a=xyz/b").limit.as_ref().unwrap();
+        assert_eq!(month.default_variant.quota.window_us, Some(30 * 86_400_000_000));
+        assert!(rule("p*_q").limit.is_none() && rule("p*_q").rule.denies_all.is_none());
+    }
+
+    #[test]
+    fn identity_separates_keys_and_values_and_shares_a_threshold() {
+        let hasher = IdentityHasher::new("");
+        let mut encoder = IdentityEncoder::default();
+        let mut identity = |rule: &FileRule, entries: &[(&str, &str)]| {
+            let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
+            rule.identify(b"d", bytes, &hasher, &mut encoder)
+        };
+        let plain = FileRule::default();
+        let joined = identity(&plain, &[("foo", "x_bar_y")]);
+        assert_ne!(joined, identity(&plain, &[("foo", "x"), ("bar", "y")]));
+        assert_ne!(joined, identity(&plain, &[("foo", "x_bar_z")]));
+        let shared = FileRule { shared: vec![Some("a=x*".into())], ..FileRule::default() };
+        assert_eq!(identity(&shared, &[("a", "x1")]), identity(&shared, &[("a", "x2")]));
+    }
+
+    #[test]
+    fn errors_name_the_line_and_the_column() {
+        for (text, line, column, message, hint) in [
+            ("domain: d\ndescriptors:\n  - kye: a\n", 3, 5, "unknown key `kye`", "did you mean `key`?"),
+            ("descriptors: []\n", 1, 1, "`domain` is missing", "filter"),
+            ("domain: d\n---\ndomain: d\n", 3, 9, "occurs twice", "one document"),
+            ("domain: d\ndescriptors: {}\n", 2, 1, "must be a list", "- "),
+            ("domain: d\ndescriptors:\n- key: a\n- key: a\n", 4, 1, "`a` occurs twice", "once"),
+            (
+                "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: minutes, requests_per_unit: 1}\n",
+                4,
+                22,
+                "unknown unit `minutes`",
+                "did you mean `MINUTE`?",
+            ),
+            (
+                "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: day}\n",
+                4,
+                3,
+                "`requests_per_unit` is missing",
+                "0",
+            ),
+            (
+                "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: day, requests_per_unit: -1}\n",
+                4,
+                46,
+                "`-1` is not a number",
+                "number",
+            ),
+            (
+                "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: day, unlimited: true}\n",
+                4,
+                16,
+                "cannot be combined",
+                "remove",
+            ),
+            ("domain: d\ndescriptors:\n- key: a\n  quota_mode: true\n", 4, 3, "not supported", "remove"),
+            ("domain: d\ndescriptors:\n- key: a\n  shadow_mode: yes\n", 4, 16, "true or false", "true"),
+            ("domain: d\ndescriptors:\n- key: a\n  share_threshold: true\n", 4, 3, "needs a wildcard", "`*`"),
+            ("domain: d\ndomain: e\n", 2, 1, "occurs twice", "YAML"),
+        ] {
+            let read = read(text);
+            let [faulty] = &*read.faulty else { panic!("{text}: {} files", read.faulty.len()) };
+            let issue = &faulty.issues[0];
+            assert_eq!(issue.position(text), Some((line, column)), "{text}{issue:?}");
+            assert!(issue.message.contains(message), "{issue:?}");
+            assert!(issue.hint.as_ref().unwrap().contains(hint), "{issue:?}");
+        }
+    }
+}
