@@ -61,6 +61,7 @@ test-suites:
 	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
+	target/suites/bin/python -B tests/suites/import_traefik.py target/debug/sluicegate target/suites
 	$(MAKE) other-suites
 
 # The suites of other projects (docs/testing.md) against BINARY. The last two are in no registry: they are cloned, from the folders in

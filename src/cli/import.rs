@@ -130,9 +130,10 @@ fn name_side_files(model: &mut Model, arguments: &Arguments) {
 
 /// Write the consumers file and the users file.
 fn write_side_files(model: &Model, arguments: &Arguments) -> anyhow::Result<()> {
+    let is_named = |key: &str| model.auth.values().any(|auth| auth.keys.contains_key(key));
     let files = [
-        ("--consumers", &arguments.consumers, !model.consumers.is_empty(), model.to_consumers()),
-        ("--users", &arguments.users, !model.users.is_empty(), model.to_users()),
+        ("--consumers", &arguments.consumers, is_named("consumers"), model.to_consumers()),
+        ("--users", &arguments.users, is_named("users"), model.to_users()),
     ];
     for (option, path, is_needed, text) in files {
         match path {

@@ -93,7 +93,7 @@ impl<'a> Importer<'a> {
         for server in &servers {
             self.real_ip(server.children());
         }
-        self.zones.report_unused(&mut self.model);
+        self.zones.report_unused(servers.is_empty(), &self.variables, &mut self.model);
         self.upstreams.write_timeouts(&mut self.model);
         let mut listeners = std::mem::take(&mut self.listeners);
         self.model.listeners.extend(listeners.values_mut().map(|listener| std::mem::take(&mut listener.table)));

@@ -1,32 +1,18 @@
 //! Paths and regular expressions of other programs.
 
-/// Return a path in canonical form.
+use crate::http::target::{PathPolicy, canonical_path};
+
+/// Return a path in canonical form, in which routes are compared. A path without such a form is encoded, so that no
+/// request matches it.
 pub(super) fn literal(path: &str) -> String {
-    let mut literal = String::new();
-    for byte in path.bytes() {
-        match byte {
-            b'/' if literal.ends_with('/') => {}
-            b'-'
-            | b'.'
-            | b'_'
-            | b'~'
-            | b'/'
-            | b':'
-            | b'!'
-            | b'$'
-            | b'&'..=b')'
-            | b'+'..=b','
-            | b';'
-            | b'='
-            | b'@'
-            | b'%' => {
-                literal.push(byte.into());
-            }
-            _ if byte.is_ascii_alphanumeric() => literal.push(byte.into()),
-            _ => literal.push_str(&format!("%{byte:02X}")),
-        }
+    // Braces would begin a parameter of the path.
+    let path = path.replace('{', "%7B").replace('}', "%7D").replace('*', "%2A");
+    match canonical_path(&path, PathPolicy::Canonical) {
+        Ok(canonical) => canonical.replace('*', "%2A"),
+        Err(_) => percent_encoding::utf8_percent_encode(&path, percent_encoding::NON_ALPHANUMERIC)
+            .to_string()
+            .replace("%2F", "/"),
     }
-    literal
 }
 
 /// Return an expression that matches a whole path if `expression` matches a part of it. Its groups are named `g1`, …

@@ -24,6 +24,7 @@ pub(super) fn import(inputs: &[Input]) -> Result<Model, ImportError> {
         model: Model::default(),
         documents: &documents,
         used: BTreeSet::new(),
+        router: String::new(),
         limits: BTreeMap::new(),
         entry_points: BTreeMap::new(),
     };
@@ -51,7 +52,9 @@ struct Importer<'a> {
     documents: &'a [Document],
     /// Middlewares that a router uses.
     used: BTreeSet<String>,
-    /// Names of the limits by middleware.
+    /// Name of the router that is being imported.
+    router: String,
+    /// Names of the limits by router and middleware.
     limits: BTreeMap<String, String>,
     /// Listeners by entry point.
     entry_points: BTreeMap<String, String>,
@@ -118,6 +121,7 @@ impl<'a> Importer<'a> {
     fn router(&mut self, document: &'a Document, router: &'a Pair) {
         let origin = document.origin(router.line);
         let node = &router.value;
+        self.router.clone_from(&router.key);
         let known = ["rule", "service", "middlewares", "entryPoints", "tls", "priority", "ruleSyntax"];
         document.report_others(node, &known, "the router", &mut self.model);
         let text = "of several routers that match, Traefik uses the one with the longest rule or the highest `priority`, \
@@ -326,6 +330,7 @@ impl<'a> Importer<'a> {
 
     /// Show middlewares that no router of the files uses in placeholder routes, so that they can be copied.
     fn unused_middlewares(&mut self) {
+        self.router.clear();
         for document in self.documents {
             for middleware in document.root.at(&["http", "middlewares"]).map(Node::pairs).unwrap_or_default() {
                 if self.used.contains(&middleware.key) {

@@ -73,12 +73,20 @@ impl Zones {
         names
     }
 
-    /// Report zones that no directive uses.
-    pub(super) fn report_unused(&self, model: &mut Model) {
-        for (name, zone) in &self.zones {
-            if zone.uses.is_empty() {
+    /// Report zones that no directive uses. In files without a `server`, another file uses them.
+    pub(super) fn report_unused(&self, is_fragment: bool, variables: &Variables, model: &mut Model) {
+        for (name, zone) in self.zones.iter().filter(|(_, zone)| zone.uses.is_empty()) {
+            if !is_fragment {
                 model.not_needed(&zone.origin, format!("the zone of `{name}` is used nowhere in these files"));
+                continue;
             }
+            let meaning = match variables.meaning(&zone.expression) {
+                Meaning::Key(key) => format!("its key becomes `by = {:?}`", key.by),
+                Meaning::Unlimited => "its key never limits a request".to_owned(),
+                Meaning::Unknown(reason) => format!("its key has no equal: {reason}"),
+            };
+            let text = format!("the zone of `{name}`: give the files that use it as well; {meaning}");
+            model.no_equal(&zone.origin, text);
         }
     }
 

@@ -95,6 +95,11 @@ impl<'a> Importer<'a> {
         }
     }
 
+    /// Return what identifies the counters of a middleware: each router has its own.
+    fn limit_key(&self, middleware: &str) -> String {
+        format!("{} {middleware}", self.router)
+    }
+
     /// Write the identity of `sourceCriterion`.
     fn source(&mut self, middleware: &Middleware<'_>, default: &str, limit: &mut Table) {
         let criterion = middleware.config.get("sourceCriterion");
@@ -125,14 +130,15 @@ impl<'a> Importer<'a> {
         let Some(average) = config.integer_of("average").filter(|average| *average > 0) else {
             return self.model.not_needed(&middleware.origin, "`rateLimit` without `average` limits nothing");
         };
-        let name = self.limits.get(&middleware.name).cloned().unwrap_or_else(|| {
+        let name = self.limits.get(&self.limit_key(&middleware.name)).cloned().unwrap_or_else(|| {
             let mut limit = Table::from_origin(&middleware.origin, &format!("middleware {}", middleware.name));
             self.source(middleware, "ip", &mut limit);
             let period = duration_of(config.text_of("period")).unwrap_or("1s".to_owned());
             limit.set("quota", format!("{average}/{period}"));
             limit.set("burst", config.integer_of("burst").unwrap_or(1).max(1));
-            let name = self.model.add_new_limit(&middleware.name, limit);
-            self.limits.insert(middleware.name.clone(), name.clone());
+            let key = self.limit_key(&middleware.name);
+            let name = self.model.add_new_limit(&key, limit);
+            self.limits.insert(key, name.clone());
             name
         });
         route.push("limits", name);
@@ -145,13 +151,14 @@ impl<'a> Importer<'a> {
     fn in_flight(&mut self, middleware: &Middleware<'_>, route: &mut Table) {
         let known = ["amount", "sourceCriterion"];
         middleware.document.report_others(middleware.config, &known, "`inFlightReq`", &mut self.model);
-        let name = self.limits.get(&middleware.name).cloned().unwrap_or_else(|| {
+        let name = self.limits.get(&self.limit_key(&middleware.name)).cloned().unwrap_or_else(|| {
             let mut limit = Table::from_origin(&middleware.origin, &format!("middleware {}", middleware.name));
             self.source(middleware, "host", &mut limit);
             limit.set("algorithm", "concurrency");
             limit.set("quota", middleware.config.integer_of("amount").unwrap_or(1).max(1).to_string());
-            let name = self.model.add_new_limit(&middleware.name, limit);
-            self.limits.insert(middleware.name.clone(), name.clone());
+            let key = self.limit_key(&middleware.name);
+            let name = self.model.add_new_limit(&key, limit);
+            self.limits.insert(key, name.clone());
             name
         });
         route.push("limits", name);
@@ -386,7 +393,8 @@ impl<'a> Importer<'a> {
         if route.keys.contains_key("respond") {
             return;
         }
-        let status = if config.is_true("permanent") { 301 } else { 302 };
+        // Traefik has 301 and 302 for GET, 308 and 307 for other methods.
+        let status = if config.is_true("permanent") { 308 } else { 307 };
         if kind == "redirectScheme" {
             let scheme = if config.text_of("scheme") == "http" { "http" } else { "https" };
             route.set_entry("redirect", "scheme", scheme);
@@ -395,7 +403,8 @@ impl<'a> Importer<'a> {
             }
             route.set_entry("redirect", "status", status);
             let text = "`redirectScheme` does not redirect requests that have the scheme already: give the route the \
-                        listener of the other scheme in `listeners`";
+                        listener of the other scheme in `listeners`. The status is 308 or 307 for all methods, where \
+                        Traefik sends 301 or 302 for GET";
             self.model.differs(&middleware.origin, text);
             return;
         }
