@@ -44,8 +44,7 @@ test-clients:
 	target/clients/bin/python -B tests/clients/envoy_limits.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/decisions.py target/debug/sluicegate
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
-	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test it -- import::syntax_of_nginx --ignored
-	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test it -- import::syntax_of_nginx --ignored
+	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test crossplane
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
 # what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik, and the suites of other projects.

@@ -219,9 +219,9 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// === Rate limit for the lines of libraries and for equal lines of the gateway, which could otherwise fill the log ===
+// === Rate limit for the lines of libraries and for equal warnings of the gateway, which could otherwise fill the log ===
 
-/// Maximum number of lines of each library, and of equal lines of the gateway, within [`PERIOD`].
+/// Maximum number of lines of each library, and of equal warnings of the gateway, within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
 /// Period for [`MAX_LINES_PER_PERIOD`].
@@ -283,8 +283,8 @@ impl<S: Subscriber> Layer<S> for LineThrottle {
             }
             return admitted;
         }
-        // At the level `debug`, an operator wants to see every line.
-        if *metadata.level() > Level::INFO {
+        // Operators want to see each reload and each recovery. Lines of these levels do not flood the log.
+        if *metadata.level() > Level::WARN {
             return true;
         }
         let mut line = LineContent::default();
@@ -697,11 +697,11 @@ mod tests {
             assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD);
             assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD, "another place in the code");
             assert_eq!(logged(|number| warn!(number, "different")), 100);
-            assert_eq!(logged(|number| info!("different {number}")), 100);
-            assert_eq!(logged(|_| tracing::debug!("equal")), 100, "a level for diagnosis");
+            assert_eq!(logged(|number| warn!("different {number}")), 100);
+            assert_eq!(logged(|_| info!("equal")), 100, "another level");
             assert_eq!(logged(|number| warn!(target: "hyper", number, "of a library")), MAX_LINES_PER_PERIOD);
             // Other lines than those that memory can hold make the gateway forget the counts.
-            (0..MAX_SOURCES).for_each(|number| info!(number));
+            (0..MAX_SOURCES).for_each(|number| warn!(number));
             assert_eq!(logged(|_| warn!("equal")), MAX_LINES_PER_PERIOD);
         });
     }

@@ -4,10 +4,6 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-use sluicegate::tools::import::Input;
-use sluicegate::tools::import::model::Model;
-use sluicegate::tools::import::nginx::syntax::{Directive, Reader};
-
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
@@ -185,57 +181,6 @@ fn import_of_hostile_yaml_fails_with_its_line() {
             assert_eq!((said.code, said.toml.as_str()), (Some(2), ""), "{program}: {message}");
             assert!(said.notes.contains(message), "{program}: {message}: {}", said.notes);
         }
-    }
-}
-
-/// Print the directives of a file as crossplane reads them: name, line, arguments and block.
-const CROSSPLANE: &str = r#"
-import crossplane, json, sys
-parsed = crossplane.parse(sys.argv[1], single=True, strict=False, check_ctx=False, check_args=False)
-assert parsed["status"] == "ok", parsed["errors"]
-def reduced(directives):
-    return [[d["directive"], d["line"], d["args"], reduced(d["block"]) if "block" in d else None] for d in directives]
-print(json.dumps(reduced(parsed["config"][0]["parsed"])))
-"#;
-
-/// Return directives in the form of [`CROSSPLANE`].
-fn reduced(directives: &[Directive]) -> serde_json::Value {
-    let one = |directive: &Directive| {
-        let block = directive.block.as_deref().map(reduced);
-        let mut args = directive.args.clone();
-        if directive.name == "if" {
-            // crossplane removes the parentheses.
-            let last = args.len() - 1;
-            args[0] = args[0].trim_start_matches('(').to_owned();
-            args[last] = args[last].trim_end_matches(')').to_owned();
-            args.retain(|argument| !argument.is_empty());
-        }
-        serde_json::json!([directive.name, directive.origin.line, args, block])
-    };
-    directives.iter().map(one).collect()
-}
-
-/// `make test-clients` installs crossplane, and sets `CROSSPLANE_PYTHON` to the interpreter.
-#[test]
-#[ignore = "needs crossplane, which `make test-clients` installs"]
-fn syntax_of_nginx_is_that_of_crossplane() {
-    let python = std::env::var("CROSSPLANE_PYTHON").expect("`make test-clients` sets CROSSPLANE_PYTHON");
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("a.conf");
-    let unusual = "map $a $b { \"x y\" \"1\"; ~^a\\.b 2; '' 3; default \"it's\"; }\n\
-                   server { # a comment; {\n location ~ \\.php$ { return 200 \"a;b{c}#d\"; }\n\
-                   set $v ${host}x${a}; if ($host = 'a b') { rewrite ^/(.*)$ /$1\n break; }\n\
-                   add_header 'X-A' a\\ b;\tlisten\r\n80 default_server; }\n";
-    let sites = [unusual.to_owned(), read("tests/import/nginx/site.conf"), SITE.to_owned()];
-    for text in sites.map(|text| text.replace("include ", "included ")) {
-        std::fs::write(&path, &text).unwrap();
-        let output = Command::new(&python).arg("-c").arg(CROSSPLANE).arg(&path).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let expected: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        let mut model = Model::default();
-        let input = Input { name: "a.conf".into(), directory: None, text };
-        let found = reduced(&Reader::new(&mut model, 0).read(&input).unwrap());
-        assert_eq!(found, expected, "{}", input.text);
     }
 }
 
