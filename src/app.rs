@@ -277,7 +277,7 @@ impl App {
         let (maintenance, maintenance_thread) = MaintenanceThread::start(stop.clone())?;
         let active = self.config_handle.active();
         maintenance.set_config(&active.config, &active.clusters).map_err(AppError::Worker)?;
-        self.log_startup();
+        let startup_message = self.startup_message();
         let (event_queue, queued_events) = EventQueue::new();
         let entries = self.config.store.denial_cache;
         let denial_cache =
@@ -353,6 +353,7 @@ impl App {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
                 warn!(%error, "cannot rename the admin socket to its final path");
             }
+            info!("{startup_message}");
             hot_restart::notify_ready();
             watchdog::start(state.heartbeats.clone()).map_err(AppError::Worker)?;
         }
@@ -366,7 +367,8 @@ impl App {
         result
     }
 
-    fn log_startup(&self) {
+    /// Return the log message for the time when all workers serve requests: the addresses, and a command to try.
+    fn startup_message(&self) -> String {
         let config = &self.config;
         let schemes = config.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
@@ -384,14 +386,14 @@ impl App {
         let first = config.listeners.iter().position(serves_routes);
         let first =
             first.map_or(String::new(), |index| format!("; try: curl -i {method}{}{example}", addresses[index]));
-        info!(
+        format!(
             "sluicegate {} listens on {}; {admin}store: {}; {}, {}{first}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             config.store.name,
             pluralize(config.routes.len() as u64, "route"),
             pluralize(config.limits.len() as u64, "limit"),
-        );
+        )
     }
 }
 
