@@ -68,6 +68,9 @@ fn undecidable(written: &tables::Route, route: &Route, auth: &Authentication) ->
     if route.rate_limits.tools.is_some() {
         reasons.push("`mcp_tools` reads the body, which proxies do not send".to_owned());
     }
+    if route.cors.is_some() {
+        reasons.push("`cors` changes the response, which comes from the application".to_owned());
+    }
     let mut providers = route.auth.iter().flat_map(|auth| &auth.providers).map(|index| &auth.providers[*index]);
     if let Some(provider) = providers.find(|provider| matches!(provider.kind, ProviderKind::ClientCert)) {
         reasons.push(format!("`{}` verifies the certificate of the client, which only the proxy sees", provider.name));

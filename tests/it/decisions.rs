@@ -4,7 +4,7 @@
 use http::Request;
 
 use crate::support::client::Reply;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{CONSUMERS, Gateway};
 use crate::support::http2;
 use crate::support::upstream::Upstream;
 
@@ -254,9 +254,6 @@ respond = {{ status = 410, body = "gone" }}
     )
 }
 
-const CONSUMERS: &str = "[[consumer]]\nname = \"demo\"\n\
-    keys = [\"sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c\"]\n";
-
 const IDENTITY: [&str; 4] = ["x-user", "x-client", "x-internal", "x-login"];
 
 fn identity(reply: &Reply) -> [Option<&str>; 4] {
@@ -356,12 +353,21 @@ fn decisions_work_over_http2_and_need_no_body() {
 }
 
 #[test]
-fn preflights_are_admitted_for_the_application() {
-    let gateway = start(
-        "[[route]]\nname = \"r\"\npath = \"/{*rest}\"\ncors = { origins = [\"https://app.example\"] }\n\
-         request_headers = { set = { x-user = \"{client_ip}\" } }\nrespond = { status = 200 }\n",
+fn preflights_are_authenticated_and_limited_like_other_requests() {
+    let config = format!(
+        "{LISTENER}{TRUST}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+         [limit.day]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
+         [[route]]\nname = \"keys\"\npath = \"/keys\"\nrequire = [\"keys\"]\nrespond = {{ status = 200 }}\n\
+         [[route]]\nname = \"open\"\npath = \"/open\"\nmethods = [\"OPTIONS\"]\nlimits = [\"day\"]\n\
+         respond = {{ status = 200 }}\n"
     );
-    let preflight = [("Origin", "https://app.example"), ("Access-Control-Request-Method", "GET"), ("X-User", "root")];
-    let reply = Described { method: "OPTIONS", more: &preflight, ..LOGIN }.forwarded(&gateway);
-    assert_eq!((reply.status, reply.header("x-user")), (200, Some("")));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", CONSUMERS)]);
+    let preflight = [("Origin", "https://app.example"), ("Access-Control-Request-Method", "GET")];
+    for ask in ENDPOINTS {
+        let send = |target| ask(&Described { method: "OPTIONS", target, more: &preflight, ..LOGIN }, &gateway).status;
+        assert_eq!(send("/keys"), 401);
+    }
+    let statuses = ENDPOINTS
+        .map(|ask| ask(&Described { method: "OPTIONS", target: "/open", more: &preflight, ..LOGIN }, &gateway).status);
+    assert_eq!(statuses, [200, 200, 429]);
 }

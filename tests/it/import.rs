@@ -175,6 +175,8 @@ fn import_of_hostile_yaml_fails_with_its_line() {
             ("- a\n".repeat(300_000), "the file has more than 200000 values"),
             ("a: 1\nb: [\n".to_owned(), "a.yaml:3: "),
             ("a: {{ .Values.name }}\n".to_owned(), "a.yaml:1: this is a template (`{{`)"),
+            ("server { listen 80; }\n".to_owned(), "a.yaml:1: the document has no keys"),
+            ("- a: 1\n".to_owned(), "a.yaml:1: the document has no keys"),
         ] {
             std::fs::write(directory.path().join("a.yaml"), text).unwrap();
             let said = import(directory.path(), &[program, "a.yaml"]);

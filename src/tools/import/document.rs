@@ -52,6 +52,11 @@ pub(super) fn read(inputs: &[Input]) -> Result<Vec<Document>, ImportError> {
             documents.extend(parse(&input.name, 0, &input.text)?);
         }
     }
+    let other = documents.iter().find(|document| !matches!(document.root.value, Value::Map(_) | Value::Null));
+    if let Some(other) = other {
+        let message = "the document has no keys: is it a file of another program?";
+        return Err(ImportError::Syntax(other.at(&other.root), message.to_owned()));
+    }
     Ok(documents)
 }
 
