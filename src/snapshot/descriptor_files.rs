@@ -576,7 +576,7 @@ descriptors:
             (&[("a", "xyzz")][..], Some("a=x*")),
             (&[("a", "b")], Some("a")),
             (&[("a", "")], Some("a")),
-            // The exact value has no limit of its own, and `x*` is not tried.
+            // The exact value has no limit. The gateway does not try `x*` then.
             (&[("a", "xyz")], None),
             (&[("a", "xyz"), ("b", "1")], Some("a=xyz/b")),
             (&[("a", "xy"), ("b", "1")], None),

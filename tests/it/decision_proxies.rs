@@ -10,13 +10,10 @@ use tempfile::TempDir;
 
 use crate::support::client::Client;
 use crate::support::eventually;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{CONSUMERS, Gateway};
 use crate::support::pages::blocks;
 use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::{Seen, Upstream};
-
-const CONSUMERS: &str = "[[consumer]]\nname = \"demo\"\n\
-    keys = [\"sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c\"]\n";
 
 /// Return the block with this first line on the page.
 fn block(first_line: &str) -> String {

@@ -8,7 +8,7 @@ use sluicegate::payload::ext_authz::{
     Peer, Request, SocketAddress,
 };
 
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{CONSUMERS, Gateway};
 use crate::support::grpc::Grpc;
 
 const METHOD: &str = "/envoy.service.auth.v3.Authorization/Check";
@@ -46,9 +46,6 @@ path = "/members"
 require = ["keys"]
 respond = { status = 200 }
 "#;
-
-const CONSUMERS: &str = "[[consumer]]\nname = \"demo\"\n\
-    keys = [\"sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c\"]\n";
 
 fn start() -> Gateway {
     Gateway::start_with(CONFIG, &[("consumers.toml", CONSUMERS)])

@@ -8,6 +8,9 @@ use std::time::Instant;
 use super::client::{Client, Reply};
 use super::{MAX_WAIT, signal};
 
+/// The consumers file of the repository: the consumer `demo` with the key `demo-key`.
+pub const CONSUMERS: &str = include_str!("../../consumers.toml");
+
 /// A running gateway. It is killed at the end of the test.
 pub struct Gateway {
     pub address: SocketAddr,

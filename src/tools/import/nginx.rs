@@ -315,7 +315,7 @@ fn listen_address(text: &str) -> Option<String> {
     Some(std::net::SocketAddr::new(address, 80).to_string())
 }
 
-/// Return where a part of a configuration is, for routes without a directive of their own.
+/// Return the position of the first directive, for routes that no single directive describes.
 fn first_origin(level: &[Directive]) -> Origin {
     level.first().map_or_else(|| Origin::new(&"nginx".into(), 1), |directive| directive.origin.clone())
 }
