@@ -294,6 +294,7 @@ impl App {
         };
         let state = Arc::new(ProcessState {
             request_metrics: Arc::default(),
+            held_decisions: Arc::default(),
             limiter_metrics: Arc::default(),
             listener_metrics: Arc::default(),
             heartbeats: Arc::new(Heartbeats::new(self.sockets.len())),
@@ -462,6 +463,7 @@ impl Worker {
             let state = &self.state;
             let worker = GatewayWorker {
                 request_metrics: state.request_metrics.clone(),
+                held_decisions: state.held_decisions.clone(),
                 worker: self.index,
                 stopping: state.stopping.clone(),
             };

@@ -8,18 +8,21 @@ mod decisions;
 mod ext_authz;
 pub mod forward;
 mod forward_auth;
+pub mod held_decisions;
 pub mod holdings;
 pub mod llm;
 pub mod local_reply;
 pub mod metrics;
 pub mod mirror;
 pub mod mirror_state;
+mod named_limits;
 pub mod rate_limit;
 mod ratelimit_service;
 pub mod record;
 pub mod rejection;
 pub mod request;
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
@@ -65,14 +68,18 @@ use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
 use crate::proxy::config_snapshot::ConfigSnapshot;
-use crate::proxy::decision_api::{ApiError, Batch, Decision as ApiDecision, Described};
+use crate::proxy::decision_api::{
+    ApiError, ApiMethod, Check, Decision as ApiDecision, DecisionId, Described, Limits, Release, Settle,
+};
 use crate::proxy::decisions::{Description, Endpoint};
 use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
+use crate::proxy::held_decisions::{HeldDecision, HeldDecisions, HeldLimits};
 use crate::proxy::holdings::{Held, Holdings};
 use crate::proxy::llm::LlmRequest;
 use crate::proxy::local_reply::ReplyFormat;
-use crate::proxy::metrics::RequestMetrics;
+use crate::proxy::metrics::{LimitDecision, RequestMetrics};
+use crate::proxy::named_limits::NamedLimits;
 use crate::proxy::ratelimit_service::RateLimitService;
 use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
@@ -96,6 +103,8 @@ pub struct Gateway {
     /// count, and workers must not contend for it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
+    /// Decisions of all workers that programs settle later.
+    held_decisions: Arc<HeldDecisions>,
     /// Index of the worker thread.
     worker: usize,
 }
@@ -105,6 +114,8 @@ pub struct Gateway {
 pub struct GatewayWorker {
     /// Metrics of all workers.
     pub request_metrics: Arc<RequestMetrics>,
+    /// Decisions of all workers that programs settle later.
+    pub held_decisions: Arc<HeldDecisions>,
     /// Index of the worker thread.
     pub worker: usize,
     /// Cancelled when load balancers must stop sending requests to this gateway.
@@ -121,10 +132,10 @@ impl Gateway {
         sinks: TelemetrySinks,
         worker: GatewayWorker,
     ) -> Self {
-        let GatewayWorker { request_metrics, worker, stopping } = worker;
+        let GatewayWorker { request_metrics, held_decisions, worker, stopping } = worker;
         let snapshot = ConfigSnapshot::new(config, clusters, &request_metrics, worker, stopping);
         let snapshot = ArcSwap::from_pointee(snapshot);
-        Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
+        Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, held_decisions, worker }
     }
 
     /// Replace the configuration. The new configuration applies from the next request on. Metrics and upstream
@@ -157,8 +168,10 @@ impl Gateway {
         self.snapshot.load().metrics.record_unparsed(status);
     }
 
-    /// Wait until the background tasks of requests are done: releases of permits and deferred charges.
+    /// Wait until the background tasks of requests are done: releases of permits and deferred charges. No program can
+    /// settle a decision of this worker any more.
     pub async fn flush_pending(&self) {
+        self.held_decisions.drop_of(self.worker);
         self.limiter.flush_pending().await;
     }
 
@@ -247,8 +260,8 @@ impl Gateway {
             let called = boxed(|| self.check_call(&snapshot, request, peer, flow)).await;
             return called.unwrap_or_else(|error| Box::new(error.into_response()));
         }
-        if request.uri().path() == decision_api::CHECK {
-            let answered = boxed(|| self.check_requests(&snapshot, request, peer, flow)).await;
+        if let Some(method) = ApiMethod::at(request.uri().path()) {
+            let answered = boxed(|| self.answer_program(&snapshot, request, method, peer, flow)).await;
             return answered.unwrap_or_else(ApiError::into_response);
         }
         let message = Message {
@@ -262,31 +275,108 @@ impl Gateway {
         response
     }
 
-    /// Answer a call of the JSON API. The requests are decided at the same time, so that their checks share a batch.
-    async fn check_requests(
+    /// Answer a call of the JSON API.
+    async fn answer_program(
         &self,
         snapshot: &ConfigSnapshot,
         mut request: Box<Request<RequestBody>>,
+        method: ApiMethod,
         peer: &Peer,
         flow: &Arc<StreamFlow>,
     ) -> Result<Box<Response<Body>>, ApiError> {
-        let config = &snapshot.config;
-        let settings = decisions::settings(config, peer.listener);
-        if let Err(error) = decision_api::authorize(&request, peer, config) {
+        if let Err(error) = decision_api::authorize(&request, peer, &snapshot.config) {
             request_body::discard_body(request, flow);
             return Err(error);
         }
         let head = request_head(&request);
-        let read = body::read_whole(request.body_mut(), snapshot, peer, head.headers(), decision_api::MAX_BODY).await;
-        let Batch { form, requests } = decision_api::parse(read.map_err(ApiError::from)?)?;
+        let read = body::read_whole(request.body_mut(), snapshot, peer, head.headers(), decision_api::MAX_BODY).await?;
+        let take = |id| self.held_decisions.take(id).ok_or_else(ApiError::unknown_decision);
+        match method {
+            ApiMethod::Check => match decision_api::parse_check(read)? {
+                Check::One(described) => {
+                    let decisions = self.check_requests(snapshot, vec![described], &head, peer, flow).await?;
+                    decisions.first().map(decision_api::decision).ok_or_else(ApiError::store_unavailable)
+                }
+                Check::Several(several) => {
+                    let decisions = self.check_requests(snapshot, several.requests, &head, peer, flow).await?;
+                    Ok(decision_api::decisions(&decisions))
+                }
+                Check::Limits(limits) => {
+                    Ok(decision_api::decision(&self.check_limits(&snapshot.config, &limits, peer).await?))
+                }
+            },
+            ApiMethod::Settle => {
+                let settle: Settle = decision_api::parse(read)?;
+                let response = settle.response()?;
+                take(settle.id)?.settle(response, &settle.costs).await;
+                Ok(decision_api::done())
+            }
+            ApiMethod::Release => {
+                let Release { id } = decision_api::parse(read)?;
+                take(id)?.release().await;
+                Ok(decision_api::done())
+            }
+        }
+    }
+
+    /// Decide about described requests at the same time, so that their checks share a batch.
+    async fn check_requests(
+        &self,
+        snapshot: &ConfigSnapshot,
+        requests: Vec<Described>,
+        head: &Request<()>,
+        peer: &Peer,
+        flow: &Arc<StreamFlow>,
+    ) -> Result<Vec<ApiDecision>, ApiError> {
+        let config = &snapshot.config;
+        let settings = decisions::settings(config, peer.listener);
+        if settings.is_some_and(|settings| settings.settle_timeout.is_some())
+            && !self.held_decisions.has_room(requests.len())
+        {
+            return Err(ApiError::too_many_decisions());
+        }
         let decide = |described: Described| {
             let described = described.client_request(settings);
-            let description = Description::new(described, &head, peer, config);
+            let description = Description::new(described, head, peer, config);
             self.answer(snapshot, peer, description, flow, Message::default())
         };
         let responses = join_all(requests.into_iter().map(decide)).await;
-        let decisions: Vec<_> = responses.into_iter().map(|response| ApiDecision::new(*response)).collect();
-        Ok(decision_api::response(form, &decisions))
+        Ok(responses.into_iter().map(|response| ApiDecision::new(*response)).collect())
+    }
+
+    /// Decide about limits that a program names.
+    async fn check_limits(
+        &self,
+        config: &CompiledConfig,
+        Limits { limits, reserve }: &Limits,
+        peer: &Peer,
+    ) -> Result<ApiDecision, ApiError> {
+        let named = NamedLimits::resolve(limits, config).map_err(ApiError::bad_request)?;
+        let time = decisions::settings(config, peer.listener).and_then(|settings| settings.settle_timeout);
+        if time.is_none() && (*reserve || named.has_permits()) {
+            let detail = "set `settle_timeout` in the [[listener]] to reserve costs, or to limit concurrency";
+            return Err(ApiError::bad_request(detail));
+        }
+        if time.is_some() && !self.held_decisions.has_room(1) {
+            return Err(ApiError::too_many_decisions());
+        }
+        let overrides = self.limiter.overrides.current();
+        let checks = named.checks(overrides.as_deref(), *reserve).map_err(ApiError::bad_request)?;
+        let decision = self.limiter.check(&checks).await;
+        for check in &checks {
+            if let Some(effect) = LimitDecision::from_result(check, &decision) {
+                self.request_metrics.limits.get_or_create(&check.limit.name, self.worker).increment(effect as usize);
+            }
+        }
+        let mut decision = decision.map_err(|_| ApiError::store_unavailable())?;
+        let mut response = Response::new(Body::full(""));
+        *response.status_mut() = named.answer(&decision, response.headers_mut());
+        if let Some(time) = time
+            && let Some(held) = HeldDecision::take(&mut decision, HeldLimits::Named(named.specs()))
+        {
+            response.extensions_mut().insert(DecisionId(self.held_decisions.hold(held, self.worker, time)));
+        }
+        Ok(ApiDecision::new(response))
     }
 
     /// Answer a call of Envoy's external authorization.
@@ -355,7 +445,7 @@ impl Gateway {
         exchange.reply.compression = None;
         let settings = decisions::settings(&snapshot.config, peer.listener);
         let mut response = match admission {
-            Admission::Admitted(admitted) => {
+            Admission::Admitted(mut admitted) => {
                 let route = admitted.route;
                 let mut response = match decisions::reply(&admitted, request, snapshot.is_ready())? {
                     Some(reply) => reply,
@@ -368,9 +458,13 @@ impl Gateway {
                     }
                 };
                 route.rate_limits.append_headers(response.headers_mut(), &admitted.decision);
+                if let Some(time) = settings.and_then(|settings| settings.settle_timeout) {
+                    self.hold(&mut admitted.decision, snapshot.config.routes[route.index].clone(), &mut response, time)
+                        .await;
+                }
                 response
             }
-            // The proxy forwards preflights and challenges, and their response comes from the application.
+            // The proxy forwards challenges, and their response comes from the application.
             Admission::Answered(_) => decisions::admission_without_identity(settings, endpoint, request.headers()),
             Admission::Rejected(rejection) => {
                 if rejection.has_request_id() {
@@ -382,6 +476,26 @@ impl Gateway {
         };
         response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
         Ok(Box::new(response))
+    }
+
+    /// Hold what an admitted request holds at its limits until the program settles it, and add the id to the response.
+    /// If the route itself responds, its response settles the decision.
+    async fn hold(
+        &self,
+        decision: &mut Decision<'_>,
+        route: Arc<Route>,
+        response: &mut Response<Body>,
+        time: Duration,
+    ) {
+        let Some(held) = HeldDecision::take(decision, HeldLimits::Route(route)) else { return };
+        if response.status() == StatusCode::OK {
+            response.extensions_mut().insert(DecisionId(self.held_decisions.hold(held, self.worker, time)));
+        } else {
+            let mut replied = Response::new(Body::full(""));
+            *replied.status_mut() = response.status();
+            replied.headers_mut().clone_from(response.headers());
+            held.settle(replied, &BTreeMap::new()).await;
+        }
     }
 }
 

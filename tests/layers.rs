@@ -126,7 +126,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "proxy",
         &[
             &["decision_api", "ext_authz"],
-            &["decisions", "ratelimit_service", "record"],
+            &["decisions", "held_decisions", "named_limits", "ratelimit_service", "record"],
             &["holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],

@@ -221,6 +221,9 @@ impl ProcessState {
     }
 
     fn write_decisions(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        exposition
+            .gauge("decisions_held", "Decisions that programs have not settled or released yet")?
+            .write_gauge(&[], self.held_decisions.count() as u64)?;
         let mut writer = exposition.counter(
             "limit_decisions",
             "Rate limit decisions by limit; if a request is denied, only the limits that denied it are counted",

@@ -23,6 +23,7 @@ use crate::limiter::store::RedisStore;
 use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
+use crate::proxy::held_decisions::HeldDecisions;
 use crate::proxy::metrics::RequestMetrics;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
@@ -33,6 +34,8 @@ use crate::upstream::cluster::EndpointStatus;
 pub struct ProcessState {
     /// Request metrics of all workers.
     pub request_metrics: Arc<RequestMetrics>,
+    /// Decisions that programs settle later.
+    pub held_decisions: Arc<HeldDecisions>,
     /// Limiter metrics of all workers.
     pub limiter_metrics: Arc<MetricFamily<LimiterMetrics>>,
     /// Listener metrics of all workers.

@@ -214,10 +214,15 @@ pub struct Listener {
     /// `protocol = "decisions"`. Default: the status of the decision.
     #[schemars(range(min = 400, max = 499))]
     pub denied_status: Option<Spanned<i64>>,
-    /// Token that programs must send to `POST /v1/check` of the listener, as `Authorization: Bearer …` ([JSON
-    /// API](../how-to/decisions.md#json-api)). Requires `protocol = "decisions"`. Default: the API is off.
+    /// Token that programs must send to the [JSON API](../how-to/decisions.md#json-api) of the listener, as
+    /// `Authorization: Bearer …`. Requires `protocol = "decisions"`. Default: the API is off.
     #[schemars(schema_with = "schema::secret")]
     pub api_token: Option<Text>,
+    /// Maximum time between a decision and its settlement by `POST /v1/settle` or `/v1/release`. The listener then
+    /// serves only programs, and its routes may have concurrency limits, `refund_on`, and costs by `response_header`.
+    /// Requires `api_token`. Default: decisions cannot be settled.
+    #[schemars(schema_with = "schema::duration")]
+    pub settle_timeout: Option<Text>,
     /// Require a PROXY protocol header (version 1 or 2) at the start of every connection. The peer must be a proxy in
     /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]

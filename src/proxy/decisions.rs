@@ -165,7 +165,11 @@ pub(super) fn check_proxy(peer: &Peer, headers: &HeaderMap, config: &CompiledCon
     if !peer.forwarded.trusted || !may_ask(peer, config) {
         return Err(DescriptionError::NotTrusted);
     }
-    check_headers(headers, settings(config, peer.listener))
+    let settings = settings(config, peer.listener);
+    if settings.is_some_and(|settings| settings.settle_timeout.is_some()) {
+        return Err(DescriptionError::OnlyPrograms);
+    }
+    check_headers(headers, settings)
 }
 
 /// Check that servers cannot mistake a header of the client for an identity header.

@@ -274,7 +274,9 @@ impl Rejection<'_> {
             Rejection::Undescribed(error) => {
                 let (status, outcome) = match &error {
                     DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, "forbidden"),
-                    DescriptionError::UnknownEndpoint => (StatusCode::NOT_FOUND, "no-route"),
+                    DescriptionError::UnknownEndpoint | DescriptionError::OnlyPrograms => {
+                        (StatusCode::NOT_FOUND, "no-route")
+                    }
                     DescriptionError::Header(..) | DescriptionError::Attribute(_) => {
                         (StatusCode::BAD_REQUEST, "bad-description")
                     }
@@ -598,7 +600,9 @@ impl Rejection<'_> {
     /// Return the value of `Proxy-Status`: the name of this gateway and an error type of RFC 9209 §2.3.
     fn proxy_status(&self) -> &'static str {
         match self {
-            Rejection::NoRoute | Rejection::UnknownHost | Rejection::Undescribed(DescriptionError::UnknownEndpoint) => {
+            Rejection::NoRoute
+            | Rejection::UnknownHost
+            | Rejection::Undescribed(DescriptionError::UnknownEndpoint | DescriptionError::OnlyPrograms) => {
                 "sluicegate;error=destination_not_found"
             }
             Rejection::Forbidden

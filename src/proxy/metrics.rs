@@ -110,6 +110,15 @@ impl LimitDecision {
         }
     }
 
+    /// Return the effect of the check's limit as [`from_decision`](Self::from_decision) does, also if there is no
+    /// decision.
+    pub fn from_result(check: &LimitCheck<'_, '_>, decision: &Result<Decision<'_>, StoreUnavailable>) -> Option<Self> {
+        match decision {
+            Ok(decision) => LimitDecision::from_decision(check, decision),
+            Err(_) => Some(LimitDecision::StoreError),
+        }
+    }
+
     /// Return the effect of the check's limit on the request, or `None` if the limit has no effect because only other
     /// limits denied the request.
     pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
@@ -579,10 +588,7 @@ impl WorkerMetrics {
             self.routes[route].denied_requests.increment(0);
         }
         for check in checks {
-            let limit_decision = match decision {
-                Ok(decision) => LimitDecision::from_decision(check, decision),
-                Err(_) => Some(LimitDecision::StoreError),
-            };
+            let limit_decision = LimitDecision::from_result(check, decision);
             let (counter, top_denied) = &self.routes[route].limits[check.limit_index];
             if let Some(limit_decision) = limit_decision {
                 counter.increment(limit_decision as usize);

@@ -462,10 +462,7 @@ where
     }
 
     fn record(&self, snapshot: &ConfigSnapshot, decision: &Result<Decision<'_>, StoreUnavailable>, elapsed: Duration) {
-        let effect = |index: &usize| match decision {
-            Ok(decision) => LimitDecision::from_decision(&self.charges[*index], decision),
-            Err(_) => Some(LimitDecision::StoreError),
-        };
+        let effect = |index: &usize| LimitDecision::from_result(&self.charges[*index], decision);
         // Descriptors with the same state have one check, which counts once.
         let mut recorded = vec![false; self.charges.len()];
         for descriptor in self.descriptors.iter().filter(|descriptor| !descriptor.is_refund) {

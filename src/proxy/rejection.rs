@@ -111,6 +111,9 @@ impl Rejection<'_> {
 /// The reason why a request for a decision describes no request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptionError {
+    /// The listener serves only programs.
+    #[error("the listener has `settle_timeout`, so it answers only calls of the JSON API")]
+    OnlyPrograms,
     /// The peer may not describe requests.
     #[error("only trusted proxies may ask for decisions: add the proxy to `trusted_proxies` in [client_ip]")]
     NotTrusted,

@@ -37,7 +37,7 @@ pub(super) fn check(
             names.extend(of_rules.chain(of_servers).map(str::to_owned));
             let written = config.route.iter().find(|written| is_named(written, &route.name));
             let (Some(written), true) = (written, reported.insert(route.index)) else { continue };
-            for reason in undecidable(written.get_ref(), route, auth) {
+            for reason in undecidable(written.get_ref(), route, auth, settings.settle_timeout.is_some()) {
                 let message = format!("the listener {address} for decisions cannot decide about this route: {reason}");
                 let others = served.contains(&ListenerProtocol::Http);
                 let hint = match others {
@@ -60,8 +60,10 @@ fn is_named(written: &Spanned<tables::Route>, name: &str) -> bool {
 }
 
 /// Return the reasons why the gateway cannot decide about a request of this route before the request is forwarded.
-fn undecidable(written: &tables::Route, route: &Route, auth: &Authentication) -> Vec<String> {
-    let mut reasons: Vec<_> = route.rate_limits.limits.iter().filter_map(|limit| of_limit(route, limit)).collect();
+/// `is_settled` is true if programs report the response.
+fn undecidable(written: &tables::Route, route: &Route, auth: &Authentication, is_settled: bool) -> Vec<String> {
+    let of_limit = |limit| of_limit(route, limit, is_settled);
+    let mut reasons: Vec<_> = route.rate_limits.limits.iter().filter_map(of_limit).collect();
     if written.conditions.as_ref().is_some_and(|rules| !rules.get_ref().json.is_empty()) {
         reasons.push("`match.json` reads the body, which proxies do not send".to_owned());
     }
@@ -79,7 +81,7 @@ fn undecidable(written: &tables::Route, route: &Route, auth: &Authentication) ->
 }
 
 /// Return the reason why a limit cannot be decided.
-fn of_limit(route: &Route, limit: &RouteLimit) -> Option<String> {
+fn of_limit(route: &Route, limit: &RouteLimit, is_settled: bool) -> Option<String> {
     let name = &limit.limit.name;
     let of_response = "depends on the response, which the gateway does not see";
     let of_body = "depends on the body, which proxies do not send";
@@ -90,14 +92,15 @@ fn of_limit(route: &Route, limit: &RouteLimit) -> Option<String> {
                 "the cost of `{name}` is the header `{header}`, which clients of the proxy could send"
             ));
         }
+        Cost::Response { .. } if is_settled => {}
         Cost::Response { .. } => return Some(format!("the cost of `{name}` {of_response}")),
         Cost::Llm(_) => return Some(format!("the cost of `{name}` (`llm`) {of_response}")),
         Cost::Tools(_) => return Some(format!("the cost of `{name}` (`tools`) {of_body}")),
     }
-    if !limit.refund_on.is_empty() {
+    if !is_settled && !limit.refund_on.is_empty() {
         return Some(format!("`refund_on` of `{name}` {of_response}"));
     }
-    if limit.limit.default_variant.rule.is_concurrency() {
+    if !is_settled && limit.limit.default_variant.rule.is_concurrency() {
         return Some(format!("`{name}` limits concurrency, but the gateway does not see the end of the request"));
     }
     let spec = &route.rate_limits.identities[limit.identity_index];

@@ -1,6 +1,7 @@
 //! Compiles the settings of listeners with `protocol = "decisions"`.
 
 use std::fmt;
+use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
@@ -17,6 +18,9 @@ pub struct DecisionSettings {
     pub denied_status: Option<StatusCode>,
     /// Token for the JSON API. `None` if the API is off.
     pub api_token: Option<ApiToken>,
+    /// Maximum time between a decision and its settlement by a program. `None` if the listener makes no decisions that
+    /// have to be settled.
+    pub settle_timeout: Option<Duration>,
     identity_headers: Vec<HeaderName>,
     aliases: HeaderAliases,
 }
@@ -76,5 +80,10 @@ pub(super) fn settings(
     let denied_status = listener.denied_status.as_ref().map(|value| reader.number(Some(value), 400..500, 403));
     let denied_status = denied_status.and_then(|status| StatusCode::from_u16(status as u16).ok());
     let api_token = api_token.map(|token| ApiToken(token.get_ref().as_str().into()));
-    DecisionSettings { denied_status, api_token, ..DecisionSettings::default() }
+    if let Some(text) = listener.settle_timeout.as_ref().filter(|_| api_token.is_none()) {
+        reader.push_missing(Issue::new(text.span(), "`settle_timeout` requires `api_token`"));
+    }
+    let settle_timeout = listener.settle_timeout.as_ref();
+    let settle_timeout = settle_timeout.map(|text| reader.duration(Some(text), Duration::from_secs(60)));
+    DecisionSettings { denied_status, api_token, settle_timeout, ..DecisionSettings::default() }
 }

@@ -127,7 +127,8 @@ pub(super) fn listeners(
             ListenerProtocol::Http | ListenerProtocol::RateLimit => {
                 let status = listener.denied_status.as_ref().map(|value| (value.span(), "denied_status"));
                 let token = listener.api_token.as_ref().map(|token| (token.span(), "api_token"));
-                for (span, key) in status.into_iter().chain(token) {
+                let timeout = listener.settle_timeout.as_ref().map(|text| (text.span(), "settle_timeout"));
+                for (span, key) in status.into_iter().chain(token).chain(timeout) {
                     reader.push_missing(Issue::new(span, format!("`{key}` requires protocol = \"decisions\"")));
                 }
                 None

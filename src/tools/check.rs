@@ -952,10 +952,12 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
             routes_by_limit.entry(&route_limit.limit.name).or_default().push(route);
         }
     }
+    let mut listeners = input.config.listeners.iter().filter_map(|listener| listener.decisions.as_ref());
+    let may_be_named = listeners.any(|settings| settings.api_token.is_some());
     for compiled in input.config.limits.values() {
         let routes = routes_by_limit.remove(&*compiled.limit.name).unwrap_or_default();
         let name = &compiled.limit.name;
-        if routes.is_empty() && !input.config.descriptors.uses(name) {
+        if routes.is_empty() && !input.config.descriptors.uses(name) && !may_be_named {
             let span = input.span_of(name, |_| None::<&Text>);
             issues.push(
                 Issue::new(span, format!("no route uses `{name}`"))

@@ -275,6 +275,7 @@ def check_api(gateway):
     url = gateway.urls[1]
     described = {"method": "GET", "url": "https://shop.example/orders", "client_ip": "192.0.2.1", "headers": {"x-api-key": "demo-key"}}
     cases = [(described, "Decision"), ({"requests": [described] * 3}, "Decisions"), ({}, "Problem"), ({"requests": []}, "Problem")]
+    cases.append(({"limits": [{"limit": "per-client", "identity": {"ip": "192.0.2.1"}}]}, "Decision"))
     for body, name in cases:
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
         connection.request("POST", "/v1/check", json.dumps(body), {"Authorization": f"Bearer {TOKEN}"})
@@ -284,6 +285,10 @@ def check_api(gateway):
         Draft202012Validator(schema).validate(answer)
         expect((response.status == 200) == (name != "Problem"), f"{response.status}: {answer}")
         connection.close()
+    named = {"limits": [{"limit": "per-client", "identity": {"ip": "192.0.2.1"}, "cost": 0}]}
+    for body in (described, {"requests": [described]}, named, {**named, "reserve": True}):
+        body_schema = document["paths"]["/v1/check"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        Draft202012Validator({**body_schema, "components": document["components"]}).validate(body)
     folder = ROOT / "examples/decisions"
     environment = {**os.environ, "GOCACHE": str(ROOT / "target/clients/go"), "GOFLAGS": "-mod=mod"}
     for command in ([sys.executable, folder / "check.py"], ["node", folder / "check.mjs"], ["go", "run", folder / "check.go"]):

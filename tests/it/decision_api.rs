@@ -1,9 +1,12 @@
-//! The JSON API of decisions: `POST /v1/check` on a listener with `protocol = "decisions"`.
+//! The JSON API of decisions on a listener with `protocol = "decisions"`: `POST /v1/check`, `/v1/settle` and
+//! `/v1/release`.
 
 use serde_json::{Value, json};
 
 use crate::support::client::Reply;
 use crate::support::gateway::{CONSUMERS, Gateway};
+use crate::support::redis::Redis;
+use crate::support::{eventually, signal};
 
 /// No proxy is trusted: the token alone authenticates programs.
 const CONFIG: &str = r#"
@@ -170,4 +173,210 @@ fn calls_need_the_token_and_a_valid_body() {
     call(&off, &TOKEN, body.as_bytes()).assert_problem(403, "the API is off");
     assert_eq!(call(&gateway, &TOKEN, several(100).as_bytes()).status, 200);
     assert_eq!(check(&gateway, &order("192.0.2.1"))["status"], json!(429), "only the last call was charged: 100 of 50");
+}
+
+// === Limits without a request, and decisions that are settled later ===
+
+const SETTLED: &str = r#"
+[[listener]]
+address = "127.0.0.1:0"
+protocol = "decisions"
+api_token = "sesame"
+settle_timeout = "1h"
+
+[client_ip]
+trusted_proxies = ["127.0.0.1"]
+
+[limit.tokens]
+by = "header:x-user"
+quota = "1000/day"
+unit = "tokens"
+algorithm = "fixed-window"
+
+[limit.jobs]
+by = "header:x-user"
+quota = "2"
+algorithm = "concurrency"
+
+[limit.answers]
+by = "header:x-user"
+quota = "100/day"
+algorithm = "fixed-window"
+cost = { response_header = "x-cost" }
+
+[limit.logins]
+by = "header:x-user"
+quota = "5/day"
+algorithm = "fixed-window"
+refund_on = ["2xx"]
+
+[[route]]
+name = "work"
+path = "/work"
+limits = ["jobs", "answers", "logins"]
+respond = { status = 200 }
+
+[[route]]
+name = "gone"
+path = "/gone"
+limits = ["jobs", "logins"]
+respond = { status = 410 }
+"#;
+
+fn post(gateway: &Gateway, path: &str, body: &Value) -> Reply {
+    gateway.client().request("POST", path, &TOKEN, body.to_string().as_bytes())
+}
+
+fn work(gateway: &Gateway, path: &str) -> Value {
+    let url = format!("https://shop.example{path}");
+    check(gateway, &json!({ "method": "GET", "url": url, "client_ip": "192.0.2.1", "headers": { "X-User": "alice" } }))
+}
+
+fn named(limit: &str, cost: u64) -> Value {
+    json!({ "limit": limit, "identity": { "header:x-user": "alice" }, "cost": cost })
+}
+
+/// Return the remaining tokens of a limit, without a charge.
+fn remaining(gateway: &Gateway, limit: &str) -> u64 {
+    let peeked = check(gateway, &json!({ "limits": [named(limit, 0)] }));
+    let ratelimit = peeked["headers"]["ratelimit"].as_str().unwrap();
+    let (_, rest) = ratelimit.split_once(";r=").unwrap();
+    rest.split(';').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn named_limits_are_one_decision_and_the_limits_of_routes() {
+    let gateway = Gateway::start(SETTLED);
+    let both = |cost| json!({ "limits": [named("tokens", cost), named("logins", 1)] });
+    let decision = check(&gateway, &both(600));
+    assert_eq!((&decision["admitted"], &decision["id"]), (&json!(true), &Value::Null), "{decision}");
+    let denied = check(&gateway, &both(600));
+    assert_eq!((&denied["admitted"], &denied["status"]), (&json!(false), &json!(429)), "{denied}");
+    assert!(denied["headers"]["retry-after"].is_string(), "{denied}");
+    assert_eq!((remaining(&gateway, "tokens"), remaining(&gateway, "logins")), (400, 4), "the denial charged nothing");
+    work(&gateway, "/work");
+    assert_eq!(remaining(&gateway, "logins"), 3, "a route counts by the same identity");
+    for (limits, part) in [
+        (json!([]), "1 to 64 elements"),
+        (json!([named("other", 1)]), "there is no limit `other`"),
+        (json!([{ "limit": "tokens", "identity": {} }]), "`header:x-user` is missing"),
+        (json!([{ "limit": "tokens", "identity": { "header:x-user": "a", "ip": "192.0.2.1" } }]), "count by `ip`"),
+        (json!([named("tokens", 1), named("tokens", 2)]), "occurs twice"),
+        (json!([named("tokens", 1 << 53)]), "not below 2^53"),
+        (json!([named("jobs", 2)]), "cost of `jobs` is 1"),
+        (json!([{ "limit": "tokens", "identity": { "header:x-user": "a" }, "costs": 1 }]), "unknown field `costs`"),
+    ] {
+        let reply = post(&gateway, "/v1/check", &json!({ "limits": limits }));
+        reply.assert_problem(400, part);
+        assert!(reply.text().contains(part), "{part}: {}", reply.text());
+    }
+    assert_eq!(remaining(&gateway, "tokens"), 400);
+}
+
+#[test]
+fn reservation_is_settled_once_with_its_actual_cost() {
+    let gateway = Gateway::start(SETTLED);
+    let reserve = json!({ "limits": [named("tokens", 400)], "reserve": true });
+    for (cost, left) in [(100, 900), (1000, 0)] {
+        let id = check(&gateway, &reserve)["id"].clone();
+        let settle = json!({ "id": id, "costs": { "tokens": cost } });
+        assert_eq!(post(&gateway, "/v1/settle", &settle).status, 204);
+        assert_eq!(remaining(&gateway, "tokens"), left, "the actual cost counts, also beyond what remains");
+        post(&gateway, "/v1/settle", &settle).assert_problem(404, "a decision is settled once");
+        post(&gateway, "/v1/release", &json!({ "id": id })).assert_problem(404, "a settled decision is not released");
+    }
+    let denied = check(&gateway, &reserve);
+    assert_eq!((&denied["admitted"], &denied["id"]), (&json!(false), &Value::Null), "a denial holds nothing");
+    for (body, part) in [
+        (json!({}), "missing field `id`"),
+        (json!({ "id": "x" }), "the body is invalid"),
+        (json!({ "id": "00000000-0000-4000-8000-000000000000", "status": 1000 }), "no HTTP status"),
+        (json!({ "id": "00000000-0000-4000-8000-000000000000", "headers": { "a b": "" } }), "invalid header"),
+    ] {
+        let reply = post(&gateway, "/v1/settle", &body);
+        reply.assert_problem(400, part);
+        assert!(reply.text().contains(part), "{part}: {}", reply.text());
+    }
+    let anonymous = gateway.client().request("POST", "/v1/settle", &[], b"{}");
+    assert_eq!(anonymous.status, 401);
+}
+
+#[test]
+fn released_reservation_is_refunded() {
+    let gateway = Gateway::start(SETTLED);
+    let id = check(&gateway, &json!({ "limits": [named("tokens", 400)], "reserve": true }))["id"].clone();
+    assert_eq!(remaining(&gateway, "tokens"), 600);
+    assert_eq!(post(&gateway, "/v1/release", &json!({ "id": id })).status, 204);
+    assert_eq!(remaining(&gateway, "tokens"), 1000);
+}
+
+#[test]
+fn permits_costs_and_refunds_of_routes_are_settled_by_the_response() {
+    let gateway = Gateway::start(SETTLED);
+    let decisions = [(); 3].map(|()| work(&gateway, "/work"));
+    let statuses = decisions.each_ref().map(|decision| decision["status"].clone());
+    assert_eq!(statuses, [json!(200), json!(200), json!(429)], "two jobs may run");
+    assert_eq!((remaining(&gateway, "logins"), remaining(&gateway, "answers")), (3, 100));
+    let first = json!({ "id": decisions[0]["id"], "status": 500, "headers": { "x-cost": "30" } });
+    assert_eq!(post(&gateway, "/v1/settle", &first).status, 204);
+    assert_eq!((remaining(&gateway, "logins"), remaining(&gateway, "answers")), (3, 70));
+    let second = json!({ "id": decisions[1]["id"], "costs": { "answers": 7 } });
+    assert_eq!(post(&gateway, "/v1/settle", &second).status, 204);
+    assert_eq!(
+        (remaining(&gateway, "logins"), remaining(&gateway, "answers")),
+        (4, 63),
+        "the status is 200 by default"
+    );
+    let third = work(&gateway, "/work");
+    assert_eq!(third["status"], json!(200), "both permits are released: {third}");
+    assert_eq!(post(&gateway, "/v1/release", &json!({ "id": third["id"] })).status, 204);
+    assert_eq!((remaining(&gateway, "logins"), remaining(&gateway, "answers")), (4, 63), "a release charges nothing");
+    for _ in 0..3 {
+        let gone = work(&gateway, "/gone");
+        assert_eq!((&gone["status"], &gone["id"]), (&json!(410), &Value::Null), "the route responds itself: {gone}");
+    }
+    assert_eq!(remaining(&gateway, "logins"), 1, "410 is not refunded");
+}
+
+#[test]
+fn decision_that_is_not_settled_in_time_is_dropped() {
+    let gateway = Gateway::start(&SETTLED.replace("\"1h\"", "\"50ms\""));
+    let jobs = json!({ "limits": [named("jobs", 1), named("tokens", 400)], "reserve": true });
+    let ids: Vec<_> = (0..2).map(|_| check(&gateway, &jobs)["id"].clone()).collect();
+    assert!(ids.iter().all(Value::is_string), "{ids:?}");
+    let job = json!({ "limits": [named("jobs", 1)] });
+    eventually("a permit is released", || check(&gateway, &job)["admitted"] == json!(true));
+    assert_eq!(remaining(&gateway, "tokens"), 200, "reservations stay charged");
+    post(&gateway, "/v1/settle", &json!({ "id": ids[0] })).assert_problem(404, "the time is over");
+}
+
+#[test]
+fn listener_with_settle_timeout_serves_only_programs() {
+    let gateway = Gateway::start(SETTLED);
+    let described = [
+        ("X-Forwarded-Method", "GET"),
+        ("X-Forwarded-Uri", "/work"),
+        ("X-Forwarded-Host", "shop.example"),
+        ("X-Forwarded-Proto", "http"),
+        ("X-Forwarded-For", "192.0.2.1"),
+    ];
+    let reply = gateway.client().get_with("/decide/forwarded", &described);
+    reply.assert_problem(404, "a proxy could not settle the decision");
+    let off = start();
+    let jobs = json!({ "limits": [{ "limit": "orders", "identity": { "ip": "192.0.2.1" } }], "reserve": true });
+    let reply = post(&off, "/v1/check", &jobs);
+    reply.assert_problem(400, "nothing can be reserved");
+    assert!(reply.text().contains("settle_timeout"), "{}", reply.text());
+}
+
+#[test]
+fn stopping_gateway_releases_the_permits_of_held_decisions() {
+    let redis = Redis::start();
+    let mut gateway = Gateway::start(&format!("{}{SETTLED}", redis.store()));
+    assert!(work(&gateway, "/work")["id"].is_string());
+    let has_permit = || redis.keys().iter().any(|key| key.contains(":jobs:"));
+    assert!(has_permit());
+    signal(&gateway.child, "TERM");
+    assert!(gateway.wait().success());
+    assert!(!has_permit());
 }

@@ -291,6 +291,10 @@ fn file_with(path: &str) -> Value {
     };
     match path {
         "listener.*.protocol" => set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] })),
+        "listener.*.settle_timeout" => {
+            let listener = json!([{ "address": "127.0.0.1:0", "protocol": "decisions", "api_token": "sesame" }]);
+            set("listener", listener);
+        }
         "listener.*.denied_status" | "listener.*.api_token" => {
             set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] }));
             set("listener", json!([{ "address": "127.0.0.1:0", "protocol": "decisions" }]));
