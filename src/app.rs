@@ -2,6 +2,7 @@
 
 pub mod acme;
 mod collector;
+mod gateways;
 pub mod hot_restart;
 pub(crate) mod listen;
 pub mod maintenance;
@@ -459,7 +460,9 @@ impl Worker {
             tokio::spawn(self.state.heartbeats.clone().beat(self.index));
             let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
-            let limiter = self.build_limiter().await;
+            let store = self.open_store().await;
+            let counted_store = store.redis().filter(|_| self.index == 0).cloned();
+            let limiter = self.build_limiter(store);
             let state = &self.state;
             let worker = GatewayWorker {
                 request_metrics: state.request_metrics.clone(),
@@ -476,14 +479,17 @@ impl Worker {
             // Ignore a send error, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
-            server.run(listeners).await;
+            match counted_store {
+                Some(store) => gateways::count_while(&self.state, &store, server.run(listeners)).await,
+                None => server.run(listeners).await,
+            }
             Ok(())
         })
     }
 
-    async fn build_limiter(&self) -> Limiter {
+    async fn open_store(&self) -> Store {
         let state = &self.state;
-        let store = match &state.config_handle.active().config.store.redis {
+        match &state.config_handle.active().config.store.redis {
             None => Store::Memory(state.memory.clone()),
             Some((deployment, settings)) => {
                 let metrics = state.limiter_metrics.get_or_create("", self.index);
@@ -501,7 +507,11 @@ impl Worker {
                 }
                 Store::Redis { store, fallback: state.memory.clone(), metrics }
             }
-        };
+        }
+    }
+
+    fn build_limiter(&self, store: Store) -> Limiter {
+        let state = &self.state;
         let denial_cache = state.denial_cache.clone();
         let prefetch_pool = state.prefetch_pool.clone();
         let wait_queues = state.wait_queues.clone();

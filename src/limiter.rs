@@ -6,6 +6,7 @@ pub mod algorithm;
 pub mod decision;
 pub mod denial_cache;
 pub mod fallback;
+pub mod gateway_count;
 pub mod key;
 pub mod memory;
 pub mod metrics;
@@ -609,10 +610,8 @@ mod tests {
         let ttl = Duration::from_secs(60);
         let rule = |limit| Rule::Concurrency(Concurrency { limit, ttl: ttl.as_micros() as u64 });
         let quota = Quota::parse_concurrency("1").unwrap();
-        let shadow_limit = LimitSpec {
-            shadow: true,
-            ..LimitSpec::new(&hasher, "shadow", quota, rule(1), LocalShare::default()).unwrap()
-        };
+        let shadow_limit =
+            LimitSpec { shadow: true, ..LimitSpec::new(&hasher, "shadow", quota, rule(1), LocalShare::default()) };
         let limiter = Limiter::in_memory(640);
         for number in 1..3000 {
             limiter.check(&[LimitCheck::new(&full_limit, identity(number))]).await.unwrap();

@@ -54,7 +54,7 @@ use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
 use crate::snapshot::descriptor_files::DescriptorFiles;
 use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::identities::NetworkFiles;
-use crate::snapshot::limits::CompiledLimit;
+use crate::snapshot::limits::{CompiledLimit, LimitContext};
 use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, WarningSubject};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
@@ -343,12 +343,14 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let inspect = InspectBounds { default, max: server.max_buffered };
     let prices = cost::price_lists(config, reader);
     let costs = CostContext { inspect, prices: &prices };
-    let limits = limits::limits(config, &hasher, costs, trusted_proxies, &upstreams, &tier_source, reader);
+    let gateways = settings::gateway_count(&config.store, reader);
+    let context = LimitContext { hasher: &hasher, gateways: &gateways };
+    let limits = limits::limits(config, context, costs, trusted_proxies, &upstreams, &tier_source, reader);
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
     let auth = auth::authentication(config, &limits, &hasher, tier_source, &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
     let mut descriptors = descriptors::descriptors(config, &limits, reader);
-    let descriptor_files = descriptors::add_files(&mut descriptors, config, &hasher, reader);
+    let descriptor_files = descriptors::add_files(&mut descriptors, config, context, reader);
     let (routes, table) =
         routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
     for (index, listener) in listeners.iter_mut().enumerate() {
@@ -377,7 +379,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();
     let read_headers = identity_headers.chain(auth_headers).chain(table.matched_headers().cloned());
     let guarded = ProtectedHeaders::new(trusted_headers, read_headers);
-    let store = settings::store(&config.store, &routes, &descriptors, reader);
+    let store = settings::store(&config.store, gateways, &routes, &descriptors, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     let metric_routes = settings::metric_routes(config.metrics.routes.as_ref(), &routes, reader);
     let files = ConfigFiles::from_sources(&file.sources);
@@ -480,7 +482,7 @@ impl RestartOnlyKeys {
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
-        // The compiled limits contain the local share, so a reload applies a new number of gateways.
+        // A reload applies a new minimum of the number of gateways.
         fixed.remove("store.gateway_count");
         add_table("log", &config.log, &mut fixed);
         RestartOnlyKeys(fixed)

@@ -119,7 +119,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["spec", "verdict"],
             &["notify"],
             &["algorithm", "usage"],
-            &["address", "key", "metrics", "pacing", "quota"],
+            &["address", "gateway_count", "key", "metrics", "pacing", "quota"],
         ],
     ),
     (

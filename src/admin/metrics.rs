@@ -349,6 +349,9 @@ impl ProcessState {
                 "Charged cost that is missing from the usage totals, because of max_memory_states or a store outage",
             )?
             .write_counter(&[], self.memory.usage.lost())?;
+        exposition
+            .gauge("store_gateways", "Gateways among which local shares divide each limit while the store is down")?
+            .write_gauge(&[], self.config_handle.active().config.store.gateways.get())?;
         let failing_stores = self.failing_stores();
         exposition
             .gauge("store_up", "1 while all circuit breakers of the store are closed, otherwise 0")?

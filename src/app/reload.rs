@@ -238,6 +238,7 @@ impl CompiledConfig {
                 tls.tls.use_ticketer_of(&before.tls);
             }
         }
+        self.store.gateways.set_counted(previous.store.gateways.counted());
         self.reuse_upstreams(previous);
         self.reuse_verified(previous);
         Ok(())

@@ -415,8 +415,9 @@ pub struct Store {
     /// addresses by hashing every possible address.
     #[schemars(schema_with = "schema::secret")]
     pub secret: Option<Text>,
-    /// Number of gateways that share the store. While the store is unavailable, each gateway enforces its local share,
-    /// which is 1/n of each limit for n gateways. A reload applies a new value.
+    /// Minimum number of gateways that share the store. While the store is unavailable, each gateway enforces its local
+    /// share, which is 1/n of each limit for n gateways. The gateways [count themselves](../explanation/failures.md#number-of-gateways)
+    /// in Redis; n is at least the minimum. A reload applies a new value.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
     /// Maximum number of denials that the gateway caches, at most one per limit and identity. While a denial is cached,

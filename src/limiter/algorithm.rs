@@ -284,11 +284,11 @@ impl Rule {
 
     /// Return the rule of a gateway's local share, which the gateway applies while the store is down. `gateway_count`
     /// gateways share the quota. The local share can admit a charge of `cost`, even if `cost` is more than the
-    /// gateway's part of the quota. Return `None` if the share needs integers of more than 64 bits.
-    pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
+    /// gateway's part of the quota.
+    pub fn local_share(&self, gateway_count: u64, cost: u64) -> Rule {
         let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
-        Some(match self {
-            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(gateway_count, share_of(rule.burst))?),
+        match self {
+            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(gateway_count, share_of(rule.burst))),
             Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: share_of(rule.limit), ..rule.clone() }),
             Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: share_of(rule.limit), ..*rule }),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: share_of(rule.limit), ..*rule }),
@@ -296,7 +296,7 @@ impl Rule {
             Rule::Concurrency(rule) => {
                 Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(gateway_count), ..*rule })
             }
-        })
+        }
     }
 }
 

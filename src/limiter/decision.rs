@@ -114,7 +114,7 @@ impl<'a> LimitCheck<'a, '_> {
     fn rule(&self, decided_by: DecidedBy) -> &Rule {
         match decided_by {
             DecidedBy::Store => &self.variant.rule,
-            DecidedBy::Local => &self.variant.local_rule,
+            DecidedBy::Local => self.variant.local_rule(),
         }
     }
 

@@ -70,12 +70,6 @@ pub enum QuotaError {
     /// The algorithm requires a window of fixed length, but the quota is per month or year.
     #[error("quotas per month and year are valid only for fixed-window, because months and years have no fixed length")]
     NoFixedWindow,
-    /// The local share of one gateway needs integers of more than 64 bits.
-    #[error("a quota that is divided among {gateway_count} gateways cannot be counted exactly")]
-    LocalShare {
-        /// Number of gateways.
-        gateway_count: u64,
-    },
     /// Together with the other limits of a route, a check of a sliding log with this many entries would occupy the store
     /// for too long.
     #[error("a sliding log of {count} entries would occupy the store for too long on a route with several limits")]

@@ -420,7 +420,7 @@ impl OwnedCharge {
     fn rule(&self, decided_by: DecidedBy) -> &Rule {
         match decided_by {
             DecidedBy::Store => &self.variant.rule,
-            DecidedBy::Local => &self.variant.local_rule,
+            DecidedBy::Local => self.variant.local_rule(),
         }
     }
 
@@ -766,6 +766,7 @@ mod tests {
     use crate::limiter::key::{IdentityHasher, StateName};
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::quota::Quota;
+    use crate::limiter::spec::{LocalRules, LocalShare};
     use crate::limiter::usage::UsageQuery;
     use jiff::civil::Date;
     use proptest::prelude::*;
@@ -779,7 +780,7 @@ mod tests {
             id: 1,
             quota: Quota { count: LIMIT, window_us: None, calendar: None },
             state_name: StateName::new(&IdentityHasher::new(""), "l", &rule.shape()),
-            local_rule: rule.clone(),
+            local_rules: LocalRules::new(LocalShare::default()),
             rule,
         };
         let permit = OwnedCharge {
@@ -844,7 +845,7 @@ mod tests {
             id: 1,
             quota,
             state_name: StateName::new(&IdentityHasher::new(""), "l", &rule.shape()),
-            local_rule: rule.clone(),
+            local_rules: LocalRules::new(LocalShare::default()),
             rule: rule.clone(),
         };
         OwnedCharge {

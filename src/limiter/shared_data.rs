@@ -86,6 +86,18 @@ impl SharedData<'_> {
         Ok(commands::parse_number(reply)? == 1)
     }
 
+    /// Count this gateway until `ttl` has passed, or no longer if `ttl` is zero. Return the number of gateways that share
+    /// the store.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn count_gateways(self, id: &str, ttl: Duration) -> Result<u64, StoreError> {
+        let key = format!("{}:gateways", self.0.prefix());
+        let reply =
+            self.0.admin_command(key_slot(key.as_bytes()), &commands::count_gateways_command(&key, id, ttl)).await?;
+        commands::parse_number(reply)
+    }
+
     /// Add a post to the usage totals. Return `false` if Redis had already added this post. The call may be repeated
     /// without harm.
     ///

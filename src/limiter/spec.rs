@@ -1,12 +1,13 @@
 //! Limits: named rules, each with one or more variants.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Rule};
+use crate::limiter::gateway_count::GatewayCount;
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::notify::Notify;
 use crate::limiter::quota::{Quota, QuotaError};
@@ -55,7 +56,7 @@ pub struct LimitSpec {
 }
 
 /// One variant of a limit: a quota with the rules that enforce it.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct LimitVariant {
     /// Identifies the variant, also across configuration reloads: equal variants have equal ids.
     pub id: u64,
@@ -63,18 +64,18 @@ pub struct LimitVariant {
     pub quota: Quota,
     /// The rule that the store applies.
     pub rule: Rule,
-    /// The rule of this gateway's local share, which this process applies while the store is down.
-    pub local_rule: Rule,
+    /// The rules of this gateway's local share, which this process applies while the store is down.
+    pub local_rules: LocalRules,
     /// The limit's part of the keys. Variants with the same algorithm and window share this key part, so that a
     /// consumer keeps its state when its tier changes.
     pub state_name: StateName,
 }
 
 /// Parameters of the local share of one gateway.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct LocalShare {
     /// Number of gateways that share the store.
-    pub gateway_count: u64,
+    pub gateways: Arc<GatewayCount>,
     /// The largest cost that any route charges to the limit. A local share must have room for this cost.
     pub max_cost: u64,
 }
@@ -82,7 +83,43 @@ pub struct LocalShare {
 impl Default for LocalShare {
     /// The default is one gateway, and requests with a cost of 1.
     fn default() -> Self {
-        LocalShare { gateway_count: 1, max_cost: 1 }
+        LocalShare { gateways: Arc::default(), max_cost: 1 }
+    }
+}
+
+/// The rules of the local share of a variant, by number of gateways. Rules are never removed, so that charges can refer
+/// to them. There are at most as many rules as there have been numbers of gateways.
+#[derive(Debug)]
+pub struct LocalRules {
+    share: LocalShare,
+    first: OnceLock<Box<LocalRule>>,
+}
+
+#[derive(Debug)]
+struct LocalRule {
+    gateway_count: u64,
+    rule: Rule,
+    next: OnceLock<Box<LocalRule>>,
+}
+
+impl LocalRules {
+    /// Create the list, which is empty until the local share is used.
+    pub fn new(share: LocalShare) -> Self {
+        LocalRules { share, first: OnceLock::new() }
+    }
+
+    /// Return the rule of the local share of `rule` for the current number of gateways.
+    fn current(&self, rule: &Rule) -> &Rule {
+        let gateway_count = self.share.gateways.get();
+        let add = || {
+            let rule = rule.local_share(gateway_count, self.share.max_cost);
+            Box::new(LocalRule { gateway_count, rule, next: OnceLock::new() })
+        };
+        let mut known = self.first.get_or_init(add);
+        while known.gateway_count != gateway_count {
+            known = known.next.get_or_init(add);
+        }
+        &known.rule
     }
 }
 
@@ -114,19 +151,10 @@ impl LimitSpec {
     ///
     /// `name` is part of keys and response headers. The name must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`.
     /// `rule` must implement `quota`.
-    ///
-    /// # Errors
-    /// The local share needs integers of more than 64 bits.
-    pub fn new(
-        hasher: &IdentityHasher,
-        name: &str,
-        quota: Quota,
-        rule: Rule,
-        local_share: LocalShare,
-    ) -> Result<Self, QuotaError> {
+    pub fn new(hasher: &IdentityHasher, name: &str, quota: Quota, rule: Rule, local_share: LocalShare) -> Self {
         let unit = if rule.is_concurrency() { CONCURRENT_REQUESTS } else { DEFAULT_UNIT }.into();
-        let default_variant = Arc::new(LimitVariant::new(hasher, name, quota, rule, local_share)?);
-        Ok(LimitSpec {
+        let default_variant = Arc::new(LimitVariant::new(hasher, name, quota, rule, local_share.clone()));
+        LimitSpec {
             name: name.into(),
             default_variant,
             tiers: BTreeMap::new(),
@@ -140,7 +168,7 @@ impl LimitSpec {
             notify: None,
             local_share,
             max_override_weight: AtomicUsize::new(MAX_REQUEST_WEIGHT),
-        })
+        }
     }
 
     /// Create a limit with the default algorithm: a token bucket whose burst is the count of the quota. See
@@ -150,7 +178,7 @@ impl LimitSpec {
     /// The quota has no window of fixed length, or needs integers that are not exact in Lua.
     pub fn token_bucket(hasher: &IdentityHasher, name: &str, quota: Quota) -> Result<Self, QuotaError> {
         let rule = Rule::TokenBucket(TokenBucket::new(quota, quota.count)?);
-        LimitSpec::new(hasher, name, quota, rule, LocalShare::default())
+        Ok(LimitSpec::new(hasher, name, quota, rule, LocalShare::default()))
     }
 
     /// Create another variant of the limit. Without `burst`, the burst is the count of the quota.
@@ -181,7 +209,7 @@ impl LimitSpec {
         burst: Option<u64>,
     ) -> Result<LimitVariant, QuotaError> {
         let rule = self.default_variant.rule.with_quota(quota, burst)?;
-        let variant = LimitVariant::new(hasher, &self.name, quota, rule, self.local_share)?;
+        let variant = LimitVariant::new(hasher, &self.name, quota, rule, self.local_share.clone());
         match self.weight_of(&variant) <= self.max_override_weight.load(Ordering::Relaxed) {
             true => Ok(variant),
             false => Err(QuotaError::Weight { count: quota.count }),
@@ -225,23 +253,26 @@ impl LimitSpec {
     }
 }
 
+/// Equal variants have equal ids.
+impl PartialEq for LimitVariant {
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+}
+
+impl Eq for LimitVariant {}
+
 impl LimitVariant {
     /// Create the variant of the limit `limit` with this rule.
-    ///
-    /// # Errors
-    /// A gateway's local share of the limit needs integers of more than 64 bits.
-    pub fn new(
-        hasher: &IdentityHasher,
-        limit: &str,
-        quota: Quota,
-        rule: Rule,
-        local_share: LocalShare,
-    ) -> Result<Self, QuotaError> {
-        let LocalShare { gateway_count, max_cost } = local_share;
-        let local_rule = rule.local_share(gateway_count, max_cost).ok_or(QuotaError::LocalShare { gateway_count })?;
+    pub fn new(hasher: &IdentityHasher, limit: &str, quota: Quota, rule: Rule, local_share: LocalShare) -> Self {
         let state_name = StateName::new(hasher, limit, &rule.shape());
-        let id = hasher.hash(format!("{limit} {quota:?} {rule:?} {local_rule:?}").as_bytes()).0 as u64;
-        Ok(LimitVariant { id, quota, rule, local_rule, state_name })
+        let id = hasher.hash(format!("{limit} {quota:?} {rule:?}").as_bytes()).0 as u64;
+        LimitVariant { id, quota, rule, local_rules: LocalRules::new(local_share), state_name }
+    }
+
+    /// Return the rule of this gateway's local share.
+    pub fn local_rule(&self) -> &Rule {
+        self.local_rules.current(&self.rule)
     }
 
     /// Return the maximum cost that can be admitted in any window of the quota's length ([`Rule::worst_case`]).

@@ -234,6 +234,14 @@ impl Store {
         result
     }
 
+    /// Return the Redis store.
+    pub fn redis(&self) -> Option<&RedisStore> {
+        match self {
+            Store::Memory(_) => None,
+            Store::Redis { store, .. } => Some(store),
+        }
+    }
+
     /// Return after `time`, or earlier when the store is available again after an outage.
     pub async fn recovery_within(&self, time: Duration) {
         match self {

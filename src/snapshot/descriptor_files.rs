@@ -18,6 +18,7 @@ use crate::limiter::quota::{Quota, QuotaError};
 use crate::limiter::spec::{LimitSpec, LocalShare};
 use crate::payload::envoy::Unit;
 use crate::payload::wildcard::Wildcard;
+use crate::snapshot::limits::LimitContext;
 
 /// Maximum number of entries of a descriptor.
 const MAX_ENTRIES: usize = 32;
@@ -233,17 +234,8 @@ pub(super) struct ReadFiles {
     pub(super) without_effect: Vec<String>,
 }
 
-/// What the limits of all files have in common.
-#[derive(Clone, Copy)]
-pub(super) struct LimitContext<'a> {
-    pub(super) hasher: &'a IdentityHasher,
-    pub(super) gateway_count: u64,
-    /// Index of the first rule.
-    pub(super) first_rule: usize,
-}
-
-/// Compile the descriptors of files.
-pub(super) fn read_files(files: &[FileSnapshot], context: LimitContext<'_>) -> ReadFiles {
+/// Compile the descriptors of files. `first_rule` is the index of the first rule.
+pub(super) fn read_files(files: &[FileSnapshot], first_rule: usize, context: LimitContext<'_>) -> ReadFiles {
     let mut read = ReadFiles::default();
     for file in files {
         let text = match utf8_text(&file.path, file.content.clone()) {
@@ -253,7 +245,8 @@ pub(super) fn read_files(files: &[FileSnapshot], context: LimitContext<'_>) -> R
                 continue;
             }
         };
-        let mut reader = FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, context };
+        let mut reader =
+            FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, first_rule, context };
         match yaml::parse(&text) {
             Ok(documents) => documents.iter().for_each(|document| reader.domain(document)),
             Err(error) => reader.issue(error.line, "", error.message, "write the YAML of envoyproxy/ratelimit"),
@@ -271,6 +264,7 @@ struct FileReader<'f, 'r> {
     text: &'f str,
     issues: Vec<Issue>,
     read: &'r mut ReadFiles,
+    first_rule: usize,
     context: LimitContext<'r>,
 }
 
@@ -357,7 +351,7 @@ impl FileReader<'_, '_> {
         for item in self.items(node, "descriptors") {
             self.descriptor(item, &mut root, &mut path);
         }
-        let rule_of_call = self.context.first_rule + self.read.rules.len();
+        let rule_of_call = self.first_rule + self.read.rules.len();
         // The limit of the call replaces this quota.
         let limit = self.limit("limit-of-the-call", 1, Unit::Second, false);
         self.read.rules.push(ReadRule {
@@ -467,7 +461,7 @@ impl FileReader<'_, '_> {
             identity_spec: identity_spec(&path.keys),
             rule,
         });
-        Some(self.context.first_rule + self.read.rules.len() - 1)
+        Some(self.first_rule + self.read.rules.len() - 1)
     }
 
     fn unit(&mut self, node: &Node, is_unlimited: bool) -> Option<Unit> {
@@ -513,15 +507,15 @@ impl FileReader<'_, '_> {
     }
 
     fn limit(&self, name: &str, count: u32, unit: Unit, shadow: bool) -> Result<LimitSpec, QuotaError> {
-        let LimitContext { hasher, gateway_count, .. } = self.context;
+        let LimitContext { hasher, gateways } = self.context;
         let window_us = unit.seconds().unwrap_or(1) * 1_000_000;
         let quota = Quota { count: count.into(), window_us: Some(window_us), calendar: None };
         let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 })?);
         // The name is a part of response headers.
         let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         let name: String = name.chars().map(|c| if is_plain(c) { c } else { '-' }).take(MAX_NAME_LENGTH).collect();
-        let share = LocalShare { gateway_count, ..LocalShare::default() };
-        Ok(LimitSpec { shadow, ..LimitSpec::new(hasher, &name, quota, rule, share)? })
+        let share = LocalShare { gateways: gateways.clone(), ..LocalShare::default() };
+        Ok(LimitSpec { shadow, ..LimitSpec::new(hasher, &name, quota, rule, share) })
     }
 }
 
@@ -561,7 +555,7 @@ descriptors:
     fn read(text: &str) -> ReadFiles {
         let file = FileSnapshot { path: "edge.yaml".into(), content: text.into() };
         let hasher = IdentityHasher::new("");
-        read_files(&[file], LimitContext { hasher: &hasher, gateway_count: 1, first_rule: 0 })
+        read_files(&[file], 0, LimitContext { hasher: &hasher, gateways: &Arc::default() })
     }
 
     #[test]

@@ -10,12 +10,11 @@ use crate::config::gateway::Config;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::identity::spec::{Descriptor, IdentitySpec};
-use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitSpec;
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::descriptor_files;
-use crate::snapshot::descriptor_files::{DescriptorFiles, FileDomain, FileRule, LimitContext, ReadRule};
-use crate::snapshot::limits::{ChargePolicy, CompiledLimit};
+use crate::snapshot::descriptor_files::{DescriptorFiles, FileDomain, FileRule, ReadRule};
+use crate::snapshot::limits::{ChargePolicy, CompiledLimit, LimitContext};
 use crate::snapshot::validator::Validator;
 
 /// Maximum number of limits of a descriptor.
@@ -189,7 +188,7 @@ pub(super) fn descriptors(
 pub(super) fn add_files(
     table: &mut DescriptorTable,
     config: &Config,
-    hasher: &IdentityHasher,
+    context: LimitContext<'_>,
     reader: &mut Validator<'_>,
 ) -> DescriptorFiles {
     let Some(text) = &config.ratelimit.configuration else { return DescriptorFiles::default() };
@@ -206,7 +205,7 @@ pub(super) fn add_files(
         let issue = Issue::new(text.span(), format!("{} has no *.yaml file", path.display()));
         reader.push_issue(issue.with_hint("name a YAML file, or a directory of *.yaml files"));
     }
-    add_read_files(table, &files, text, config, hasher, reader);
+    add_read_files(table, &files, text, context, reader);
     DescriptorFiles { path: Some(path), files }
 }
 
@@ -214,13 +213,10 @@ fn add_read_files(
     table: &mut DescriptorTable,
     files: &[FileSnapshot],
     text: &Text,
-    config: &Config,
-    hasher: &IdentityHasher,
+    context: LimitContext<'_>,
     reader: &mut Validator<'_>,
 ) {
-    let gateway_count = reader.number(config.store.gateway_count.as_ref(), 1..10_001, 1) as u64;
-    let context = LimitContext { hasher, gateway_count, first_rule: table.rules.len() };
-    let read = descriptor_files::read_files(files, context);
+    let read = descriptor_files::read_files(files, table.rules.len(), context);
     read.faulty.into_iter().for_each(|faulty| reader.add_file_issues(faulty));
     for domain in read.domains.keys().filter(|domain| table.domains.contains_key(*domain)) {
         let domain = String::from_utf8_lossy(domain);

@@ -23,6 +23,7 @@ use crate::limiter::algorithm::sliding_buckets::SlidingBuckets;
 use crate::limiter::algorithm::sliding_log::SlidingLog;
 use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
+use crate::limiter::gateway_count::GatewayCount;
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
@@ -78,17 +79,25 @@ const MAX_UNIT_LENGTH: usize = 32;
 /// as `x-ratelimit-limit-tokens`.
 const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
+/// What all limits have in common.
+#[derive(Clone, Copy)]
+pub(super) struct LimitContext<'a> {
+    pub(super) hasher: &'a IdentityHasher,
+    /// The number of gateways among which local shares divide the limits.
+    pub(super) gateways: &'a Arc<GatewayCount>,
+}
+
 /// Compile all limits.
 pub(super) fn limits(
     config: &Config,
-    hasher: &IdentityHasher,
+    context: LimitContext<'_>,
     costs: CostContext<'_>,
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
     tier_source: &TierSource,
     reader: &mut Validator<'_>,
 ) -> BTreeMap<String, CompiledLimit> {
-    let gateway_count = reader.number(config.store.gateway_count.as_ref(), 1..10_001, 1) as u64;
+    let LimitContext { hasher, gateways } = context;
     let mut limits = BTreeMap::new();
     for (name, limit) in &config.limit {
         let span = limit.span();
@@ -133,28 +142,12 @@ pub(super) fn limits(
         check_conflicts(limit, cost.as_ref(), identity_spec.counted_messages(), &rule, reader);
         let usage = usage_days(limit, &rule, reader);
         let notify = notify::limit_notify(name, limit, &rule, config, reader);
-        let division = LocalShare { gateway_count, max_cost: max_cost(config, name, cost.as_ref()) };
-        let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
-            Ok(spec) => {
-                let unit = unit.unwrap_or(spec.unit);
-                let shadow = limit.shadow;
-                LimitSpec {
-                    on_store_error,
-                    shadow,
-                    announce,
-                    unit,
-                    queue_policy: wait,
-                    prefetch,
-                    usage,
-                    notify,
-                    ..spec
-                }
-            }
-            Err(error) => {
-                reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
-                continue;
-            }
-        };
+        let share = LocalShare { gateways: gateways.clone(), max_cost: max_cost(config, name, cost.as_ref()) };
+        let spec = LimitSpec::new(hasher, name, quota, rule, share);
+        let unit = unit.unwrap_or(spec.unit);
+        let shadow = limit.shadow;
+        let mut compiled =
+            LimitSpec { on_store_error, shadow, announce, unit, queue_policy: wait, prefetch, usage, notify, ..spec };
         if let (Err(error), Some(written)) = (compiled.validate_prefetch(&compiled.default_variant), &limit.prefetch) {
             reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));
             compiled.prefetch = 0;
@@ -691,7 +684,6 @@ pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
             "use a smaller quota: all sliding logs of a route together have at most about 30000 entries"
         }
         QuotaError::Zero("burst") => "use a burst of 1 or more",
-        QuotaError::LocalShare { .. } => "set a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => {
             "write COUNT/UNIT, where UNIT is s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\""
         }

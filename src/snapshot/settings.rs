@@ -22,6 +22,7 @@ use crate::config::spanned::{Spanned, Text};
 use crate::http::error_pages::ErrorPages;
 use crate::http::target::{PathPolicy, PathRules};
 use crate::http::url::HttpUrl;
+use crate::limiter::gateway_count::{GatewayCount, MAX_GATEWAYS};
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
@@ -49,6 +50,8 @@ pub struct StoreSettings {
     pub denial_cache: usize,
     /// Maximum number of rate limit states in the memory of this process.
     pub max_memory_states: usize,
+    /// The number of gateways that share the store.
+    pub gateways: Arc<GatewayCount>,
 }
 
 /// Minimum of `max_header_size` in bytes. hyper needs a buffer of at least this size.
@@ -623,10 +626,17 @@ pub fn raise_soft_limit() {
 
 // === `[store]`: the store URL, TLS, timeouts and capacities ===
 
+/// Compile `gateway_count`.
+pub(super) fn gateway_count(store: &gateway::Store, reader: &mut Validator<'_>) -> Arc<GatewayCount> {
+    let range = 1..MAX_GATEWAYS as i64 + 1;
+    Arc::new(GatewayCount::at_least(reader.number(store.gateway_count.as_ref(), range, 1) as u64))
+}
+
 /// Compile `[store]`. The limits of the routes and descriptors determine the algorithms that the Lua scripts must
 /// support.
 pub(super) fn store(
     store: &gateway::Store,
+    gateways: Arc<GatewayCount>,
     routes: &[Arc<Route>],
     descriptors: &DescriptorTable,
     reader: &mut Validator<'_>,
@@ -643,7 +653,7 @@ pub(super) fn store(
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
-    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, max_memory_states };
+    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, max_memory_states, gateways };
     let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     let tls = store.tls.as_ref().filter(|tls| {

@@ -18,7 +18,7 @@ use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
 use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
-use sluicegate::limiter::spec::LimitVariant;
+use sluicegate::limiter::spec::{LimitVariant, LocalRules, LocalShare};
 use sluicegate::limiter::store::{RedisStore, Store};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 use tokio::task::{JoinHandle, yield_now};
@@ -360,7 +360,8 @@ async fn refund_whose_script_is_not_loaded_is_sent_with_its_source() {
 
 fn plan() -> LimitVariant {
     let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
-    LimitVariant { id: 1, quota: quota(10, SECOND), local_rule: rule.clone(), rule, state_name: bucket }
+    let local_rules = LocalRules::new(LocalShare::default());
+    LimitVariant { id: 1, quota: quota(10, SECOND), local_rules, rule, state_name: bucket }
 }
 
 /// Return the CPU time that the main thread of Redis has used, in µs.

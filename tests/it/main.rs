@@ -41,6 +41,7 @@ mod explain;
 mod ext_authz;
 mod forward_auth;
 mod forwarding;
+mod gateway_count;
 mod generated_files;
 mod header_rules;
 mod health;

@@ -21,7 +21,7 @@ use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
 use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
-use sluicegate::limiter::spec::LimitVariant;
+use sluicegate::limiter::spec::{LimitVariant, LocalRules, LocalShare};
 use sluicegate::limiter::store::{RedisStore, Store};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 use tokio_util::task::TaskTracker;
@@ -540,7 +540,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let plan = Arc::new(LimitVariant {
         id: 1,
         quota: quota(10, SECOND),
-        local_rule: rule.clone(),
+        local_rules: LocalRules::new(LocalShare::default()),
         rule: rule.clone(),
         state_name: bucket,
     });

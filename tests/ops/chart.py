@@ -273,7 +273,7 @@ def check_details(name, there):
         expect(numbers == {"workers": 2}, numbers)
         expect('address = "[::]:8000"' in text and 'address = "[::]:9180"' in text, text)
     if name == "autoscaled.yaml":
-        expect("replicas" not in deployment and "gateway_count = 20\n" in text and numbers["workers"] == 2, text)
+        expect("replicas" not in deployment and "gateway_count = 3\n" in text and numbers["workers"] == 2, text)
         rules = FOLDER / "rules.yml"
         rules.write_text(yaml.safe_dump(there["PrometheusRule", "edge-sluicegate"]["spec"]))
         subprocess.run([PROMTOOL, "check", "rules", rules], check=True, stdout=subprocess.DEVNULL)

@@ -249,7 +249,7 @@ impl History<'_> {
             }
             let (rule, times) = match gateway {
                 None => (spec.rule(), 1 + self.schedule.state_losses()),
-                Some(_) => (&spec.limit.default_variant.local_rule, 1),
+                Some(_) => (spec.limit.default_variant.local_rule(), 1),
             };
             let fixed = matches!(rule, Rule::FixedWindow(_));
             let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.prefetch };

@@ -10,6 +10,7 @@ use sluicegate::limiter::algorithm::sliding_log::{MAX_LOG_ENTRIES, SlidingLog};
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Rule};
+use sluicegate::limiter::gateway_count::GatewayCount;
 use sluicegate::limiter::key::{Identity, IdentityHasher};
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
 use sluicegate::limiter::spec::{LimitSpec, LocalShare, OnStoreError};
@@ -430,9 +431,10 @@ impl Schedule {
                 Theme::Prefetch | Theme::Denials => index == 0,
                 _ => random.is_chosen(50),
             };
-            let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
+            let local_share =
+                LocalShare { gateways: Arc::new(GatewayCount::at_least(self.gateways as u64)), max_cost: cost };
             let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
-            let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+            let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share);
             let limit = LimitSpec {
                 on_store_error: random.pick(&[
                     OnStoreError::Local,
@@ -475,9 +477,10 @@ impl Schedule {
     }
 
     fn push_costly_limit(&mut self, random: &mut Random, quota: Quota, rule: Rule, cost: u64, is_global: bool) {
-        let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
+        let local_share =
+            LocalShare { gateways: Arc::new(GatewayCount::at_least(self.gateways as u64)), max_cost: cost };
         let (name, hasher) = (format!("limit{}", self.limits.len()), IdentityHasher::new("simulation"));
-        let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+        let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share);
         let on_store_error = random.pick(&[OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny]);
         let limit = Arc::new(LimitSpec { on_store_error, ..limit });
         self.limits.push(ScheduledLimit { limit, cost_mode: CostMode::Upfront, is_global, cost });
@@ -674,9 +677,9 @@ impl Schedule {
 fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
     let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
-    let local_share = LocalShare { gateway_count: gateways, max_cost: 1 };
+    let local_share = LocalShare { gateways: Arc::new(GatewayCount::at_least(gateways)), max_cost: 1 };
     let hasher = IdentityHasher::new("simulation");
-    let limit = LimitSpec::new(&hasher, "heartbeat", quota, rule, local_share).expect("the share can be counted");
+    let limit = LimitSpec::new(&hasher, "heartbeat", quota, rule, local_share);
     let limit = LimitSpec { on_store_error: OnStoreError::Deny, ..limit };
     ScheduledLimit { limit: Arc::new(limit), cost_mode: CostMode::Upfront, is_global: true, cost: 1 }
 }

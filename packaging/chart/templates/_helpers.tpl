@@ -35,9 +35,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ if or .Values.redis.enabled (not (hasPrefix "memory:" .Values.store.url)) }}true{{ end }}
 {{- end }}
 
-{{- /* Largest number of gateways. */ -}}
+{{- /* Least number of gateways. They count themselves, but one that starts while the store is down knows only this. */ -}}
 {{- define "sluicegate.gateways" -}}
-{{ if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}{{ else }}{{ .Values.replicas }}{{ end }}
+{{ if .Values.autoscaling.enabled }}{{ .Values.autoscaling.minReplicas }}{{ else }}{{ .Values.replicas }}{{ end }}
 {{- end }}
 
 {{- /* 0 follows the CPU limit. Without it, the gateway would start one worker per CPU of the node. */ -}}

@@ -39,15 +39,18 @@ impl TokenBucket {
         Ok(bucket)
     }
 
-    /// Return a bucket with one `n`-th of this bucket's rate and with the burst `burst`. Return `None` if the new
-    /// bucket needs integers of more than 64 bits.
-    pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
-        let parts = self.parts.checked_mul(n)?;
-        let divisor = gcd(self.refill, parts);
-        let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
+    /// Return a bucket with one `n`-th of this bucket's rate and with the burst `burst`.
+    pub(super) fn share(&self, n: u64, burst: u64) -> Self {
         // Twice `burst × parts` must fit into 64 bits. The smaller bound in `new` does not apply, because the share is
         // used only in this process, not in Lua.
-        burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
+        let max_parts = u128::from(u64::MAX / 2 / burst.max(1));
+        let divisor = gcd(self.refill, n);
+        let refill = self.refill / divisor;
+        let parts = u128::from(self.parts) * u128::from(n / divisor);
+        // If the fraction needs more than 64 bits, round the rate down, but not to zero.
+        let rounded = || ((u128::from(refill) * max_parts / parts).max(1), max_parts);
+        let (refill, parts) = if parts <= max_parts { (u128::from(refill), parts) } else { rounded() };
+        TokenBucket { burst, refill: refill as u64, parts: parts as u64 }
     }
 
     /// Return the time in µs in which the bucket repays the debt that existed before a charge of `cost`. `reset_us` is

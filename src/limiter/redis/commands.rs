@@ -147,6 +147,18 @@ pub fn parse_number(reply: Value) -> Result<u64, StoreError> {
     from_redis_value(reply).map_err(|_| StoreError::MalformedReply)
 }
 
+// === The gateways that share the store ===
+
+const GATEWAYS_SCRIPT: &str = include_str!("../../../lua/gateways.lua");
+
+/// Return the command that counts a gateway until `ttl` has passed, or no longer if `ttl` is zero. The reply is the
+/// number of gateways.
+pub fn count_gateways_command(key: &str, id: &str, ttl: Duration) -> Cmd {
+    let mut command = redis::cmd("EVAL");
+    command.arg(GATEWAYS_SCRIPT).arg(1).arg(key).arg(id).arg(ttl.as_micros() as u64);
+    command
+}
+
 // === Claims of quota events: one of several gateways sends an event ===
 
 const EVENT_CLAIM_SCRIPT: &str = include_str!("../../../lua/event_claim.lua");

@@ -561,8 +561,8 @@ pub(super) fn with_unbounded_permit_ttl(
         return variant;
     }
     let rule = variant.rule.clone().with_permit_ttl(REPLAY_PERMIT_TTL_US);
-    let long_variant = LimitVariant::new(&config.hasher, &limit.name, variant.quota, rule, limit.local_share);
-    long_variant.map_or(variant, Arc::new)
+    let share = limit.local_share.clone();
+    Arc::new(LimitVariant::new(&config.hasher, &limit.name, variant.quota, rule, share))
 }
 
 /// Build a variant with the window of `quota`, another count and another burst. Return `None` if the variant is
