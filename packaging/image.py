@@ -57,16 +57,19 @@ def notices(files):
 MOUNT_POINTS = ["/dev", "/proc", "/sys", "/run", "/tmp", "/etc/sluicegate"]
 
 
-def layer(files, empty=()):
-    """Return a tar archive of files, path in the image to (content, mode), and of empty directories."""
-    directories = {str(parent) for path in files for parent in pathlib.PurePath(path).parents} | set(empty)
+def layer(files, empty=(), links={}):
+    """Return a tar archive of files, path in the image to (content, mode), of empty directories, and of symbolic links."""
+    directories = {str(parent) for path in [*files, *links] for parent in pathlib.PurePath(path).parents} | set(empty)
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted((directories | set(files)) - {"/"}):
+        for path in sorted((directories | set(files) | set(links)) - {"/"}):
             entry = tarfile.TarInfo(path.lstrip("/"))
             entry.mtime = EPOCH
             if path in directories:
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if path == "/tmp" else 0o755
+                archive.addfile(entry)
+            elif path in links:
+                entry.type, entry.mode, entry.linkname = tarfile.SYMTYPE, 0o777, links[path]
                 archive.addfile(entry)
             else:
                 content, entry.mode = files[path]
@@ -93,7 +96,8 @@ def main():
         "/usr/share/doc/sluicegate/copyright": (pathlib.Path("LICENSE").read_bytes(), 0o644),
     }
     created = datetime.datetime.fromtimestamp(EPOCH, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    layers = [layer(base, MOUNT_POINTS), layer(program)]
+    # The name under which Envoy Gateway starts the image of its rate limit service.
+    layers = [layer(base, MOUNT_POINTS), layer(program, links={"/bin/ratelimit": "/usr/bin/sluicegate"})]
     compressed = [gzip.compress(each, 9, mtime=0) for each in layers]
     config = {
         "architecture": architecture,

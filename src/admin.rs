@@ -48,7 +48,7 @@ use crate::admin::response::{AdminResponse, ApiError, Result, text_response, typ
 use crate::admin::state::ProcessState;
 use crate::limiter::address::HostPort;
 use crate::limiter::admin::LimiterAdmin;
-use crate::snapshot::settings::AdminToken;
+use crate::snapshot::settings::{AdminSettings, AdminToken};
 
 /// Maximum time to complete requests in progress when the admin listener stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -209,6 +209,11 @@ impl AdminServer {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             return response;
         }
+        if self.is_limited_to_open() {
+            let refused = "admin.token is not set: this address serves only the paths in admin.open\n";
+            let response = self.respond_openly(&request);
+            return response.unwrap_or_else(|| text_response(StatusCode::FORBIDDEN, refused));
+        }
         if !self.is_unix_socket && self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // Prevent DNS rebinding: an attacker can make the DNS name of their web page resolve to this machine. The
             // browser then allows the page to send requests to this listener.
@@ -222,18 +227,19 @@ impl AdminServer {
             return if is_read { file } else { ApiError::method_not_allowed("GET, HEAD").into_response() };
         }
         if !self.is_authenticated(headers) {
-            return self.respond_openly(path).unwrap_or_else(unauthorized);
+            return self.respond_openly(&request).unwrap_or_else(unauthorized);
         }
         self.respond(request, connection).await.unwrap_or_else(ApiError::into_response)
     }
 
     /// Respond to a request without the token if `admin.open` contains its path. The response names no server.
-    fn respond_openly(&self, path: &str) -> Option<AdminResponse> {
+    fn respond_openly(&self, request: &Request<Incoming>) -> Option<AdminResponse> {
         let active = self.state.config_handle.active();
         let open = &active.config.admin.as_ref()?.open;
-        match path {
-            _ if !open.contains(&path) => None,
+        match request.uri().path() {
+            path if !open.contains(&path) => None,
             "/healthz" => Some(api::health(&self.state)),
+            "/metrics" => Some(api::metrics(&self.state, request).unwrap_or_else(ApiError::into_response)),
             _ => Some(api::readiness(&self.state, Detail::Status)),
         }
     }
@@ -269,6 +275,12 @@ impl AdminServer {
             return None;
         }
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
+    }
+
+    /// Return whether this server serves only the paths in `admin.open`.
+    fn is_limited_to_open(&self) -> bool {
+        let active = self.state.config_handle.active();
+        !self.is_unix_socket && active.config.admin.as_ref().is_some_and(AdminSettings::is_limited_to_open)
     }
 
     /// Authorize a request that changes the state of the gateway. Over TCP, changes always require the admin token.

@@ -23,6 +23,7 @@ mod man;
 mod overrides;
 mod prices;
 mod probe;
+mod ratelimit;
 mod reload;
 mod renew;
 mod replay;
@@ -102,13 +103,19 @@ enum Command {
     Usage(usage::Arguments),
     Prices(prices::Arguments),
     Replay(replay::Arguments),
+    Ratelimit(ratelimit::Arguments),
 }
 
 impl Arguments {
     /// Parse the command line. If an argument is invalid, print the error and exit, as [`Parser::parse`] does. If the
     /// argument is a configuration file or a word of another program, the error says what to write instead.
     pub fn from_command_line() -> Self {
-        Arguments::try_parse().unwrap_or_else(|error| with_hint(error).exit())
+        let mut arguments: Vec<_> = std::env::args_os().collect();
+        let program = arguments.first().and_then(|program| Path::new(program).file_name());
+        if program.is_some_and(|name| name == ratelimit::PROGRAM) {
+            arguments.insert(1, ratelimit::PROGRAM.into());
+        }
+        Arguments::try_parse_from(arguments).unwrap_or_else(|error| with_hint(error).exit())
     }
 }
 
@@ -226,5 +233,6 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Usage(arguments)) => usage::run(arguments, config),
         Some(Command::Prices(arguments)) => prices::run(arguments),
         Some(Command::Replay(arguments)) => replay::run(arguments, config),
+        Some(Command::Ratelimit(arguments)) => ratelimit::run(arguments),
     }
 }

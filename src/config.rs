@@ -8,6 +8,7 @@ pub mod file_schema;
 pub(crate) mod foreign;
 pub mod gateway;
 pub mod include;
+pub mod ratelimit_env;
 mod route_defaults;
 pub mod schema;
 pub mod secrets;

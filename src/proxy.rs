@@ -17,6 +17,7 @@ pub mod mirror;
 pub mod mirror_state;
 mod named_limits;
 pub mod rate_limit;
+mod ratelimit_json;
 mod ratelimit_service;
 pub mod record;
 pub mod rejection;
@@ -161,6 +162,20 @@ impl Gateway {
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
         RateLimitService { limiter: &self.limiter, snapshot: &snapshot }.answer(request, peer, flow, is_draining).await
+    }
+
+    /// Answer a request on a listener with `protocol = "ratelimit-http"`.
+    pub async fn answer_json(
+        &self,
+        request: Box<Request<RequestBody>>,
+        peer: &Peer,
+        flow: &Arc<StreamFlow>,
+    ) -> Box<Response<Body>> {
+        let snapshot = self.snapshot.load_full();
+        let revalidated = peer.revalidate(&snapshot.config);
+        let peer = revalidated.as_deref().unwrap_or(peer);
+        let service = RateLimitService { limiter: &self.limiter, snapshot: &snapshot };
+        Box::new(ratelimit_json::answer(&service, request, peer, flow).await)
     }
 
     /// Record the response to a request that the HTTP parser has rejected.

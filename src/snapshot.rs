@@ -52,7 +52,7 @@ use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
 use crate::snapshot::descriptor_files::DescriptorFiles;
-use crate::snapshot::descriptors::DescriptorTable;
+use crate::snapshot::descriptors::{DescriptorHeaders, DescriptorTable};
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::{CompiledLimit, LimitContext};
 use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, WarningSubject};
@@ -123,6 +123,8 @@ pub struct CompiledConfig {
     pub table: RouteTable<Arc<Route>>,
     /// The descriptors, indexed for lookup.
     pub descriptors: DescriptorTable,
+    /// The headers with the state of a descriptor's limit.
+    pub descriptor_headers: Option<DescriptorHeaders>,
     /// The YAML files of `[ratelimit]`.
     pub descriptor_files: DescriptorFiles,
     /// Values of the keys that require a restart when they change.
@@ -351,6 +353,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let event_destinations = notify::destinations(config, &mut internal, reader);
     let mut descriptors = descriptors::descriptors(config, &limits, reader);
     let descriptor_files = descriptors::add_files(&mut descriptors, config, context, reader);
+    let descriptor_headers = descriptors::headers(config, reader);
     let (routes, table) =
         routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
     for (index, listener) in listeners.iter_mut().enumerate() {
@@ -413,6 +416,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         routes,
         table,
         descriptors,
+        descriptor_headers,
         descriptor_files,
         restart_only_keys: fixed,
     }

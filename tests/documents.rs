@@ -633,6 +633,23 @@ fn manual_lists_every_environment_variable() {
 }
 
 #[test]
+fn manual_lists_every_variable_of_envoyproxy_ratelimit() {
+    let page = pages::read("docs/how-to/migrate/ratelimit.md");
+    let is_variable = |name: &&str| {
+        let is_upper = name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
+        is_upper && (name.contains('_') || ["HOST", "PORT"].contains(name)) && *name != "GRPC_XDS_SOTW"
+    };
+    let section = page.split("\n## Variables\n").nth(1).unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| "));
+    let documented: BTreeSet<_> = rows.flat_map(code).filter(is_variable).collect();
+    let source = std::fs::read_to_string(root().join("src/config/ratelimit_env.rs")).unwrap();
+    let source = source.split("#[cfg(test)]").next().unwrap();
+    let read: BTreeSet<_> = source.split('"').skip(1).step_by(2).filter(is_variable).collect();
+    assert!(read.len() > 60, "{read:?}");
+    assert_eq!(documented, read);
+}
+
+#[test]
 fn runbook_has_a_section_for_every_alert() {
     let alerts = pages::read("ops/alerts.yml");
     let page = pages::read("docs/reference/runbook.md");

@@ -3,6 +3,8 @@
 
 mod identities;
 
+use std::sync::Arc;
+
 use http::header::ACCEPT;
 use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
@@ -154,7 +156,7 @@ impl Endpoint {
         match self.operation {
             Operation::Health => Ok(health(context.state)),
             Operation::Readiness => Ok(readiness(context.state, Detail::All)),
-            Operation::Metrics => metrics(context, &request),
+            Operation::Metrics => metrics(context.state, &request),
             Operation::Status => Ok(show_status(context)),
             Operation::Config => Ok(config_view(context)),
             Operation::Reload => Ok(reload(context).await),
@@ -208,10 +210,11 @@ pub(super) fn readiness(state: &ProcessState, detail: Detail) -> AdminResponse {
     }
 }
 
-fn metrics(context: &ApiContext<'_>, request: &Request<Incoming>) -> Result<AdminResponse> {
+/// Respond with the metrics.
+pub(super) fn metrics(state: &Arc<ProcessState>, request: &Request<Incoming>) -> Result<AdminResponse> {
     let accept = request.headers().get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
     let form = ExpositionFormat::from_accept(accept);
-    let page = text_form::render(context.state, form)
+    let page = text_form::render(state, form)
         .map_err(|error| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
     Ok(typed_response(StatusCode::OK, form.content_type(), page))
 }

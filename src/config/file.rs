@@ -16,6 +16,8 @@ use crate::config::file_schema::FileKind;
 use crate::config::foreign;
 use crate::config::gateway::{Config, Consumers};
 use crate::config::include;
+use crate::config::ratelimit_env;
+use crate::config::ratelimit_env::{ENVIRONMENT, Generated};
 use crate::config::route_defaults;
 use crate::config::sources::{Sources, read_main, utf8_text};
 use crate::config::syntax;
@@ -99,6 +101,13 @@ pub fn resolve_issues(
 /// # Errors
 /// A file cannot be read or is not valid TOML.
 pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
+    if path == Path::new(ENVIRONMENT) {
+        let Generated { text, warnings } =
+            ratelimit_env::generate(environment).map_err(|file| ConfigError { files: vec![file] })?;
+        let mut file = parse_gateway(path, text, environment)?;
+        file.warnings.extend(warnings);
+        return Ok(file);
+    }
     let content = read_main(path).map_err(|error| unreadable_gateway_file(path, &error));
     let text = content.and_then(|content| utf8_text(path, content));
     parse_gateway(path, text.map_err(|file| ConfigError { files: vec![file] })?, environment)

@@ -81,6 +81,27 @@ pub struct RateLimitFiles {
     /// of this file. Each document has the descriptors of one domain. When a file changes, the gateway reloads the
     /// configuration.
     pub configuration: Option<Text>,
+    /// Count the limits of the YAML, but deny no request, as if each descriptor had `shadow_mode: true`.
+    #[schemars(extend("default" = false))]
+    pub shadow: Option<Spanned<bool>>,
+    /// Names of the headers that tell clients the state of the limit that denies the request or is nearest to do so: `{
+    /// limit = "RateLimit-Limit", remaining = "RateLimit-Remaining", reset = "RateLimit-Reset" }`. The values are its
+    /// `requests_per_unit`, the remaining requests and the seconds until they are available again. Default: only
+    /// `RateLimit` and `RateLimit-Policy`.
+    pub headers: Option<Spanned<DescriptorHeaders>>,
+}
+
+/// `headers` of `[ratelimit]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["limit", "remaining", "reset"]))]
+pub struct DescriptorHeaders {
+    /// Name of the header with the quota.
+    pub limit: Option<Text>,
+    /// Name of the header with the remaining requests.
+    pub remaining: Option<Text>,
+    /// Name of the header with the seconds until requests are available again.
+    pub reset: Option<Text>,
 }
 
 /// `[server]`
@@ -205,9 +226,10 @@ pub struct Listener {
     /// knowledge on this port. A second gateway process with the same address does not start.
     pub address: Option<Text>,
     /// What the listener serves. `"http"`: requests, by the routes. `"ratelimit"`: calls of Envoy's rate limit service
-    /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)). `"decisions"`: decisions about the requests of
-    /// another proxy, such as nginx or Traefik, by the routes ([decisions](../how-to/decisions.md)).
-    #[schemars(extend("enum" = ["http", "ratelimit", "decisions"], "default" = "http"))]
+    /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)). `"ratelimit-http"`: the same calls as JSON, and
+    /// health checks, over HTTP/1.1 and HTTP/2. `"decisions"`: decisions about the requests of another proxy, such as
+    /// nginx or Traefik, by the routes ([decisions](../how-to/decisions.md)).
+    #[schemars(extend("enum" = ["http", "ratelimit", "ratelimit-http", "decisions"], "default" = "http"))]
     pub protocol: Option<Text>,
     /// Status of each response that denies a request with a status other than 401 and 403, for proxies such as nginx
     /// that forward only these two. The header `X-Decision-Status` then contains the status of the decision. Requires
@@ -326,11 +348,12 @@ pub struct Admin {
     /// `$RUNTIME_DIRECTORY` if systemd sets this variable, otherwise no socket.
     pub socket: Option<Text>,
     /// Token that clients must send as `Authorization: Bearer …`. Without a token, the admin API at `address` is
-    /// read-only, and `address` must be a loopback address.
+    /// read-only, and `address` must be a loopback address or serve only `open`.
     #[schemars(schema_with = "schema::secret")]
     pub token: Option<Text>,
-    /// Paths that need no token, for load balancers that cannot send one: `["/healthz", "/readyz"]`. Without a token,
-    /// `/readyz` returns only the status.
+    /// Paths that need no token, for clients that cannot send one: `["/healthz", "/readyz", "/metrics"]`. Without a
+    /// token, `/readyz` returns only the status. If neither `token` nor a loopback `address` is set, these are the only
+    /// paths that `address` serves.
     #[schemars(schema_with = "schema::open_paths", extend("secret" = "never"))]
     pub open: Option<Vec<Text>>,
 }

@@ -11,6 +11,8 @@ use toml::de::{DeTable, DeValue};
 
 use crate::config::environment::{EnvLookup, substituted};
 use crate::config::error::{FileIssues, Issue};
+use crate::config::ratelimit_env;
+use crate::config::ratelimit_env::ENVIRONMENT;
 use crate::config::sources::{FileSnapshot, Sources, read_main, utf8_text};
 use crate::config::unknown_keys::closest_name;
 
@@ -86,7 +88,13 @@ impl ConfigFiles {
     /// # Errors
     /// The including file cannot be read.
     pub fn read(path: &Path, environment: EnvLookup<'_>) -> io::Result<Self> {
-        let main = FileSnapshot { path: path.to_owned(), content: read_main(path)? };
+        let content = match path == Path::new(ENVIRONMENT) {
+            true => {
+                ratelimit_env::generate(environment).map(|generated| generated.text.into_bytes()).unwrap_or_default()
+            }
+            false => read_main(path)?,
+        };
+        let main = FileSnapshot { path: path.to_owned(), content };
         let Expansion { files, directories, .. } = expand(path, &String::from_utf8_lossy(&main.content), environment);
         let included = files.into_iter().filter_map(|(path, _)| FileSnapshot::read(&path).ok()).collect();
         Ok(ConfigFiles { main, included, directories })

@@ -97,7 +97,7 @@ pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn open_paths(_: &mut SchemaGenerator) -> Schema {
-    array_schema(&json_schema!({ "type": "string", "enum": ["/healthz", "/readyz"] }))
+    array_schema(&json_schema!({ "type": "string", "enum": ["/healthz", "/readyz", "/metrics"] }))
 }
 
 /// The sources of an identity in the `by` of a limit. The part after `:` is written as it is, or stands for any name if

@@ -263,7 +263,7 @@ impl HttpConnection {
         let max = self.settings.http2_max_streams as usize;
         let is_refused = move || streams.abandoned.load(Ordering::Relaxed) >= max;
         let request = match self.serves {
-            ListenerProtocol::Http | ListenerProtocol::Decisions => {
+            ListenerProtocol::Http | ListenerProtocol::Decisions | ListenerProtocol::RateLimitHttp => {
                 serve_request(self.gateway.clone(), self.peer.clone(), self.serves, in_flight, request, is_refused)
             }
             ListenerProtocol::RateLimit => self.serve_call(in_flight, request, is_refused),
@@ -658,6 +658,7 @@ fn serve_request(
         let mut response = match serves {
             // Box the future, because requests on other listeners need no space for it.
             ListenerProtocol::Decisions => boxed(|| gateway.decide(request, &peer, in_flight.flow())).await,
+            ListenerProtocol::RateLimitHttp => boxed(|| gateway.answer_json(request, &peer, in_flight.flow())).await,
             ListenerProtocol::Http | ListenerProtocol::RateLimit => {
                 gateway.handle(request, &peer, in_flight.flow()).await
             }

@@ -96,6 +96,17 @@ impl Unit {
         (Unit::Year, 31_536_000),
     ];
 
+    /// All units with a window, each with its name in the schema.
+    pub const NAMES: [(&str, Unit); 7] = [
+        ("SECOND", Unit::Second),
+        ("MINUTE", Unit::Minute),
+        ("HOUR", Unit::Hour),
+        ("DAY", Unit::Day),
+        ("WEEK", Unit::Week),
+        ("MONTH", Unit::Month),
+        ("YEAR", Unit::Year),
+    ];
+
     /// Return the unit with this window, or [`Unit::Unknown`].
     pub fn of_seconds(seconds: u64) -> Unit {
         Unit::WINDOWS.iter().find(|(_, window)| *window == seconds).map_or(Unit::Unknown, |(unit, _)| *unit)

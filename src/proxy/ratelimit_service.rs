@@ -37,7 +37,7 @@ use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::metrics::LimitDecision;
 use crate::proxy::request::Peer;
 use crate::snapshot::descriptor_files::FileRule;
-use crate::snapshot::descriptors::{DescriptorLimit, DescriptorRule, LimitInCall};
+use crate::snapshot::descriptors::{DescriptorHeaders, DescriptorLimit, DescriptorRule, LimitInCall};
 use crate::snapshot::limits::ChargePolicy;
 
 /// Name of the service, also for health checks.
@@ -45,7 +45,7 @@ const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 
 /// Maximum length of a message in bytes. Envoy bounds the headers of a request, whose values may occur in several
 /// descriptors.
-const MAX_MESSAGE: usize = 256 << 10;
+pub(super) const MAX_MESSAGE: usize = 256 << 10;
 
 /// Maximum number of descriptors of a call, and of checks for its descriptors.
 const MAX_DESCRIPTORS: usize = 64;
@@ -111,7 +111,7 @@ impl RateLimitService<'_> {
                 Ok(message_response(answer.encoded_len(), |bytes| encode(&answer, bytes)))
             }
             "/grpc.health.v1.Health/Check" => {
-                let answer = health(message, is_draining)?;
+                let answer = health(message, is_draining || !self.snapshot.is_ready())?;
                 Ok(message_response(answer.encoded_len(), |bytes| encode(&answer, bytes)))
             }
             _ => Err(CallError::new(
@@ -129,11 +129,25 @@ impl RateLimitService<'_> {
     ) -> Result<RateLimitResponse, CallError> {
         let bytes = match message {
             ReadMessage::Whole(bytes) => bytes,
-            ReadMessage::TooLong => return Ok(deny_unchecked("a message is too long")),
-            ReadMessage::NoCapacity => return Ok(deny_unchecked("too many messages are being read")),
+            ReadMessage::TooLong => return Ok(deny_too_long()),
+            ReadMessage::NoCapacity => return Ok(deny_unread()),
         };
         let invalid = |_| CallError::new(Status::InvalidArgument, "the message is not a RateLimitRequest");
         let request = RateLimitRequest::decode(bytes).map_err(invalid)?;
+        self.decide_before(&request, deadline).await
+    }
+
+    /// Decide about a request to the proxy that has no deadline.
+    pub(super) async fn decide(&self, request: &RateLimitRequest) -> Result<RateLimitResponse, CallError> {
+        let answer_by = monotonic() + time_to_answer(DEFAULT_TIMEOUT);
+        self.decide_before(request, Deadline { answer_by, client_timeout: DEFAULT_TIMEOUT }).await
+    }
+
+    async fn decide_before(
+        &self,
+        request: &RateLimitRequest,
+        deadline: Deadline,
+    ) -> Result<RateLimitResponse, CallError> {
         if request.domain.is_empty() || request.descriptors.is_empty() {
             return Err(CallError::new(Status::InvalidArgument, "the message needs a domain and a descriptor"));
         }
@@ -143,8 +157,8 @@ impl RateLimitService<'_> {
         let Deadline { answer_by: deadline, client_timeout } = deadline;
         let snapshot = self.snapshot;
         let overrides = self.limiter.overrides.current();
-        let resolved = resolve(snapshot, &request);
-        let Some(call) = Checks::new(snapshot, &request, &resolved, overrides.as_deref()) else {
+        let resolved = resolve(snapshot, request);
+        let Some(call) = Checks::new(snapshot, request, &resolved, overrides.as_deref()) else {
             return Ok(deny_unchecked("the limits of a call would occupy Redis for too long"));
         };
         let started_at = monotonic();
@@ -176,7 +190,11 @@ impl RateLimitService<'_> {
         }
         let refunds = refund(self.limiter, &call.refunds, deadline).await;
         call.record(snapshot, &decision, monotonic().saturating_duration_since(started_at));
-        Ok(call.response(&request, &decision, &refunds))
+        let mut response = call.response(request, &decision, &refunds);
+        if let Some(names) = &snapshot.config.descriptor_headers {
+            response.response_headers_to_add.extend(named_headers(names, &response.statuses));
+        }
+        Ok(response)
     }
 }
 
@@ -194,7 +212,7 @@ fn encode(message: &impl Message, bytes: &mut BytesMut) {
 }
 
 /// Check that the client may use the listener, and that its certificate is still valid and trusted.
-fn check_peer(snapshot: &ConfigSnapshot, peer: &Peer) -> Result<(), CallError> {
+pub(super) fn check_peer(snapshot: &ConfigSnapshot, peer: &Peer) -> Result<(), CallError> {
     let Some(listener) = snapshot.config.listeners.get(peer.listener) else { return Ok(()) };
     if let Some(access) = &listener.access
         && !access.decide(peer.address).is_allowed()
@@ -210,7 +228,7 @@ fn check_peer(snapshot: &ConfigSnapshot, peer: &Peer) -> Result<(), CallError> {
     }
 }
 
-fn health(message: ReadMessage, is_draining: bool) -> Result<HealthCheckResponse, CallError> {
+fn health(message: ReadMessage, is_unhealthy: bool) -> Result<HealthCheckResponse, CallError> {
     let unknown = CallError::new(Status::NotFound, "there is no such service");
     let ReadMessage::Whole(bytes) = message else { return Err(unknown) };
     let invalid = |_| CallError::new(Status::InvalidArgument, "the message is not a HealthCheckRequest");
@@ -218,8 +236,18 @@ fn health(message: ReadMessage, is_draining: bool) -> Result<HealthCheckResponse
     if !request.service.is_empty() && request.service != SERVICE.as_bytes() {
         return Err(unknown);
     }
-    let status = if is_draining { ServingStatus::NotServing } else { ServingStatus::Serving };
+    let status = if is_unhealthy { ServingStatus::NotServing } else { ServingStatus::Serving };
     Ok(HealthCheckResponse { status: status.into() })
+}
+
+/// Deny a request whose message is too long.
+pub(super) fn deny_too_long() -> RateLimitResponse {
+    deny_unchecked("a message is too long")
+}
+
+/// Deny a request whose message could not be read.
+pub(super) fn deny_unread() -> RateLimitResponse {
+    deny_unchecked("too many messages are being read")
 }
 
 /// Deny a request whose limits cannot be checked. An error would make Envoy admit the request, unless it has
@@ -244,6 +272,19 @@ fn headers_to_add(headers: &HeaderMap) -> Vec<HeaderValue> {
         value: value.to_str().unwrap_or_default().to_owned(),
     };
     headers.iter().map(to_header).collect()
+}
+
+/// Return the headers with these names for the status that denies the request, or for the one with the smallest
+/// remaining count.
+fn named_headers(names: &DescriptorHeaders, statuses: &[DescriptorStatus]) -> Vec<HeaderValue> {
+    let limited = statuses.iter().filter_map(|status| Some((status, status.current_limit.as_ref()?)));
+    let effective = limited.min_by_key(|(status, _)| (status.code() != Code::OverLimit, status.limit_remaining));
+    let Some((status, limit)) = effective else { return Vec::new() };
+    let reset = status.duration_until_reset.map_or(0, |reset| reset.seconds + i64::from(reset.nanos > 0));
+    let values = [i64::from(limit.requests_per_unit), i64::from(status.limit_remaining), reset];
+    let DescriptorHeaders(names) = names;
+    let header = |(name, value): (&str, i64)| HeaderValue { key: name.to_owned(), value: value.to_string() };
+    names.iter().map(|name| &**name).zip(values).map(header).collect()
 }
 
 async fn refund(limiter: &Limiter, checks: &[LimitCheck<'_, '_>], deadline: Instant) -> Vec<Outcome> {

@@ -44,16 +44,6 @@ const DESCRIPTOR_KEYS: &[&str] = &[
 ];
 const LIMIT_KEYS: &[&str] = &["unit", "requests_per_unit", "unlimited", "name", "replaces"];
 
-const UNITS: [(&str, Unit); 7] = [
-    ("SECOND", Unit::Second),
-    ("MINUTE", Unit::Minute),
-    ("HOUR", Unit::Hour),
-    ("DAY", Unit::Day),
-    ("WEEK", Unit::Week),
-    ("MONTH", Unit::Month),
-    ("YEAR", Unit::Year),
-];
-
 // === The files ===
 
 /// The files of `[ratelimit] configuration`.
@@ -234,8 +224,18 @@ pub(super) struct ReadFiles {
     pub(super) without_effect: Vec<String>,
 }
 
-/// Compile the descriptors of files. `first_rule` is the index of the first rule.
-pub(super) fn read_files(files: &[FileSnapshot], first_rule: usize, context: LimitContext<'_>) -> ReadFiles {
+/// What the limits of all files have in common.
+#[derive(Clone, Copy)]
+pub(super) struct FileContext<'a> {
+    pub(super) limits: LimitContext<'a>,
+    /// Whether no limit denies requests.
+    pub(super) shadow: bool,
+    /// Index of the first rule.
+    pub(super) first_rule: usize,
+}
+
+/// Compile the descriptors of files.
+pub(super) fn read_files(files: &[FileSnapshot], context: FileContext<'_>) -> ReadFiles {
     let mut read = ReadFiles::default();
     for file in files {
         let text = match utf8_text(&file.path, file.content.clone()) {
@@ -245,8 +245,7 @@ pub(super) fn read_files(files: &[FileSnapshot], first_rule: usize, context: Lim
                 continue;
             }
         };
-        let mut reader =
-            FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, first_rule, context };
+        let mut reader = FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, context };
         match yaml::parse(&text) {
             Ok(documents) => documents.iter().for_each(|document| reader.domain(document)),
             Err(error) => reader.issue(error.line, "", error.message, "write the YAML of envoyproxy/ratelimit"),
@@ -264,8 +263,7 @@ struct FileReader<'f, 'r> {
     text: &'f str,
     issues: Vec<Issue>,
     read: &'r mut ReadFiles,
-    first_rule: usize,
-    context: LimitContext<'r>,
+    context: FileContext<'r>,
 }
 
 /// The entries on the path to a descriptor.
@@ -351,9 +349,9 @@ impl FileReader<'_, '_> {
         for item in self.items(node, "descriptors") {
             self.descriptor(item, &mut root, &mut path);
         }
-        let rule_of_call = self.first_rule + self.read.rules.len();
+        let rule_of_call = self.context.first_rule + self.read.rules.len();
         // The limit of the call replaces this quota.
-        let limit = self.limit("limit-of-the-call", 1, Unit::Second, false);
+        let limit = self.limit("limit-of-the-call", 1, Unit::Second, self.context.shadow);
         self.read.rules.push(ReadRule {
             domain: domain.clone(),
             name: "(limit of the call)".into(),
@@ -404,7 +402,7 @@ impl FileReader<'_, '_> {
         path.shared.push(is_shared.then(|| name.clone().into()));
         path.names.push(name);
         path.keys.push(key.into());
-        let is_shadow = self.flag(node, "shadow_mode");
+        let is_shadow = self.flag(node, "shadow_mode") || self.context.shadow;
         if let Some(rate_limit) = node.get("rate_limit").filter(|value| !matches!(value.value, Value::Null)) {
             child.rule = self.rule(rate_limit, path, is_shadow);
         }
@@ -461,19 +459,19 @@ impl FileReader<'_, '_> {
             identity_spec: identity_spec(&path.keys),
             rule,
         });
-        Some(self.first_rule + self.read.rules.len() - 1)
+        Some(self.context.first_rule + self.read.rules.len() - 1)
     }
 
     fn unit(&mut self, node: &Node, is_unlimited: bool) -> Option<Unit> {
         let text = self.text(node, "unit");
-        let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text)).map(|(_, unit)| *unit);
+        let known = Unit::NAMES.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text)).map(|(_, unit)| *unit);
         let line = node.get("unit").map_or(node.line, |value| value.line);
         match known {
             Some(_) if is_unlimited => {
                 self.issue(line, "unit", "`unit` and `unlimited` cannot be combined", "remove one of them");
             }
             None if !is_unlimited => {
-                let near = closest_name(&text.to_uppercase(), UNITS.iter().map(|(name, _)| *name));
+                let near = closest_name(&text.to_uppercase(), Unit::NAMES.iter().map(|(name, _)| *name));
                 let hint = near.map_or("SECOND, MINUTE, HOUR, DAY, WEEK, MONTH or YEAR".to_owned(), |near| {
                     format!("did you mean `{near}`?")
                 });
@@ -507,7 +505,7 @@ impl FileReader<'_, '_> {
     }
 
     fn limit(&self, name: &str, count: u32, unit: Unit, shadow: bool) -> Result<LimitSpec, QuotaError> {
-        let LimitContext { hasher, gateways } = self.context;
+        let LimitContext { hasher, gateways } = self.context.limits;
         let window_us = unit.seconds().unwrap_or(1) * 1_000_000;
         let quota = Quota { count: count.into(), window_us: Some(window_us), calendar: None };
         let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 })?);
@@ -555,7 +553,8 @@ descriptors:
     fn read(text: &str) -> ReadFiles {
         let file = FileSnapshot { path: "edge.yaml".into(), content: text.into() };
         let hasher = IdentityHasher::new("");
-        read_files(&[file], 0, LimitContext { hasher: &hasher, gateways: &Arc::default() })
+        let limits = LimitContext { hasher: &hasher, gateways: &Arc::default() };
+        read_files(&[file], FileContext { limits, shadow: false, first_rule: 0 })
     }
 
     #[test]

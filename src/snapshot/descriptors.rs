@@ -4,8 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
+use http::HeaderName;
+
 use crate::config;
 use crate::config::error::Issue;
+use crate::config::gateway;
 use crate::config::gateway::Config;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
@@ -13,7 +16,7 @@ use crate::identity::spec::{Descriptor, IdentitySpec};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::descriptor_files;
-use crate::snapshot::descriptor_files::{DescriptorFiles, FileDomain, FileRule, ReadRule};
+use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext, FileDomain, FileRule, ReadRule};
 use crate::snapshot::limits::{ChargePolicy, CompiledLimit, LimitContext};
 use crate::snapshot::validator::Validator;
 
@@ -205,6 +208,8 @@ pub(super) fn add_files(
         let issue = Issue::new(text.span(), format!("{} has no *.yaml file", path.display()));
         reader.push_issue(issue.with_hint("name a YAML file, or a directory of *.yaml files"));
     }
+    let shadow = config.ratelimit.shadow.as_ref().is_some_and(|shadow| *shadow.get_ref());
+    let context = FileContext { limits: context, shadow, first_rule: table.rules.len() };
     add_read_files(table, &files, text, context, reader);
     DescriptorFiles { path: Some(path), files }
 }
@@ -213,10 +218,10 @@ fn add_read_files(
     table: &mut DescriptorTable,
     files: &[FileSnapshot],
     text: &Text,
-    context: LimitContext<'_>,
+    context: FileContext<'_>,
     reader: &mut Validator<'_>,
 ) {
-    let read = descriptor_files::read_files(files, table.rules.len(), context);
+    let read = descriptor_files::read_files(files, context);
     read.faulty.into_iter().for_each(|faulty| reader.add_file_issues(faulty));
     for domain in read.domains.keys().filter(|domain| table.domains.contains_key(*domain)) {
         let domain = String::from_utf8_lossy(domain);
@@ -238,6 +243,30 @@ fn add_read_files(
         let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
         DescriptorRule { domain, name, limits, of_file: Some(rule) }
     }));
+}
+
+/// Names of the headers with the quota, the remaining count and the time until the reset of a limit.
+#[derive(Debug)]
+pub struct DescriptorHeaders(pub [Box<str>; 3]);
+
+/// Compile `headers` of `[ratelimit]`.
+pub(super) fn headers(config: &Config, reader: &mut Validator<'_>) -> Option<DescriptorHeaders> {
+    let written = config.ratelimit.headers.as_ref()?;
+    let gateway::DescriptorHeaders { limit, remaining, reset } = written.get_ref();
+    let span = written.span();
+    let mut name = |text: &Option<Text>, key: &str, example: &str| -> Option<Box<str>> {
+        let text = reader.required(text.as_ref(), &span, key, example)?;
+        if HeaderName::from_bytes(text.get_ref().as_bytes()).is_err() {
+            let issue = Issue::new(text.span(), format!("`{}` is not the name of a header", text.get_ref()));
+            reader.push_issue(issue.with_hint(format!("write {key} = {example}")));
+            return None;
+        }
+        Some(text.get_ref().as_str().into())
+    };
+    let limit = name(limit, "limit", "\"RateLimit-Limit\"");
+    let remaining = name(remaining, "remaining", "\"RateLimit-Remaining\"");
+    let reset = name(reset, "reset", "\"RateLimit-Reset\"");
+    Some(DescriptorHeaders([limit?, remaining?, reset?]))
 }
 
 /// Split an entry into its key and its value. An entry without `=` matches every value.

@@ -64,6 +64,8 @@ pub enum ListenerProtocol {
     Http,
     /// Calls of Envoy's rate limit service, by the descriptors.
     RateLimit,
+    /// The same calls as JSON over HTTP/1.1 and HTTP/2, and health checks.
+    RateLimitHttp,
     /// Decisions about requests that other proxies describe, by the routes.
     Decisions,
 }
@@ -119,12 +121,13 @@ pub(super) fn listeners(
         let protocols = [
             ("http", ListenerProtocol::Http),
             ("ratelimit", ListenerProtocol::RateLimit),
+            ("ratelimit-http", ListenerProtocol::RateLimitHttp),
             ("decisions", ListenerProtocol::Decisions),
         ];
         let protocol = reader.one_of(listener.protocol.as_ref(), ListenerProtocol::Http, &protocols);
         let decisions = match protocol {
             ListenerProtocol::Decisions => Some(Box::new(decisions::settings(listener, trusted_proxies, reader))),
-            ListenerProtocol::Http | ListenerProtocol::RateLimit => {
+            ListenerProtocol::Http | ListenerProtocol::RateLimit | ListenerProtocol::RateLimitHttp => {
                 let status = listener.denied_status.as_ref().map(|value| (value.span(), "denied_status"));
                 let token = listener.api_token.as_ref().map(|token| (token.span(), "api_token"));
                 let timeout = listener.settle_timeout.as_ref().map(|text| (text.span(), "settle_timeout"));

@@ -556,16 +556,23 @@ pub(super) fn admin(
         reader.push_issue(Issue::new(text.span(), message).with_hint("use another port for the admin listener"));
     }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
-    if token.is_none() && !address.ip().is_loopback() {
+    let paths = ["/healthz", "/readyz", "/metrics"].map(|path| (path, path));
+    let open: Vec<_> = admin.open.iter().flatten().map(|path| reader.one_of(Some(path), "/readyz", &paths)).collect();
+    if token.is_none() && open.is_empty() && !address.ip().is_loopback() {
         let issue = Issue::new(text.span(), format!("{address} is not a loopback address: a token is required"));
-        reader.push_missing(
-            issue.with_hint("set token = \"${SLUICEGATE_ADMIN_TOKEN}\", or use an address of 127.0.0.0/8 or [::1]"),
-        );
+        reader.push_missing(issue.with_hint(
+            "set token = \"${SLUICEGATE_ADMIN_TOKEN}\", use an address of 127.0.0.0/8 or [::1], or list the only paths \
+             to serve in `open`",
+        ));
     }
-    let open = admin.open.iter().flatten();
-    let open =
-        open.map(|path| reader.one_of(Some(path), "/readyz", &[("/healthz", "/healthz"), ("/readyz", "/readyz")]));
-    Some(AdminSettings { address, open: open.collect(), token: token.map(|token| AdminToken(token.into())) })
+    Some(AdminSettings { address, open, token: token.map(|token| AdminToken(token.into())) })
+}
+
+impl AdminSettings {
+    /// Return whether the listener serves only the paths in [`AdminSettings::open`].
+    pub fn is_limited_to_open(&self) -> bool {
+        self.token.is_none() && !self.address.ip().is_loopback()
+    }
 }
 
 /// The routes that have metrics of their own.

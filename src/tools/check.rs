@@ -664,7 +664,8 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
 
 /// Warn if no listener serves the descriptors, or if a listener has no descriptors to serve.
 fn unserved_descriptors(input: &LintInput<'_>) -> Option<Issue> {
-    let serving = input.config.listeners.iter().position(|listener| listener.protocol == ListenerProtocol::RateLimit);
+    let serves = [ListenerProtocol::RateLimit, ListenerProtocol::RateLimitHttp];
+    let serving = input.config.listeners.iter().position(|listener| serves.contains(&listener.protocol));
     let written = input.parsed.descriptor.first().map(|descriptor| descriptor.span());
     let written = written.or_else(|| input.parsed.ratelimit.configuration.as_ref().map(|text| text.span()));
     match (serving, written) {

@@ -35,6 +35,7 @@ mod dns;
 mod doctor;
 mod downstream_tls;
 mod draining;
+mod drop_in;
 mod embed;
 mod error_pages;
 mod explain;

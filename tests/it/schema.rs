@@ -149,7 +149,7 @@ fn invalid_values_fail_the_schema() {
 /// A configuration in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
-        "server": {}, "metrics": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
+        "server": {}, "metrics": {}, "ratelimit": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
         "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
@@ -298,6 +298,9 @@ fn file_with(path: &str) -> Value {
         "listener.*.denied_status" | "listener.*.api_token" => {
             set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] }));
             set("listener", json!([{ "address": "127.0.0.1:0", "protocol": "decisions" }]));
+        }
+        path if path.starts_with("ratelimit.headers.") => {
+            set("ratelimit.headers", json!({ "limit": "x-l", "remaining": "x-r", "reset": "x-t" }))
         }
         "limit.*.start" | "limit.*.time_zone" => {
             set("limit.l", json!({ "by": "ip", "algorithm": "fixed-window", "quota": "1/day" }))

@@ -216,6 +216,8 @@ def deb():
     shutil.copy(package, root / "tmp/sluicegate.deb")
     inside(root, "dpkg", "--install", "/tmp/sluicegate.deb")
     version = installed_service(root)
+    assert 'protocol = "ratelimit"' in inside(root, "/bin/ratelimit", "--print").stdout
+    assert gzip.decompress((root / "usr/share/man/man1/ratelimit.1.gz").read_bytes()).startswith(b".ie")
 
     # An upgrade keeps an edited configuration file, even if the package contains another version of it.
     edited = (root / CONFFILE).read_text() + "# edited\n"
@@ -301,7 +303,7 @@ def image():
         root.mkdir(exist_ok=True)
         subprocess.run(["tar", "--extract", "--directory", str(root)], input=content, check=True)
     programs = sorted(str(path.relative_to(root)) for path in root.rglob("bin/*"))
-    assert programs == ["usr/bin/sluicegate"], f"the image has other programs, such as a shell: {programs}"
+    assert programs == ["bin/ratelimit", "usr/bin/sluicegate"], f"the image has other programs, such as a shell: {programs}"
     settings = config["config"]
     user, group = settings["User"].split(":")
     assert user != "0"
@@ -320,6 +322,7 @@ def image():
     entrypoint = settings["Entrypoint"]
     checked = run(*sandbox, *entrypoint, "check", "--strict").stdout
     assert "valid" in checked, checked
+    assert 'protocol = "ratelimit"' in run(*sandbox, "/bin/ratelimit", "--print").stdout
     health = settings["Healthcheck"]["Test"]
     assert health[0] == "CMD"
     assert run(*sandbox, *health[1:], ok=False).returncode == 1, "without a gateway the health check fails"

@@ -227,7 +227,9 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
 fn descriptor_files(configuration: &Arc<ConfigHandle>) -> Option<FileGroup> {
     let DescriptorFiles { path, files } = configuration.active().config.descriptor_files.clone();
     let path = path?;
-    let directories = path.is_dir().then(|| path.clone()).into_iter().collect();
+    // A directory on the way to the files may be a symlink, which is replaced to change all files at once.
+    let links = path.ancestors().filter(|path| path.is_symlink()).filter_map(Path::parent).map(Path::to_owned);
+    let directories = links.chain(path.is_dir().then(|| path.clone())).collect();
     let read = move |_: &[FileSnapshot]| DescriptorFiles::read(&path);
     let configuration = configuration.clone();
     let reload = move |_: &[FileSnapshot], content: Content| {
