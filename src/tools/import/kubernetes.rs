@@ -243,15 +243,19 @@ impl Importer {
     /// Return the name of the upstream of a Service. `None`: the backend is no Service, which is reported.
     fn upstream(&mut self, document: &Document, backend: &Node, settings: &annotations::Settings) -> Option<String> {
         let origin = document.at(backend);
-        let Some(service) = backend.get("service") else {
+        // Before `networking.k8s.io/v1`, a backend had `serviceName` and `servicePort`, which is a number or a name.
+        let service = backend.get("service");
+        let name = service.map_or_else(|| backend.text_of("serviceName"), |service| service.text_of("name"));
+        if name.is_empty() {
             self.model.no_equal(&origin, "the backend is no Service: the route responds with 501");
             return None;
-        };
-        let name = service.text_of("name");
+        }
+        let old_port = backend.get("servicePort").and_then(Node::text);
+        let port_of = |key| service.and_then(|service| service.at(&["port", key])).and_then(Node::text).or(old_port);
         let namespace = namespace_of(&document.root);
         let known = self.services.get(&format!("{namespace}/{name}"));
-        let number = service.at(&["port", "number"]).and_then(Node::text).map(str::to_owned);
-        let named = service.at(&["port", "name"]).and_then(Node::text).unwrap_or_default();
+        let number = port_of("number").filter(|port| port.bytes().all(|byte| byte.is_ascii_digit())).map(str::to_owned);
+        let named = port_of("name").unwrap_or_default();
         let port = number.or_else(|| {
             let ports = known?.at(&["spec", "ports"])?.items();
             let port = ports.iter().find(|port| port.text_of("name") == named)?;
