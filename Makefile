@@ -1,10 +1,14 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 run:
-	cargo run --release
+	cargo run --profile trial
+
+# Seconds and CPU time from a clone without cargo's cache to the first response, and with TESTS=--tests to green tests.
+first-minute:
+	python3 benches/first_minute.py $(TESTS)
 
 test: tools
 	cargo test --locked

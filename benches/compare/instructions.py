@@ -68,7 +68,7 @@ servers = ["http://127.0.0.1:{upstream}"]
 ROUTES = {"plain": "", "one": '"wide"', "three": '"wide", "second", "third"', "deny": '"tight"',
           "chat/plain": '"wide"', "chat/tokens": '"tokens"', "stream/plain": '"wide"', "stream/tokens": '"tokens"'}
 
-CASES = [("plain", "memory", "plain"), ("one limit in memory", "memory", "one"), ("one limit in Redis", "redis", "one"),
+CASES = [("plain", "memory", "plain"), ("plain, access log", "memory", "logged/plain"), ("one limit in memory", "memory", "one"), ("one limit in Redis", "redis", "one"),
          ("three limits in Redis", "redis", "three"), ("denied", "redis", "deny"),
          ("decision", "memory", "decide/plain"), ("decision, one limit", "redis", "decide/one"),
          ("denied decision", "redis", "decide/deny"),
@@ -92,6 +92,7 @@ def stream_response():
 
 def request(route, key):
     """Return a request without a body or, for chat and stream routes, a chat request of 2 KiB."""
+    route = route.removeprefix("logged/")
     if route.startswith("decide/"):
         target = route.removeprefix("decide")
         return (f"GET /decide/forwarded HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\nx-forwarded-method: GET\r\nx-forwarded-uri: {target}\r\n"
@@ -152,6 +153,8 @@ def instructions(binary, directory, store, route, rounds, upstream):
     # A listener for decisions serves no routes that count tokens.
     routes = "".join(route_table(name, limits) for name, limits in ROUTES.items() if not (is_decision and "/" in name))
     text = GATEWAY.format(port=port, store=store, upstream=upstream) + routes
+    if route.startswith("logged/"):
+        text = text.replace('access = "off"', f'access = "{directory}/access.log"', 1)
     if is_decision:
         text = text.replace("[log]", 'protocol = "decisions"\n[client_ip]\ntrusted_proxies = ["127.0.0.1"]\n[log]', 1)
     config.write_text(text)
@@ -200,9 +203,9 @@ def main():
                 short, long = (instructions(binary, directory, stores[store], route, rounds, upstream_port) for rounds in (SHORT, LONG))
                 counts[route] = (long - short) / (LONG - SHORT) / CONNECTIONS
                 print(f"{label:24s} {counts[route]:9,.0f}", flush=True)
-            for decision, proxied in (("decide/plain", "plain"), ("decide/deny", "deny")):
-                if {decision, proxied} <= counts.keys():
-                    print(f"{decision}: {counts[decision] / counts[proxied]:.2f} times {proxied}")
+            for other, proxied in (("logged/plain", "plain"), ("decide/plain", "plain"), ("decide/deny", "deny")):
+                if {other, proxied} <= counts.keys():
+                    print(f"{other}: {counts[other] / counts[proxied]:.2f} times {proxied}")
             if not {"chat/plain", "chat/tokens", "stream/plain", "stream/tokens"} <= counts.keys():
                 return
             chat, stream = (counts[f"{kind}/tokens"] - counts[f"{kind}/plain"] for kind in ("chat", "stream"))

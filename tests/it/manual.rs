@@ -10,7 +10,7 @@ use crate::support::walk::{Output, Walk};
 
 /// Commands that do not run unchanged: page, beginning of the command, replacement and reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
-    ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
+    ("README.md", "cargo run --profile trial", Some("sluicegate &"), "the tests have built it"),
     ("docs/tutorials/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
     ("docs/tutorials/your-app.md", "openssl req", None, "the test has a certificate"),
     (
