@@ -375,3 +375,23 @@ pub(super) fn set_denied_status(response: &mut Response<Body>, settings: Option<
         *response.status_mut() = denied_status;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// The headers of the description are stripped as well, so only this test fails if the client is trusted.
+    #[test]
+    fn described_client_at_the_address_of_a_proxy_is_not_trusted() {
+        let text = "[[listener]]\naddress = \"127.0.0.1:8080\"\n[client_ip]\ntrusted_proxies = [\"10.0.0.0/8\"]\n\
+                    [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+        let load = || CompiledConfig::from_text(Path::new("gateway.toml"), text.to_owned(), &|_| None).unwrap();
+        let config = load();
+        let address = "10.0.0.7".parse().unwrap();
+        assert!(Peer::new(address, "https", &config).forwarded.trusted);
+        let client = client(address, "https", 0, &config);
+        assert!(!client.forwarded.trusted);
+        assert!(!client.revalidate(&load()).unwrap().forwarded.trusted, "after a reload");
+    }
+}

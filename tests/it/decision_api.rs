@@ -380,3 +380,17 @@ fn stopping_gateway_releases_the_permits_of_held_decisions() {
     assert!(gateway.wait().success());
     assert!(!has_permit());
 }
+
+/// The headers of a client select neither its address nor its scheme, although its address is that of a trusted proxy.
+#[test]
+fn described_client_is_no_trusted_proxy() {
+    let trust = "[client_ip]\ntrusted_proxies = [\"10.0.0.0/8\"]\n";
+    let gateway = Gateway::start_with(&format!("{CONFIG}{trust}"), &[("consumers.toml", CONSUMERS)]);
+    let mut forged = order("10.0.0.7");
+    forged["headers"] = json!({ "X-Forwarded-For": "192.0.2.9", "X-Forwarded-Proto": "http" });
+    let headers = check(&gateway, &forged)["headers"].clone();
+    assert_eq!(headers["x-client"], json!("10.0.0.7 https"), "{headers}");
+    let remaining = |decision: Value| decision["headers"]["ratelimit"].as_str().unwrap()[..14].to_owned();
+    assert_eq!(remaining(check(&gateway, &order("10.0.0.7"))), "\"orders\";r=48;", "both requests share a quota");
+    assert_eq!(remaining(check(&gateway, &order("192.0.2.9"))), "\"orders\";r=49;");
+}

@@ -371,3 +371,18 @@ fn preflights_are_authenticated_and_limited_like_other_requests() {
         .map(|ask| ask(&Described { method: "OPTIONS", target: "/open", more: &preflight, ..LOGIN }, &gateway).status);
     assert_eq!(statuses, [200, 200, 429]);
 }
+
+/// A client whose address is that of a trusted proxy sends the header that only proxies may send.
+#[test]
+fn described_client_at_the_address_of_a_proxy_chooses_no_request_id() {
+    let gateway = start(
+        "[[route]]\nname = \"r\"\npath = \"/{*rest}\"\n\
+         request_headers = { set = { x-id = \"{request_id} {client_ip}\" } }\nrespond = { status = 200 }\n",
+    );
+    for ask in ENDPOINTS {
+        let forged = [("X-Request-Id", "forged"), ("X-Id", "forged")];
+        let reply = ask(&Described { client: "127.0.0.1", more: &forged, ..LOGIN }, &gateway);
+        let id = reply.header("x-id").unwrap().strip_suffix(" 127.0.0.1").unwrap();
+        assert_eq!((reply.status, id.len()), (200, 36), "the gateway generates the id: {reply:?}");
+    }
+}
