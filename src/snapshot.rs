@@ -31,6 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
+use data_encoding::HEXLOWER;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -58,7 +59,7 @@ use crate::snapshot::limits::{CompiledLimit, LimitContext};
 use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, WarningSubject};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
-use crate::snapshot::routes::Route;
+use crate::snapshot::routes::{Route, RouteCompiler};
 use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, MetricRoutes, ServerSettings, StoreSettings};
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
@@ -354,8 +355,9 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut descriptors = descriptors::descriptors(config, &limits, reader);
     let descriptor_files = descriptors::add_files(&mut descriptors, config, context, reader);
     let descriptor_headers = descriptors::headers(config, reader);
-    let (routes, table) =
-        routes::routes((config, server.paths), &limits, &auth, &upstreams, &mut network_files, reader);
+    let compiler =
+        RouteCompiler { config, paths: server.paths, limits: &limits, authentication: &auth, upstreams: &upstreams };
+    let (routes, table) = compiler.routes(&mut network_files, reader);
     for (index, listener) in listeners.iter_mut().enumerate() {
         let serves = |route: &Route| route.listeners.is_empty() || route.listeners.contains(&index);
         listener.has_websockets =
@@ -495,8 +497,7 @@ impl RestartOnlyKeys {
     /// Return the HMAC-SHA-256 of each value in hexadecimal, with the salt as the HMAC key.
     pub(crate) fn digests(&self, salt: &str) -> BTreeMap<String, String> {
         let key = Key::new(HMAC_SHA256, salt.as_bytes());
-        let digest =
-            |value: &String| sign(&key, value.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        let digest = |value: &String| HEXLOWER.encode(sign(&key, value.as_bytes()).as_ref());
         self.0.iter().map(|(name, value)| (name.clone(), digest(value))).collect()
     }
 

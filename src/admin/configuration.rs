@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{SHA256, digest};
+use data_encoding::HEXLOWER;
 use http::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
@@ -140,7 +141,7 @@ const REVISION_BYTES: usize = 6;
 /// the same hash.
 fn revision(redacted: &Value) -> String {
     let hash = digest(&SHA256, redacted.to_string().as_bytes());
-    hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(&hash.as_ref()[..REVISION_BYTES])
 }
 
 /// Return the absolute path of a file whose path may be relative to the working directory of the gateway.

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
+use data_encoding::HEXLOWER;
 use instant_acme::{Account, Error};
 use tokio::runtime::Builder;
 use tokio::time::sleep;
@@ -423,7 +424,7 @@ impl AcmeClient {
 /// Return the SHA-256 hash of a certificate in hexadecimal.
 fn fingerprint(certificate: &Certificate) -> String {
     let leaf = certificate.certified_key.cert.first().map_or(&[][..], |leaf| leaf);
-    digest(&SHA256, leaf).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(digest(&SHA256, leaf).as_ref())
 }
 
 /// Return the challenge types in a different order after each failure, so that another type comes first.

@@ -11,6 +11,7 @@ use anyhow::{Context, anyhow, bail};
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 use clap::{Args, Subcommand};
+use data_encoding::HEXLOWER;
 use jiff::Timestamp;
 use toml_edit::Datetime;
 
@@ -186,7 +187,7 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
         Action::Disable { fingerprint } | Action::Enable { fingerprint } | Action::Revoke { fingerprint } => {
             let digits = match fingerprint {
                 Some(text) => parse_fingerprint(text, config_path)?,
-                None => to_hex(&read_secret()?.hash()),
+                None => HEXLOWER.encode(&read_secret()?.hash()),
             };
             let mut file = open()?;
             let mut document = file.document()?;
@@ -299,15 +300,11 @@ fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
 }
 
 fn format_hash(hash: &KeyHash) -> String {
-    format!("sha256:{}", to_hex(hash))
+    format!("sha256:{}", HEXLOWER.encode(hash))
 }
 
 fn fingerprint(hash: &KeyHash) -> String {
-    to_hex(&hash[..FINGERPRINT_DIGITS / 2])
-}
-
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(&hash[..FINGERPRINT_DIGITS / 2])
 }
 
 // Format of keys: a prefix, random characters and a checksum.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
+use data_encoding::HEXLOWER;
 use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 use jiff::Timestamp;
@@ -99,27 +100,26 @@ impl AwsSigner {
         let AwsSigner { access_key, secret_key, region, service, .. } = self;
         let day = date.split('T').next().unwrap_or_default();
         let scope = format!("{day}/{region}/{service}/aws4_request");
-        let text = format!("AWS4-HMAC-SHA256\n{date}\n{scope}\n{}", hex(digest(&SHA256, request.as_bytes()).as_ref()));
+        let text = format!(
+            "AWS4-HMAC-SHA256\n{date}\n{scope}\n{}",
+            HEXLOWER.encode(digest(&SHA256, request.as_bytes()).as_ref())
+        );
         let mut key = format!("AWS4{secret_key}").into_bytes();
         for part in scope.split('/') {
             key = hmac(&key, part);
         }
-        let signature = hex(&hmac(&key, &text));
+        let signature = HEXLOWER.encode(&hmac(&key, &text));
         format!("AWS4-HMAC-SHA256 Credential={access_key}/{scope}, SignedHeaders={names}, Signature={signature}")
     }
 }
 
 /// Return the hash of a body. `None`: the body is not in memory.
 pub fn content_hash(body: Option<&[u8]>) -> String {
-    body.map_or_else(|| UNSIGNED.to_owned(), |body| hex(digest(&SHA256, body).as_ref()))
+    body.map_or_else(|| UNSIGNED.to_owned(), |body| HEXLOWER.encode(digest(&SHA256, body).as_ref()))
 }
 
 fn hmac(key: &[u8], text: &str) -> Vec<u8> {
     sign(&Key::new(HMAC_SHA256, key), text.as_bytes()).as_ref().to_vec()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Return the parameters in the encoding of AWS and in order.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use data_encoding::HEXLOWER;
 use http::HeaderName;
 use http::header::{AUTHORIZATION, PROXY_AUTHORIZATION};
 
@@ -98,7 +99,7 @@ fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
     let left = Duration::from_micros(expires_us).checked_sub(now).filter(|left| *left <= EXPIRY_NOTICE)?;
     let name = match &terms.name {
         Some(name) => name.to_string(),
-        None => key.hash[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+        None => HEXLOWER.encode(&key.hash[..6]),
     };
     let hours = left.as_secs().div_ceil(3600);
     let time = if hours < 48 { format!("{hours} hours") } else { format!("{} days", hours / 24) };

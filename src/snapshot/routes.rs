@@ -12,6 +12,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::gateway::Config;
+use crate::config::spanned::Text;
 use crate::http::compression::Compression;
 use crate::http::cors::CorsPolicy;
 use crate::http::error_pages::ErrorPages;
@@ -335,54 +336,87 @@ impl Route {
 /// headers.
 const MAX_LIMITS: usize = 16;
 
-/// Compile all routes.
-pub(super) fn routes(
-    (config, paths): (&Config, PathRules),
-    limits: &BTreeMap<String, CompiledLimit>,
-    authentication: &Authentication,
-    upstreams: &[UpstreamSettings],
-    network_files: &mut NetworkFiles,
-    reader: &mut Validator<'_>,
-) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
-    if config.route.is_empty() && config.descriptor.is_empty() && config.ratelimit.configuration.is_none() {
-        reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
-    }
-    let mut names: HashMap<&str, Range<usize>> = HashMap::new();
-    let mut routes = Vec::new();
-    let mut table = RouteTable::default();
-    for written in &config.route {
-        let span = written.span();
-        let written = written.get_ref();
-        let name = match reader.required(written.name.as_ref(), &span, "name", "\"search\"") {
-            Some(name) => {
-                reader.check_name(name.span(), name.get_ref());
-                match names.entry(name.get_ref().as_str()) {
-                    Entry::Vacant(entry) => {
-                        entry.insert(name.span());
-                    }
-                    Entry::Occupied(first) => {
-                        let issue = Issue::new(name.span(), format!("duplicate route `{}`", name.get_ref()));
-                        reader.push_issue(issue.with_hint(reader.first_line_hint(first.get())));
-                    }
-                }
-                name.get_ref().as_str()
+/// What the routes of a configuration refer to.
+pub(super) struct RouteCompiler<'c> {
+    pub(super) config: &'c Config,
+    /// How the paths of requests are read.
+    pub(super) paths: PathRules,
+    pub(super) limits: &'c BTreeMap<String, CompiledLimit>,
+    pub(super) authentication: &'c Authentication,
+    pub(super) upstreams: &'c [UpstreamSettings],
+}
+
+/// A compiled route, and the requests that select it.
+struct MatchedRoute {
+    route: Route,
+    pattern: RouteMatch,
+    trailing_slash: TrailingSlash,
+}
+
+impl RouteCompiler<'_> {
+    /// Compile all routes.
+    pub(super) fn routes(
+        &self,
+        network_files: &mut NetworkFiles,
+        reader: &mut Validator<'_>,
+    ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
+        let config = self.config;
+        if config.route.is_empty() && config.descriptor.is_empty() && config.ratelimit.configuration.is_none() {
+            reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
+        }
+        let mut names: HashMap<&str, Range<usize>> = HashMap::new();
+        let mut routes = Vec::new();
+        let mut table = RouteTable::default();
+        for written in &config.route {
+            let span = written.span();
+            let written = written.get_ref();
+            let name = route_name(written, &span, &mut names, reader);
+            let Some(compiled) = self.route(written, &span, name, network_files, reader) else { continue };
+            let MatchedRoute { route, pattern, trailing_slash } = compiled;
+            let route = Arc::new(Route { index: routes.len(), ..route });
+            let mut inserted = table.insert(&pattern, &route);
+            if let Some(path) = pattern.path.with_other_slash().filter(|_| trailing_slash != TrailingSlash::Strict) {
+                let is_redirect = trailing_slash == TrailingSlash::Redirect;
+                let target = if is_redirect { Arc::new(route.slash_redirect()) } else { route.clone() };
+                inserted = inserted.and_then(|()| table.insert(&RouteMatch { path, ..pattern }, &target));
             }
-            None => "",
-        };
-        let matching = route_match(written, &span, &config.listener, reader);
+            routes.push(route);
+            if let Err(ambiguous) = inserted {
+                let path = written.path_regex.as_ref().or(written.path.as_ref()).map_or(span, |path| path.span());
+                let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
+                reader.push_missing_elsewhere(
+                    issue.with_hint("give one of the routes another host, listener, path, method or condition"),
+                );
+            }
+        }
+        check_identify_keys(config, reader);
+        (routes, table)
+    }
+
+    /// Compile a route. Return `None` if it has no valid action or matches no requests. Report all its errors.
+    fn route(
+        &self,
+        written: &config::tables::Route,
+        span: &Range<usize>,
+        name: &str,
+        network_files: &mut NetworkFiles,
+        reader: &mut Validator<'_>,
+    ) -> Option<MatchedRoute> {
+        let RouteCompiler { config, upstreams, paths, .. } = *self;
+        let matching = route_match(written, span, &config.listener, reader);
         let path = matching.as_ref().map(|(pattern, _)| &pattern.path);
-        let action = route_action(written, &span, path, upstreams, reader);
+        let action = route_action(written, span, path, upstreams, reader);
         let upstream_host = upstream_host(written, reader);
         let rewrite = rewrite(written, path, reader);
-        let retry = retry_rules(written, &span, reader);
+        let retry = retry_rules(written, span, reader);
         let fallback = fallback(written, path, upstreams, reader);
         let timeout = timeout(written, reader);
-        let auth = route_auth(written, authentication, config, reader);
-        let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
+        let auth = route_auth(written, self.authentication, config, reader);
+        let mut rate_limits = self.route_limits(written, path, auth.as_ref(), reader);
         rate_limits.tools = written.mcp_tools.as_ref().map(|tools| tool_rules(tools.get_ref()));
         let model_aliases = model_aliases(written, &rate_limits, reader);
         let access =
-            identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
+            identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), span, network_files, reader);
         let exposed = rate_limits.expose_header.as_ref().filter(|_| !rate_limits.limits.is_empty());
         let cors = header_rules::cors_policy(written, exposed, reader);
         if cors.is_some() {
@@ -392,28 +426,21 @@ pub(super) fn routes(
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let mirror = mirror(written, upstreams, reader);
-        let request_headers = written.request_headers.as_ref().map(|rules| rules.get_ref());
-        let request_headers = request_headers.map_or_else(HeaderMutations::default, |rules| {
-            header_rules::compile(&rules.set, &rules.remove, Direction::Request, name, reader)
-        });
-        let response_headers = written.response_headers.as_ref().map(|rules| rules.get_ref());
-        let response_headers = response_headers.map_or_else(HeaderMutations::default, |rules| HeaderMutations {
-            on_errors: rules.on_errors,
-            ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
-        });
-        let is_secured = written.security_headers.as_ref().is_some_and(|value| *value.get_ref());
-        let response_headers = if is_secured { response_headers.with_security_headers() } else { response_headers };
-        let (Some(target), Some((mut pattern, trailing_slash))) = (action, matching) else { continue };
+        let request_headers = request_headers(written, name, reader);
+        let response_headers = response_headers(written, name, reader);
+        let compression = header_rules::compression(written, reader).map(Arc::new);
+        let action = action?;
+        let (mut pattern, trailing_slash) = matching?;
         if paths.ignores_case {
             pattern.path = pattern.path.ignoring_case(fold_case);
         }
-        let route = Arc::new(Route {
-            index: routes.len(),
+        let route = Route {
+            index: 0,
             name: name.into(),
             path: written.path_regex.as_ref().or(written.path.as_ref()).map_or("/", |path| path.get_ref()).into(),
             path_pattern: pattern.path.clone(),
             path_policy: paths.policy,
-            action: target,
+            action,
             model_aliases,
             upstream_host,
             retry,
@@ -429,28 +456,123 @@ pub(super) fn routes(
             listeners: pattern.listeners.clone(),
             mirror,
             request_headers,
-            sets_hsts: is_secured && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),
+            sets_hsts: is_secured(written) && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),
             response_headers,
             error_pages: header_rules::error_pages(written.error_pages.as_ref().or(config.server.error_pages.as_ref())),
-            compression: header_rules::compression(written, reader).map(Arc::new),
-        });
-        let mut inserted = table.insert(&pattern, &route);
-        if let Some(path) = pattern.path.with_other_slash().filter(|_| trailing_slash != TrailingSlash::Strict) {
-            let is_redirect = trailing_slash == TrailingSlash::Redirect;
-            let target = if is_redirect { Arc::new(route.slash_redirect()) } else { route.clone() };
-            inserted = inserted.and_then(|()| table.insert(&RouteMatch { path, ..pattern }, &target));
+            compression,
+        };
+        Some(MatchedRoute { route, pattern, trailing_slash })
+    }
+
+    /// Compile the limits of a route. Report their errors even if the route itself is invalid.
+    fn route_limits(
+        &self,
+        route: &config::tables::Route,
+        path: Option<&PathPattern>,
+        auth: Option<&RouteAuth>,
+        reader: &mut Validator<'_>,
+    ) -> RouteLimits {
+        let RouteCompiler { config, limits, authentication, .. } = *self;
+        let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
+        let mut identities: Vec<IdentitySpec> = Vec::new();
+        let mut used: Vec<RouteLimit> = Vec::new();
+        for text in &route.limits {
+            let limit_name = text.get_ref();
+            let Some(compiled) = limits.get(limit_name) else {
+                // If the limit exists but has errors, skip it, because its errors are already reported.
+                if !config.limit.contains_key(limit_name) {
+                    reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
+                }
+                continue;
+            };
+            let CompiledLimit { limit, identity_spec, refund_on, status, .. } = compiled;
+            if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
+                reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
+                continue;
+            }
+            check_belongs_to_routes(text, compiled, path, reader);
+            check_limit(text, compiled, auth, authentication, config, reader);
+            let limit_cost = route_cost(route, cost, text, compiled, reader);
+            let identity_index = identities.iter().position(|other| other == identity_spec).unwrap_or_else(|| {
+                identities.push(identity_spec.clone());
+                identities.len() - 1
+            });
+            used.push(RouteLimit {
+                limit: limit.clone(),
+                identity_index,
+                counted: match (identity_spec.counted_messages(), &limit_cost) {
+                    _ if limit.default_variant.rule.is_concurrency() => None,
+                    (None, Cost::Tools(_)) => Some(CountedMessages::All),
+                    (counted, _) => counted,
+                },
+                cost: limit_cost,
+                refund_on: refund_on.clone(),
+                status: *status,
+            });
         }
-        routes.push(route);
-        if let Err(ambiguous) = inserted {
-            let path = written.path_regex.as_ref().or(written.path.as_ref()).map_or(span, |path| path.span());
-            let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
-            reader.push_missing_elsewhere(
-                issue.with_hint("give one of the routes another host, listener, path, method or condition"),
-            );
+        if let Some(text) = route.limits.get(MAX_LIMITS) {
+            reader.push_issue(Issue::new(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
+        }
+        check_weight(route, &used, reader);
+        let header_styles = header_styles(route, reader);
+        let enforced = used.iter().map(|route_limit| &route_limit.limit).filter(|limit| !limit.shadow);
+        let results: Vec<_> = enforced.map(|limit| initial_result(limit)).collect();
+        let announced = || results.iter().filter(|result| result.limit.announce).map(limit_status);
+        let exposes = route.expose_headers || route.cors.is_some();
+        let units: BTreeSet<_> = announced().map(|status| status.unit).collect();
+        RouteLimits {
+            enforced: results.len(),
+            llm: LlmInspection::for_limits(&used),
+            reads_values: identities.iter().any(IdentitySpec::reads_body)
+                || used.iter().any(|limit| limit.counted.is_some()),
+            tools: None,
+            expose_header: if exposes { expose_header(&header_styles, &Vec::from_iter(units)) } else { None },
+            policy_header: ratelimit_headers::ratelimit_policy(announced()),
+            identities,
+            limits: used,
+            header_styles,
         }
     }
-    check_identify_keys(config, reader);
-    (routes, table)
+}
+
+/// Return the name of a route. Report an error if it is missing, invalid, or the name of another route.
+fn route_name<'c>(
+    route: &'c config::tables::Route,
+    span: &Range<usize>,
+    names: &mut HashMap<&'c str, Range<usize>>,
+    reader: &mut Validator<'_>,
+) -> &'c str {
+    let Some(name) = reader.required(route.name.as_ref(), span, "name", "\"search\"") else { return "" };
+    reader.check_name(name.span(), name.get_ref());
+    match names.entry(name.get_ref().as_str()) {
+        Entry::Vacant(entry) => {
+            entry.insert(name.span());
+        }
+        Entry::Occupied(first) => {
+            let issue = Issue::new(name.span(), format!("duplicate route `{}`", name.get_ref()));
+            reader.push_issue(issue.with_hint(reader.first_line_hint(first.get())));
+        }
+    }
+    name.get_ref()
+}
+
+fn is_secured(route: &config::tables::Route) -> bool {
+    route.security_headers.as_ref().is_some_and(|value| *value.get_ref())
+}
+
+fn request_headers(route: &config::tables::Route, name: &str, reader: &mut Validator<'_>) -> HeaderMutations {
+    let Some(rules) = &route.request_headers else { return HeaderMutations::default() };
+    let rules = rules.get_ref();
+    header_rules::compile(&rules.set, &rules.remove, Direction::Request, name, reader)
+}
+
+fn response_headers(route: &config::tables::Route, name: &str, reader: &mut Validator<'_>) -> HeaderMutations {
+    let rules = route.response_headers.as_ref().map(|rules| rules.get_ref());
+    let mutations = rules.map_or_else(HeaderMutations::default, |rules| HeaderMutations {
+        on_errors: rules.on_errors,
+        ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
+    });
+    if is_secured(route) { mutations.with_security_headers() } else { mutations }
 }
 
 /// Compile `model_aliases`.
@@ -480,123 +602,67 @@ fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<
     Some(reader.duration(Some(written), Duration::ZERO))
 }
 
-/// Compile the limits of a route. Report their errors even if the route itself is invalid.
-fn route_limits(
-    route: &config::tables::Route,
+/// Report a limit that only descriptors can use, or whose path parameter the route lacks.
+fn check_belongs_to_routes(
+    text: &Text,
+    compiled: &CompiledLimit,
     path: Option<&PathPattern>,
-    limits: &BTreeMap<String, CompiledLimit>,
-    (auth, authentication): (Option<&RouteAuth>, &Authentication),
-    config: &Config,
     reader: &mut Validator<'_>,
-) -> RouteLimits {
-    let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
-    let mut identities: Vec<IdentitySpec> = Vec::new();
-    let mut used: Vec<RouteLimit> = Vec::new();
-    for text in &route.limits {
-        let limit_name = text.get_ref();
-        let Some(compiled) = limits.get(limit_name) else {
-            // If the limit exists but has errors, skip it, because its errors are already reported.
-            if !config.limit.contains_key(limit_name) {
-                reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
-            }
-            continue;
-        };
-        let CompiledLimit { limit, identity_spec, cost: limit_cost, charge, refund_on, status } = compiled;
-        if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
-            reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
-            continue;
-        }
-        if *charge == ChargePolicy::Always {
-            let message = format!("`{limit_name}` has `charge`, which only descriptors have");
-            let hint = "a cost that the response determines (`cost.response_header`) is always charged";
-            reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
-        }
-        for descriptor in &identity_spec.descriptors {
-            if let Descriptor::Entry(_) = descriptor {
-                let message = format!("`{limit_name}` counts by {}, which only descriptors have", descriptor.label());
-                let hint = "use the limit in `limits` of a [[descriptor]], or choose another `by`";
-                reader.push_missing(Issue::new(text.span(), message).with_hint(hint));
-            }
-            if let Descriptor::Path(parameter) = descriptor
-                && path.is_some_and(|path| !path.has_parameter(parameter))
-            {
-                let message = format!(
-                    "`{limit_name}` counts by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
-                );
-                reader.push_missing(
-                    Issue::new(text.span(), message)
-                        .with_hint("add the parameter to `path`, or remove the limit from the route"),
-                );
-            }
-        }
-        check_limit(text, compiled, auth, authentication, config, reader);
-        let is_concurrency = limit.default_variant.rule.is_concurrency();
-        let limit_cost = match limit_cost.clone() {
-            None if is_concurrency => Cost::Fixed(1),
-            None => {
-                let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
-                check_cost_fits(cost, limit, span.clone(), reader);
-                if limit.prefetch > 0 && cost != 1 {
-                    let message = format!("the `prefetch` of `{limit_name}` requires a `cost` of 1");
-                    reader.push_missing_elsewhere(
-                        Issue::new(span, message).with_hint("use another limit for this route, or remove `prefetch`"),
-                    );
-                }
-                Cost::Fixed(cost)
-            }
-            Some(own) => own.with_default(cost),
-        };
-        let identity = identities.iter().position(|other| other == identity_spec).unwrap_or_else(|| {
-            identities.push(identity_spec.clone());
-            identities.len() - 1
-        });
-        used.push(RouteLimit {
-            limit: limit.clone(),
-            identity_index: identity,
-            counted: match (identity_spec.counted_messages(), &limit_cost) {
-                _ if is_concurrency => None,
-                (None, Cost::Tools(_)) => Some(CountedMessages::All),
-                (counted, _) => counted,
-            },
-            cost: limit_cost,
-            refund_on: refund_on.clone(),
-            status: *status,
-        });
+) {
+    let limit_name = text.get_ref();
+    if compiled.charge == ChargePolicy::Always {
+        let message = format!("`{limit_name}` has `charge`, which only descriptors have");
+        let hint = "a cost that the response determines (`cost.response_header`) is always charged";
+        reader.push_missing_elsewhere(Issue::new(text.span(), message).with_hint(hint));
     }
-    if let Some(text) = route.limits.get(MAX_LIMITS) {
-        reader.push_issue(Issue::new(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
+    for descriptor in &compiled.identity_spec.descriptors {
+        if let Descriptor::Entry(_) = descriptor {
+            let message = format!("`{limit_name}` counts by {}, which only descriptors have", descriptor.label());
+            let hint = "use the limit in `limits` of a [[descriptor]], or choose another `by`";
+            reader.push_missing(Issue::new(text.span(), message).with_hint(hint));
+        }
+        if let Descriptor::Path(parameter) = descriptor
+            && path.is_some_and(|path| !path.has_parameter(parameter))
+        {
+            let message = format!(
+                "`{limit_name}` counts by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
+            );
+            let hint = "add the parameter to `path`, or remove the limit from the route";
+            reader.push_missing(Issue::new(text.span(), message).with_hint(hint));
+        }
     }
-    check_weight(route, &used, reader);
-    let enforced: Vec<_> = used
-        .iter()
-        .filter(|route_limit| !route_limit.limit.shadow)
-        .map(|route_limit| initial_result(&route_limit.limit))
-        .collect();
-    let announced = || enforced.iter().filter(|result| result.limit.announce).map(limit_status);
-    let policy = ratelimit_headers::ratelimit_policy(announced());
-    let units: BTreeSet<_> = announced().map(|status| status.unit).collect();
-    let header_styles = header_styles(route, reader);
-    let expose = (route.expose_headers || route.cors.is_some()).then(|| {
-        let units = Vec::from_iter(units);
-        let names = header_styles.iter().map(|style| style.header_names(&units));
-        let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
-        // The value consists of header names and commas, so the conversion cannot fail.
-        HeaderValue::from_str(&names.join(", ")).ok()
-    });
-    let expose = expose.flatten();
-    let reads_values =
-        identities.iter().any(IdentitySpec::reads_body) || used.iter().any(|limit| limit.counted.is_some());
-    RouteLimits {
-        identities,
-        enforced: enforced.len(),
-        llm: LlmInspection::for_limits(&used),
-        reads_values,
-        tools: None,
-        limits: used,
-        header_styles,
-        expose_header: expose,
-        policy_header: policy,
+}
+
+/// Return what a request costs at a limit: what the limit says, or `cost` of the route.
+fn route_cost(
+    route: &config::tables::Route,
+    cost: u64,
+    text: &Text,
+    compiled: &CompiledLimit,
+    reader: &mut Validator<'_>,
+) -> Cost {
+    let limit = &compiled.limit;
+    if let Some(own) = compiled.cost.clone() {
+        return own.with_default(cost);
     }
+    if limit.default_variant.rule.is_concurrency() {
+        return Cost::Fixed(1);
+    }
+    let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
+    check_cost_fits(cost, limit, span.clone(), reader);
+    if limit.prefetch > 0 && cost != 1 {
+        let issue = Issue::new(span, format!("the `prefetch` of `{}` requires a `cost` of 1", text.get_ref()));
+        reader.push_missing_elsewhere(issue.with_hint("use another limit for this route, or remove `prefetch`"));
+    }
+    Cost::Fixed(cost)
+}
+
+/// Return the names of the headers of these styles, for limits of these units, that scripts of other origins may read.
+fn expose_header(styles: &[HeaderStyle], units: &[&str]) -> Option<HeaderValue> {
+    let names = styles.iter().map(|style| style.header_names(units));
+    let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
+    // The value consists of header names and commas, so the conversion cannot fail.
+    HeaderValue::from_str(&names.join(", ")).ok()
 }
 
 /// Report a route whose limits need too much time of Redis. Redis checks all limits of a request in one call, and

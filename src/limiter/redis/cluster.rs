@@ -373,7 +373,17 @@ type ShardCall = Vec<(usize, ShardCharge)>;
 type ResultSender = oneshot::Sender<Result<Verdict, StoreError>>;
 
 /// A group and its result.
-type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
+#[derive(Debug, Clone)]
+struct ShardResult<'a> {
+    group: &'a [(usize, ShardCharge)],
+    answer: Result<Verdict, StoreError>,
+}
+
+impl ShardResult<'_> {
+    fn is_denial(&self) -> bool {
+        self.answer.as_ref().is_ok_and(|verdict| verdict.granted == 0)
+    }
+}
 
 impl ClusterStore {
     /// Decide a request with one call for each group of charges.
@@ -432,8 +442,10 @@ impl ClusterStore {
         if !matches!(operation, Operation::Check | Operation::TakeUpTo) {
             let results = self.call_all(deadline, operation, groups).await;
             // The caller does not retry the groups that were not executed, because other groups may have been.
-            for (group, error) in results.iter().filter_map(|(group, result)| Some((group, result.as_ref().err()?))) {
-                if error.is_not_executed() {
+            for ShardResult { group, answer } in &results {
+                if let Err(error) = answer
+                    && error.is_not_executed()
+                {
                     let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(owned.cost)).collect();
                     count_lost(&self.0.metrics, operation, &charges, error);
                 }
@@ -444,16 +456,16 @@ impl ClusterStore {
         for _ in 0..MAX_ATTEMPTS {
             let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
             if min_granted(&peeked) == 0 {
-                if peeked.iter().any(is_denial) {
+                if peeked.iter().any(ShardResult::is_denial) {
                     // One denial is sufficient: the request is denied even if other groups failed.
-                    peeked.retain(|(_, answer)| answer.is_ok());
+                    peeked.retain(|result| result.answer.is_ok());
                 }
                 return drop(result_sender.send(merge(peeked, 0, charge_count)));
             }
             let charged = self.call_all(deadline, operation, groups).await;
             let granted = min_granted(&charged);
             let mut refunds = pin!(self.refund_excess(operation, &charged, granted));
-            if granted > 0 || !charged.iter().any(is_denial) {
+            if granted > 0 || !charged.iter().any(ShardResult::is_denial) {
                 let is_unclaimed = result_sender.send(merge(charged.clone(), granted, charge_count)).is_err();
                 refunds.await;
                 if is_unclaimed && granted > 0 {
@@ -469,7 +481,7 @@ impl ClusterStore {
         }
         // Deny the request, because other requests have taken the last token in each attempt.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
-        asked.retain(|(_, answer)| answer.is_ok());
+        asked.retain(|result| result.answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
         let _ = result_sender.send(merge(asked, 0, charge_count).map(saturated));
     }
@@ -492,8 +504,8 @@ impl ClusterStore {
         groups: &'a [ShardCall],
     ) -> Vec<ShardResult<'a>> {
         let mut results = self.call_each(deadline, operation, groups.iter().map(Vec::as_slice)).await;
-        let split_groups = results.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_try_again));
-        let in_pieces: Vec<_> = split_groups.map(|(group, _)| group).collect();
+        let split_groups = results.extract_if(.., |result| result.answer.as_ref().is_err_and(is_try_again));
+        let in_pieces: Vec<_> = split_groups.map(|result| result.group).collect();
         results.extend(self.call_each(deadline, operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
         results
     }
@@ -511,7 +523,7 @@ impl ClusterStore {
         };
         join_all(groups.map(async |group| {
             let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(cost(owned))).collect();
-            (group, self.call_group(deadline, operation, &charges).await)
+            ShardResult { group, answer: self.call_group(deadline, operation, &charges).await }
         }))
         .await
     }
@@ -585,10 +597,12 @@ impl ClusterStore {
         join_all(results.iter().map(|result| self.refund_group(operation, result, &tokens))).await;
     }
 
-    async fn refund_group(&self, operation: Operation, (group, result): &ShardResult<'_>, tokens: &Range<u64>) {
-        let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > tokens.start) else { return };
+    async fn refund_group(&self, operation: Operation, result: &ShardResult<'_>, tokens: &Range<u64>) {
+        let Some(verdict) = result.answer.as_ref().ok().filter(|verdict| verdict.granted > tokens.start) else {
+            return;
+        };
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
+        let charged = result.group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
             // A shadow limit that would have denied the request has charged nothing, and a deferred cost is not charged
             // yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
@@ -608,12 +622,8 @@ impl ClusterStore {
 
 /// Return the number of tokens that all groups granted. A failed group granted 0.
 fn min_granted(results: &[ShardResult<'_>]) -> u64 {
-    let granted = results.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
+    let granted = results.iter().map(|result| result.answer.as_ref().map_or(0, |verdict| verdict.granted));
     granted.min().unwrap_or(0)
-}
-
-fn is_denial((_, result): &ShardResult<'_>) -> bool {
-    result.as_ref().is_ok_and(|verdict| verdict.granted == 0)
 }
 
 /// Merge the verdicts of all groups.
@@ -621,7 +631,7 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
     let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
     let verdict = Verdict::new(granted, 0, vec![untouched; charge_count]);
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
-    for (group, answer) in results {
+    for ShardResult { group, answer } in results {
         let verdict = answer.map_err(|error| match error {
             // The merged error must not say that nothing was executed: the call of this group was not executed, but the
             // calls of other groups may have been.
@@ -663,8 +673,8 @@ mod tests {
         ];
         for (error, is_overload, is_outage) in cases {
             for first in [true, false] {
-                let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
-                let failed = || (&[][..], Err(error.clone()));
+                let ran = || ShardResult { group: &[], answer: Ok(Verdict::new(1, 1, Vec::new())) };
+                let failed = || ShardResult { group: &[], answer: Err(error.clone()) };
                 let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
                 assert_eq!(min_granted(&answers), 0, "{error}: the successful group must be refunded");
                 let merged = merge(answers, 0, 2).unwrap_err();

@@ -15,6 +15,7 @@
 use std::sync::OnceLock;
 
 use aws_lc_rs::digest;
+use data_encoding::HEXLOWER;
 use redis::{ServerError, Value};
 
 use crate::limiter::algorithm::token_bucket::TokenBucket;
@@ -237,7 +238,7 @@ pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Scri
         let source = variant.compose(algorithms);
         // Redis identifies a script by its SHA-1 hash. Security does not depend on this hash.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, source.as_bytes());
-        let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        let sha = HEXLOWER.encode(digest.as_ref());
         Script { source, sha }
     })
 }

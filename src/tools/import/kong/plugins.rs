@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use aws_lc_rs::digest::{SHA256, digest};
+use data_encoding::HEXLOWER;
 
 use crate::config::yaml::Node;
 use crate::tools::import::document::Document;
@@ -484,7 +485,7 @@ impl Importer<'_> {
         let Some(table) = self.model.consumers.get_mut(&valid_name(consumer)) else {
             return self.model.no_equal(&document.at(credential), "a key of an unknown consumer");
         };
-        let hash: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = HEXLOWER.encode(digest(&SHA256, key.as_bytes()).as_ref());
         let mut entry = toml::Table::new();
         entry.insert("hash".to_owned(), format!("sha256:{hash}").into());
         if !routes.is_empty() {
