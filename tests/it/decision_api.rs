@@ -390,7 +390,7 @@ fn described_client_is_no_trusted_proxy() {
     forged["headers"] = json!({ "X-Forwarded-For": "192.0.2.9", "X-Forwarded-Proto": "http" });
     let headers = check(&gateway, &forged)["headers"].clone();
     assert_eq!(headers["x-client"], json!("10.0.0.7 https"), "{headers}");
-    let remaining = |decision: Value| decision["headers"]["ratelimit"].as_str().unwrap()[..14].to_owned();
-    assert_eq!(remaining(check(&gateway, &order("10.0.0.7"))), "\"orders\";r=48;", "both requests share a quota");
-    assert_eq!(remaining(check(&gateway, &order("192.0.2.9"))), "\"orders\";r=49;");
+    let left = |decision: Value| decision["headers"]["ratelimit"].as_str().unwrap()[..14].to_owned();
+    assert_eq!(left(check(&gateway, &order("10.0.0.7"))), "\"orders\";r=48;", "both requests share a quota");
+    assert_eq!(left(check(&gateway, &order("192.0.2.9"))), "\"orders\";r=49;");
 }
