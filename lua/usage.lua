@@ -1,10 +1,11 @@
 -- Adds a post to the usage totals of a limit, an identity and a month. A post is a list of amounts that a gateway has
--- counted itself: cost that it charged while Redis was unavailable, and cost by model. The drivers (generic.lua,
--- single.lua and small.lua) already add the cost that they charge. If a gateway sends the same post again, the script
--- does not add it a second time.
+-- counted itself: cost that it charged while Redis was unavailable, cost by model, and tokens by kind. The drivers
+-- (generic.lua, single.lua and small.lua) already add the cost that they charge. If a gateway sends the same post again,
+-- the script does not add it a second time.
 --
--- KEYS[1]  The hash of totals. There are two kinds. In a hash of days, a field name is a day of the month (`23`). In a
---          hash of models, it is a day, a space and a model (`23 MODEL`). The value of the field is the total.
+-- KEYS[1]  The hash of totals. In a hash of days, a field name is a day of the month (`23`). In a hash of models, it is
+--          a day, a space and a model (`23 MODEL`). A hash of kinds of tokens has the names of kinds instead of models,
+--          here and below. The value of the field is the total.
 --          The names of other fields start with `.`:
 --          `.POSTER`  Sequence number of the last post of this poster.
 --          `.models`  Number of models in the hash.

@@ -64,7 +64,7 @@ use crate::limiter::Limiter;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
-use crate::payload::llm::request::{with_model, with_usage_option};
+use crate::payload::llm::request::{with_models, with_usage_option};
 use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
@@ -543,10 +543,11 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         self.record.located(origin, facts.route);
     }
 
-    fn counts_tokens(&mut self, llm: &LlmRequest) {
-        self.record.model(llm.model.as_deref());
-        if let Some(model) = &llm.replaced_model {
-            self.body.change(|body| with_model(body, model));
+    fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) {
+        self.record.model(llm.model.as_deref(), llm.operation);
+        llm.is_traced = self.record.trace().is_some();
+        if llm.has_aliases {
+            self.body.change(|body| with_models(body, |name| route.model_aliases.get(name).map(|model| &**model)));
         }
         if llm.hides_usage {
             self.body.change(with_usage_option);

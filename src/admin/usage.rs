@@ -1,4 +1,4 @@
-//! Usage report: the usage totals of limits, grouped by day, month, identity or LLM model. For limits by the API key
+//! Usage report: the usage totals of limits, grouped by day, month, identity, LLM model or kind of token. For limits by the API key
 //! alone, the report contains the names of consumers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,7 +11,7 @@ use crate::identity::consumer::ConsumerDirectory;
 use crate::identity::display::{IdentityInput, IdentityInputError};
 use crate::identity::spec::Descriptor;
 use crate::limiter::key::Identity;
-use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
+use crate::limiter::usage::{RETENTION_DAYS, UsageFields, UsageMonth, UsagePart, UsageQuery, UsageRow};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::limits::CompiledLimit;
 
@@ -31,16 +31,27 @@ pub enum GroupBy {
     Identity,
     /// One entry for each identity, day and LLM model.
     Model,
+    /// One entry for each identity, day and kind of token.
+    Kind,
 }
 
 impl GroupBy {
     /// The names of all values of this type.
-    pub const NAMES: [&str; 4] = ["day", "month", "identity", "model"];
+    pub const NAMES: [&str; 5] = ["day", "month", "identity", "model", "kind"];
 
     /// Return the value with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         let index = GroupBy::NAMES.iter().position(|one| *one == name)?;
-        [GroupBy::Day, GroupBy::Month, GroupBy::Identity, GroupBy::Model].get(index).copied()
+        [GroupBy::Day, GroupBy::Month, GroupBy::Identity, GroupBy::Model, GroupBy::Kind].get(index).copied()
+    }
+
+    /// Return the totals that the report needs beside those of days.
+    fn parts(self) -> UsageFields {
+        match self {
+            GroupBy::Day | GroupBy::Month | GroupBy::Identity => UsageFields::Days,
+            GroupBy::Model => UsageFields::Models,
+            GroupBy::Kind => UsageFields::Kinds,
+        }
     }
 }
 
@@ -104,7 +115,10 @@ pub struct UsageEntry {
     /// The LLM model. `None` if the cost is not grouped by model, or for the part whose model is not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// Charged cost minus refunds.
+    /// The kind of token. `None` if the report is not by kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
+    /// Charged cost minus refunds. In a report by kind, the number of tokens.
     pub cost: i64,
 }
 
@@ -179,7 +193,7 @@ impl UsageFilter {
             }
         };
         let limits = limits.iter().map(|compiled| compiled.limit.name.clone()).collect();
-        Ok(UsageQuery { limits, identities, from, to, with_models: by == GroupBy::Model, max_rows })
+        Ok(UsageQuery { limits, identities, from, to, parts: by.parts(), max_rows })
     }
 }
 
@@ -232,12 +246,19 @@ impl UsageReport {
         rows: Vec<UsageRow>,
         by: GroupBy,
     ) -> Self {
-        let unit = |limit: &str| config.limits.get(limit).map_or(String::new(), |one| one.limit.unit.to_string());
+        let unit = |limit: &str| match config.limits.get(limit) {
+            _ if by == GroupBy::Kind => "tokens".to_owned(),
+            Some(compiled) => compiled.limit.unit.to_string(),
+            None => String::new(),
+        };
         let names = consumer_names(config, &rows);
         let mut costs = BTreeMap::<_, i64>::new();
-        for UsageRow { limit, identity, date, model, cost } in rows {
+        for UsageRow { limit, identity, date, part, cost } in rows {
+            if (by == GroupBy::Kind) != matches!(part, UsagePart::Kind(_)) {
+                continue;
+            }
             let period = match by {
-                GroupBy::Day | GroupBy::Model => Some(date.to_string()),
+                GroupBy::Day | GroupBy::Model | GroupBy::Kind => Some(date.to_string()),
                 GroupBy::Month => Some(UsageMonth::from(date).to_string()),
                 GroupBy::Identity => None,
             };
@@ -245,26 +266,30 @@ impl UsageReport {
             // The keys of `costs` determine the order of the entries: first consumers by name, then other identities by
             // hash. Within each period, first models by name, then the cost whose model is not recorded.
             let group = (limit, consumer.is_none(), consumer, identity, period);
-            let mut add = |model: Option<Box<str>>, cost: i64| {
-                let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
+            let mut add = |part: UsagePart, cost: i64| {
+                let total = costs.entry((group.clone(), part == UsagePart::Day, part)).or_default();
                 *total = total.saturating_add(cost);
             };
-            if model.is_some() {
-                // The row without a model has the total cost of the day, including all models. Subtract the cost of
-                // each model from it, so that the cost whose model is not recorded remains.
-                add(None, -cost);
+            if let UsagePart::Model(_) = part {
+                // The row of the day has the total cost, including all models. Subtract the cost of each model from
+                // it, so that the cost whose model is not recorded remains.
+                add(UsagePart::Day, -cost);
             }
-            add(model, cost);
+            add(part, cost);
         }
         let mut totals = BTreeMap::<_, i64>::new();
-        let usage = costs.into_iter().filter_map(|((group, is_rest, model), cost)| {
+        let usage = costs.into_iter().filter_map(|((group, is_rest, part), cost)| {
             let (limit, _, consumer, identity, period) = group;
             let total = totals.entry(limit.clone()).or_default();
             *total = total.saturating_add(cost);
             let unit = unit(&limit);
             let identity = Identity(identity).to_string();
-            let model = model.map(String::from);
-            let entry = UsageEntry { limit: limit.into(), unit, identity, consumer, period, model, cost };
+            let (model, kind) = match part {
+                UsagePart::Day => (None, None),
+                UsagePart::Model(model) => (Some(model.into()), None),
+                UsagePart::Kind(kind) => (None, Some(kind.into())),
+            };
+            let entry = UsageEntry { limit: limit.into(), unit, identity, consumer, period, model, kind, cost };
             (by != GroupBy::Model || !is_rest || cost != 0).then_some(entry)
         });
         let usage = usage.collect();

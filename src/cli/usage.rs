@@ -48,7 +48,8 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "IDENTITY")]
     identity: Vec<String>,
 
-    /// Group the cost of each identity by this period; `model` groups it by day and by LLM model
+    /// Group the cost of each identity by this period; `model` groups it by day and by LLM model, `kind` shows the tokens
+    /// by day and kind
     #[arg(long, value_name = "PERIOD", default_value = "day", value_parser = GroupBy::NAMES)]
     by: String,
 
@@ -209,6 +210,15 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
             });
             write_table(["limit", "client", "day", "model", "cost"], rows, &["cost"], |_| None, out)?;
         }
+        GroupBy::Kind => {
+            let rows = report.usage.iter().map(|one| {
+                let day = one.period.clone().unwrap_or_default();
+                let client = client(&one.consumer, &one.identity);
+                let kind = one.kind.clone().unwrap_or_default();
+                [printable_text(&one.limit), client, day, printable_text(&kind), one.cost.to_string()]
+            });
+            write_table(["limit", "client", "day", "kind", "tokens"], rows, &["tokens"], |_| None, out)?;
+        }
     }
     for total in &report.totals {
         writeln!(out, "total of {} {range}: {}", printable_text(&total.limit), cost(total.cost, &total.unit))?;
@@ -216,10 +226,15 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
     Ok(())
 }
 
-/// Write CSV (RFC 4180): a header line, and one record for each entry. Only reports by model have the column `model`.
+/// Write CSV (RFC 4180): a header line, and one record for each entry. Only reports by model have the column `model`,
+/// and only reports by kind the column `kind`.
 fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
-    let has_models = report.by == GroupBy::Model;
-    writeln!(out, "limit,unit,consumer,identity,period,{}cost", if has_models { "model," } else { "" })?;
+    let part = match report.by {
+        GroupBy::Day | GroupBy::Month | GroupBy::Identity => "",
+        GroupBy::Model => "model,",
+        GroupBy::Kind => "kind,",
+    };
+    writeln!(out, "limit,unit,consumer,identity,period,{part}cost")?;
     for entry in &report.usage {
         let mut texts = vec![
             &*entry.limit,
@@ -228,7 +243,9 @@ fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> 
             &*entry.identity,
             entry.period.as_deref().unwrap_or_default(),
         ];
-        texts.extend(has_models.then_some(entry.model.as_deref().unwrap_or_default()));
+        if !part.is_empty() {
+            texts.push(entry.model.as_deref().or(entry.kind.as_deref()).unwrap_or_default());
+        }
         let fields: Vec<_> = texts.into_iter().map(csv_field).collect();
         writeln!(out, "{},{}", fields.join(","), entry.cost)?;
     }

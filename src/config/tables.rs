@@ -47,8 +47,9 @@ pub struct Route {
     /// Name of an upstream, or several names with weights: `{ api = 9, canary = 1 }`. A route has exactly one of
     /// `upstream`, `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
-    /// Other names of models: `{ fast = "gpt-5-mini" }`. If a request to an LLM API names such a model in its body, the
-    /// gateway replaces the name. Limits and prices apply to the new name. Requires a limit with `cost.llm`.
+    /// Other names of models: `{ fast = "gpt-5-mini" }`. If a request to an LLM API names such models in its body, also
+    /// as fallbacks, the gateway replaces the names. Limits and prices apply to the new names. Requires a limit with
+    /// `cost.llm`.
     pub model_aliases: BTreeMap<String, Text>,
     /// MCP tools that clients of the route may call, by name; `*` matches any number of characters: `{ allow = ["get_*"],
     /// deny = ["get_secret"] }`. Calls of other tools get 403, and lists of tools do not contain them

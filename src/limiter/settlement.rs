@@ -20,7 +20,7 @@ use tracing::{debug, warn};
 
 use crate::boxed::boxed;
 use crate::clock::{elapsed_since, monotonic};
-use crate::limiter::algorithm::{Outcome, Rule};
+use crate::limiter::algorithm::{MAX_STATE, Outcome, Rule};
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::notify::{DecisionContext, EventQueue, LimitUsage, Notify};
@@ -668,6 +668,23 @@ impl DeferredCharges {
         store_handle.post_usage();
     }
 
+    /// Add numbers of tokens, by kind, to the usage totals of the limits that `is_counted` selects by limit index, on
+    /// the day of the charge.
+    pub fn count_kinds(&self, tokens: &[(&str, u64)], is_counted: impl Fn(usize) -> bool) {
+        let store_handle = &self.settlements.store_handle;
+        let (Store::Memory(memory) | Store::Redis { fallback: memory, .. }) = &store_handle.store;
+        let counted = self.charges.iter().filter(|owed| is_counted(owed.charge.limit_index));
+        for DeferredCharge { charged_at, charge, .. } in counted {
+            let Some(days) = &charge.usage else { continue };
+            let limit = charge.variant.state_name.limit_name();
+            let date = days.day_at(*charged_at).date;
+            for (kind, tokens) in tokens {
+                memory.usage.add_kind(limit, charge.identity, date, kind, (*tokens).min(MAX_STATE) as i64);
+            }
+        }
+        store_handle.post_usage();
+    }
+
     /// Perform the action that `action_for` returns for each limit index, in the background.
     pub fn settle_in_background(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) {
         for SettlementCall { decided_by, operation, charges } in self.calls(action_for) {
@@ -767,7 +784,7 @@ mod tests {
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::quota::Quota;
     use crate::limiter::spec::{LocalRules, LocalShare};
-    use crate::limiter::usage::UsageQuery;
+    use crate::limiter::usage::{UsageFields, UsageQuery};
     use jiff::civil::Date;
     use proptest::prelude::*;
 
@@ -978,7 +995,7 @@ mod tests {
             identities: None,
             from: Date::MIN,
             to: Date::MAX,
-            with_models: true,
+            parts: UsageFields::Models,
             max_rows: 100,
         };
         let mut rows: Vec<_> = memory.usage.read(&query).unwrap();

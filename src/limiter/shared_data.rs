@@ -12,7 +12,9 @@ use crate::limiter::redis::cluster::topology::{identity_slot, key_slot};
 use crate::limiter::redis::commands;
 use crate::limiter::redis::commands::{EventClaim, Fields};
 use crate::limiter::store::RedisStore;
-use crate::limiter::usage::{UsageAmount, UsageFields, UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
+use crate::limiter::usage::{
+    UsageAmount, UsageFields, UsageKey, UsageMonth, UsagePart, UsagePost, UsageQuery, UsageRow,
+};
 use crate::limiter::verdict::StoreError;
 
 /// Maximum number of hashes that are read at the same time.
@@ -127,9 +129,10 @@ impl SharedData<'_> {
                 commands::parse_usage_reply(reply)
             }));
             for (key, amounts) in keys.iter().zip(hashes.await) {
-                let row = |UsageAmount { day, model, cost }| {
+                let row = |UsageAmount { day, name, cost }| {
                     let date = key.month.day(day)?;
-                    Some(UsageRow { limit: key.limit.clone(), identity: key.identity, date, model, cost })
+                    let part = UsagePart::new(key.fields, name)?;
+                    Some(UsageRow { limit: key.limit.clone(), identity: key.identity, date, part, cost })
                 };
                 let rows_of_key = amounts?.into_iter().filter_map(row);
                 rows.extend(rows_of_key.filter(|row| query.matches(&row.limit, row.identity, row.date)));
@@ -152,9 +155,7 @@ impl SharedData<'_> {
                 let reply = node.admin_command(node.timeout(), false, &command).await?;
                 let (next, found) = commands::parse_usage_scan_reply(self.0.prefix(), reply)?;
                 let is_asked = |key: &UsageKey| {
-                    (from..=to).contains(&key.month)
-                        && query.limits.contains(&key.limit)
-                        && (query.with_models || key.fields == UsageFields::Days)
+                    (from..=to).contains(&key.month) && query.limits.contains(&key.limit) && query.reads(key.fields)
                 };
                 keys.extend(found.into_iter().filter(is_asked));
                 if keys.len() > query.max_rows {
@@ -173,17 +174,12 @@ impl SharedData<'_> {
 /// Return the keys of the totals of these identities.
 fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     let last = UsageMonth::from(query.to);
-    let kinds = if query.with_models { &[UsageFields::Days, UsageFields::Models][..] } else { &[UsageFields::Days] };
     let mut keys = Vec::new();
     for (limit, identity) in query.limits.iter().zip(identities) {
         let mut month = UsageMonth::from(query.from);
         while month <= last {
-            keys.extend(kinds.iter().map(|fields| UsageKey {
-                limit: limit.clone(),
-                identity: identity.0,
-                month,
-                fields: *fields,
-            }));
+            let read = UsageFields::ALL.into_iter().filter(|fields| query.reads(*fields));
+            keys.extend(read.map(|fields| UsageKey { limit: limit.clone(), identity: identity.0, month, fields }));
             month = month.next();
         }
     }

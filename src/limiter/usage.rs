@@ -2,8 +2,9 @@
 //!
 //! In Redis, the Lua script that charges a state also writes the total. Each limit, identity and month has a hash of
 //! totals, with a field for each day. For limits that count the tokens of LLM APIs, a second hash has a field for each
-//! day and model. [`UsageTable`] contains the totals of the memory store. With Redis, it contains the charges of local
-//! shares in an outage and the totals by model, until they are sent to Redis.
+//! day and model, and a third one for each day and kind of token. [`UsageTable`] contains the totals of the memory
+//! store. With Redis, it contains the charges of local shares in an outage and the totals by model and kind, until they
+//! are sent to Redis.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -168,6 +169,8 @@ pub enum UsageFields {
     Days,
     /// Each field of the hash stands for one day and one model.
     Models,
+    /// Each field of the hash stands for one day and one kind of token. The totals are numbers of tokens.
+    Kinds,
 }
 
 /// A hash with the totals of a limit and an identity in a month.
@@ -187,8 +190,19 @@ pub struct UsageKey {
 /// keys differ from the keys of states.
 const KEY_PART: &str = ":usage:";
 
-/// The part of a key after the month, if the key belongs to totals by model.
-const MODELS_PART: &str = ":models";
+impl UsageFields {
+    /// All values of this type.
+    pub const ALL: [UsageFields; 3] = [UsageFields::Days, UsageFields::Models, UsageFields::Kinds];
+
+    /// Return the part of a key after the month.
+    fn suffix(self) -> &'static str {
+        match self {
+            UsageFields::Days => "",
+            UsageFields::Models => ":models",
+            UsageFields::Kinds => ":kinds",
+        }
+    }
+}
 
 /// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put the key into the cluster slot of the
 /// states.
@@ -208,9 +222,7 @@ impl UsageKey {
     pub fn to_redis_key(&self, prefix: &str) -> Vec<u8> {
         let mut key = Vec::new();
         write_key(prefix, &self.limit, Identity(self.identity), self.month, &mut key);
-        if self.fields == UsageFields::Models {
-            key.extend_from_slice(MODELS_PART.as_bytes());
-        }
+        key.extend_from_slice(self.fields.suffix().as_bytes());
         key
     }
 
@@ -219,10 +231,8 @@ impl UsageKey {
         let key = std::str::from_utf8(key).ok()?;
         let (identity, rest) = key.strip_prefix(prefix)?.strip_prefix(":{")?.split_once("}:")?;
         let (limit, month) = rest.split_once(KEY_PART)?;
-        let (month, fields) = match month.strip_suffix(MODELS_PART) {
-            Some(month) => (month, UsageFields::Models),
-            None => (month, UsageFields::Days),
-        };
+        let (month, suffix) = month.split_at(month.find(':').unwrap_or(month.len()));
+        let fields = UsageFields::ALL.into_iter().find(|fields| fields.suffix() == suffix)?;
         let identity = Identity::from_hex(identity)?.0;
         Some(UsageKey { limit: limit.into(), identity, month: month.parse().ok()?, fields })
     }
@@ -230,7 +240,52 @@ impl UsageKey {
 
 // === Reading ===
 
-/// The total of a limit, an identity and a day, or the part of this total that belongs to one model.
+/// What a total of a day counts.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UsagePart {
+    /// The cost, including the costs of all models.
+    Day,
+    /// The number of tokens of this kind. The kinds do not overlap.
+    Kind(Box<str>),
+    /// The cost of this model.
+    Model(Box<str>),
+}
+
+impl UsagePart {
+    /// Return the part that a field of a hash stands for. `name` is the text after the day.
+    pub fn new(fields: UsageFields, name: Option<Box<str>>) -> Option<Self> {
+        match (fields, name) {
+            (UsageFields::Days, None) => Some(UsagePart::Day),
+            (UsageFields::Models, Some(name)) => Some(UsagePart::Model(name)),
+            (UsageFields::Kinds, Some(name)) => Some(UsagePart::Kind(name)),
+            (UsageFields::Days, Some(_)) | (UsageFields::Models | UsageFields::Kinds, None) => None,
+        }
+    }
+
+    fn fields(&self) -> UsageFields {
+        match self {
+            UsagePart::Day => UsageFields::Days,
+            UsagePart::Model(_) => UsageFields::Models,
+            UsagePart::Kind(_) => UsageFields::Kinds,
+        }
+    }
+
+    fn name(&self) -> Option<&str> {
+        match self {
+            UsagePart::Day => None,
+            UsagePart::Model(name) | UsagePart::Kind(name) => Some(name),
+        }
+    }
+
+    fn model(&self) -> Option<&str> {
+        match self {
+            UsagePart::Model(name) => Some(name),
+            UsagePart::Day | UsagePart::Kind(_) => None,
+        }
+    }
+}
+
+/// The total of a limit, an identity and a day, or a part of this total.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UsageRow {
     /// Name of the limit.
@@ -239,9 +294,9 @@ pub struct UsageRow {
     pub identity: u128,
     /// The day of the total.
     pub date: Date,
-    /// The model. `None` for the total of the day, which includes the costs of all models.
-    pub model: Option<Box<str>>,
-    /// Charged cost minus refunds.
+    /// What the total counts.
+    pub part: UsagePart,
+    /// Charged cost minus refunds, or the number of tokens.
     pub cost: i64,
 }
 
@@ -256,13 +311,18 @@ pub struct UsageQuery {
     pub from: Date,
     /// Last day of the period to read.
     pub to: Date,
-    /// Whether the totals by model are read as well.
-    pub with_models: bool,
+    /// The totals that are read beside those of days.
+    pub parts: UsageFields,
     /// Maximum number of totals to return.
     pub max_rows: usize,
 }
 
 impl UsageQuery {
+    /// Return whether the query reads these totals.
+    pub fn reads(&self, fields: UsageFields) -> bool {
+        fields == UsageFields::Days || fields == self.parts
+    }
+
     /// Return whether the query selects this total.
     pub fn matches(&self, limit: &str, identity: u128, date: Date) -> bool {
         let Some(index) = self.limits.iter().position(|name| **name == *limit) else { return false };
@@ -273,12 +333,11 @@ impl UsageQuery {
 
 // === Totals in this process ===
 
-/// Day and model of a total. The order is that of the days.
+/// Day and part of a total. The order is that of the days.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct TotalKey {
     date: Date,
-    /// `None` for the total of the day.
-    model: Option<Box<str>>,
+    part: UsagePart,
 }
 
 /// The totals of one identity.
@@ -336,13 +395,13 @@ pub struct UsagePost {
     pub sequence: u64,
 }
 
-/// The amount to add for a day of the month, or for a day and a model.
+/// The amount to add for a day of the month, or for a day and a model or kind of token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsageAmount {
     /// Day of the month.
     pub day: i8,
-    /// The model, for totals by model.
-    pub model: Option<Box<str>>,
+    /// The model or the kind of token, for totals by model or kind.
+    pub name: Option<Box<str>>,
     /// The cost, negative for refunds.
     pub cost: i64,
 }
@@ -363,13 +422,18 @@ impl UsageTable {
 
     /// Add an amount to the total of a day. The amount is negative for a refund.
     pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
-        self.add_total(limit, identity, TotalKey { date, model: None }, amount);
+        self.add_total(limit, identity, TotalKey { date, part: UsagePart::Day }, amount);
     }
 
     /// Add a cost to the total of a model, which is a part of the total of the day. Only the first [`MAX_MODELS`]
     /// models of a month have totals.
     pub fn add_model(&self, limit: &str, identity: Identity, date: Date, model: &str, cost: i64) {
-        self.add_total(limit, identity, TotalKey { date, model: Some(model.into()) }, cost);
+        self.add_total(limit, identity, TotalKey { date, part: UsagePart::Model(model.into()) }, cost);
+    }
+
+    /// Add a number of tokens to the total of their kind.
+    pub fn add_kind(&self, limit: &str, identity: Identity, date: Date, kind: &str, tokens: i64) {
+        self.add_total(limit, identity, TotalKey { date, part: UsagePart::Kind(kind.into()) }, tokens);
     }
 
     fn add_total(&self, limit: &str, identity: Identity, at: TotalKey, amount: i64) {
@@ -383,8 +447,10 @@ impl UsageTable {
         }
         if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
-        } else if at.model.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
-            // Do not count the cost of the model as lost, because the total of the day contains it.
+        } else if at.part != UsagePart::Day
+            && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at))
+        {
+            // Do not count the cost of the part as lost, because the total of the day contains it.
         } else if shard.rows < self.capacity {
             shard.insert(limit, identity.0, at, amount);
             self.rows.fetch_add(1, Ordering::Relaxed);
@@ -408,15 +474,13 @@ impl UsageTable {
         for index in 0..SHARDS {
             let shard = self.lock(index);
             for (limit, identity, totals) in shard.totals() {
-                let is_read = |at: &TotalKey| {
-                    (query.with_models || at.model.is_none()) && query.matches(limit, identity, at.date)
-                };
+                let is_read = |at: &TotalKey| query.reads(at.part.fields()) && query.matches(limit, identity, at.date);
                 let totals = totals.iter().filter(|(at, _)| is_read(at));
                 rows.extend(totals.map(|(at, cost)| UsageRow {
                     limit: limit.into(),
                     identity,
                     date: at.date,
-                    model: at.model.clone(),
+                    part: at.part.clone(),
                     cost: *cost,
                 }));
                 if rows.len() > query.max_rows {
@@ -452,15 +516,15 @@ impl UsageShard {
         self.limits.get_mut(limit)?.get_mut(&identity)?.get_mut(at)
     }
 
-    /// Return whether [`MAX_MODELS`] other models have totals in the month.
+    /// Return whether the total is that of a model, and [`MAX_MODELS`] other models have totals in the month.
     fn has_max_models(&self, limit: &str, identity: u128, at: &TotalKey) -> bool {
+        let Some(model) = at.part.model() else { return false };
         let Some(totals) = self.limits.get(limit).and_then(|identities| identities.get(&identity)) else {
             return false;
         };
         let is_in_month = |other: &&TotalKey| UsageMonth::from(other.date) == UsageMonth::from(at.date);
-        let models: BTreeSet<_> =
-            totals.keys().filter(is_in_month).filter_map(|other| other.model.as_deref()).collect();
-        models.len() >= MAX_MODELS && !at.model.as_deref().is_some_and(|model| models.contains(model))
+        let models: BTreeSet<_> = totals.keys().filter(is_in_month).filter_map(|other| other.part.model()).collect();
+        models.len() >= MAX_MODELS && !models.contains(model)
     }
 
     fn insert(&mut self, limit: &str, identity: u128, at: TotalKey, amount: i64) {
@@ -478,7 +542,7 @@ impl UsageShard {
         let before = self.rows;
         for identities in self.limits.values_mut() {
             identities.retain(|_, totals| {
-                let kept = totals.split_off(&TotalKey { date: first, model: None });
+                let kept = totals.split_off(&TotalKey { date: first, part: UsagePart::Day });
                 self.rows -= totals.len();
                 *totals = kept;
                 !totals.is_empty()
@@ -495,7 +559,7 @@ impl UsageShard {
     }
 }
 
-// === Posts: what the local shares charged in an outage, and totals by model ===
+// === Posts: what the local shares charged in an outage, and totals by model and kind ===
 
 impl UsageTable {
     /// Claim the task of sending totals. Return whether the caller must start the task, because there are totals and no
@@ -522,17 +586,17 @@ impl UsageTable {
         for index in 0..SHARDS {
             let mut shard = self.lock(index);
             for (limit, identity, totals) in shard.totals() {
-                for (TotalKey { date, model }, cost) in totals {
+                for (TotalKey { date, part }, cost) in totals {
                     if *cost == 0 {
                         self.rows.fetch_sub(1, Ordering::Relaxed);
                         continue;
                     }
-                    let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
+                    let fields = part.fields();
                     let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
-                    let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
-                    // In the map, each day's total precedes the day's totals by model. So if a post for this key
-                    // exists, it is one of the last two.
-                    match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
+                    let amount = UsageAmount { day: date.day(), name: part.name().map(Box::from), cost: *cost };
+                    // In the map, the totals of a day follow each other. So if a post for this key exists, it is one of
+                    // the last three, for there are three kinds of hashes.
+                    match taken.iter_mut().rev().take(UsageFields::ALL.len()).find(|post| post.key == key) {
                         Some(post) => post.amounts.push(amount),
                         None => {
                             posts.last_sequence += 1;
@@ -560,7 +624,7 @@ impl UsageTable {
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
         // Count only the totals of days as lost, because they already contain the costs of the models.
-        let days = post.amounts.iter().filter(|amount| amount.model.is_none());
+        let days = post.amounts.iter().filter(|_| post.key.fields == UsageFields::Days);
         self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
 
@@ -632,6 +696,7 @@ mod tests {
         for (fields, expected) in [
             (UsageFields::Days, "rl:{00000000000000000000000000000007}:per-key:usage:2026-03"),
             (UsageFields::Models, "rl:{00000000000000000000000000000007}:per-key:usage:2026-03:models"),
+            (UsageFields::Kinds, "rl:{00000000000000000000000000000007}:per-key:usage:2026-03:kinds"),
         ] {
             let month = UsageMonth::from(date("2026-03-05"));
             let key = UsageKey { limit: "per-key".into(), identity: 7, month, fields };
@@ -643,6 +708,8 @@ mod tests {
             "rl:{00000000000000000000000000000007}:per-key:b",
             "rl:{00000000000000000000000000000007}:usage:l60000000",
             "rl:{00000000000000000000000000000007}:per-key:usage:2026-13",
+            "rl:{00000000000000000000000000000007}:per-key:usage:2026-03:",
+            "rl:{00000000000000000000000000000007}:per-key:usage:2026-03:days",
             "rl:{7}:per-key:usage:2026-03",
             "xl:{00000000000000000000000000000007}:per-key:usage:2026-03",
             "rl:overrides",
@@ -657,7 +724,7 @@ mod tests {
             identities: None,
             from: date("2000-01-01"),
             to: date("2100-01-01"),
-            with_models: false,
+            parts: UsageFields::Days,
             max_rows: 1000,
         };
         let mut rows = table.read(&query).unwrap();
@@ -687,15 +754,17 @@ mod tests {
         let add = |day: &str, model: usize| table.add_model("l", Identity(1), date(day), &format!("m{model}"), 2);
         table.add("l", Identity(1), date("2026-11-22"), 500);
         (0..MAX_MODELS + 9).for_each(|model| add("2026-11-22", model));
+        table.add_kind("l", Identity(1), date("2026-11-22"), "input", 7);
         add("2026-11-23", 0);
         add("2026-11-23", MAX_MODELS);
         add("2026-12-01", MAX_MODELS);
-        assert_eq!(read(&table), [(1, "2026-11-22".into(), 500)], "the totals by model were not requested");
-        assert_eq!((table.len(), table.lost()), (1 + MAX_MODELS + 2, 0));
+        assert_eq!(read(&table), [(1, "2026-11-22".into(), 500)], "the totals of parts were not requested");
+        assert_eq!((table.len(), table.lost()), (1 + MAX_MODELS + 3, 0), "kinds are no models");
         let mut posts = table.take_posts(100);
         posts.sort_by(|one, other| one.key.cmp(&other.key));
         let told: Vec<_> = posts.iter().map(|post| (post.key.fields, post.amounts.len())).collect();
-        assert_eq!(told, [(UsageFields::Days, 1), (UsageFields::Models, MAX_MODELS + 1), (UsageFields::Models, 1)]);
+        let models = UsageFields::Models;
+        assert_eq!(told, [(UsageFields::Days, 1), (models, MAX_MODELS + 1), (UsageFields::Kinds, 1), (models, 1)]);
         posts.iter().for_each(|post| table.lose(post));
         assert_eq!((table.len(), table.lost()), (0, 500), "only the total of the day counts as lost");
     }

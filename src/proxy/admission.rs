@@ -156,7 +156,7 @@ pub trait AdmissionIo: Send {
     fn located(&mut self, _facts: &RequestFacts<'_>, _origin: &Origin<'_>) {}
 
     /// Take notice of a request to an LLM API whose tokens are counted.
-    fn counts_tokens(&mut self, _llm: &LlmRequest) {}
+    fn counts_tokens(&mut self, _llm: &mut LlmRequest, _route: &Route) {}
 
     /// Return the result of a provider if it is known without waiting, for example because it is cached.
     fn verify_at_once(&mut self, _request: &TargetedRequest<'_>, _provider: usize) -> Option<Verification> {
@@ -439,8 +439,8 @@ async fn inspect<'a, I: AdmissionIo>(
     {
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
-    let llm = llm::request(content, inspection, route, &path, operation)?;
-    io.counts_tokens(&llm);
+    let mut llm = llm::request(content, inspection, route, &path, operation)?;
+    io.counts_tokens(&mut llm, route);
     Ok(Some(Box::new(llm)))
 }
 

@@ -11,9 +11,8 @@ use crate::http::body::{Body, BodyEnd};
 use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
-use crate::payload::llm::usage::TokenUsage;
 use crate::payload::mcp_tools::ToolFilter;
-use crate::proxy::llm::{LlmRequest, LlmSettlement};
+use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
 use crate::snapshot::routes::{Route, RouteLimit};
@@ -137,12 +136,12 @@ impl Held {
     }
 
     /// Settle the reservations in the background, and release the permits. `limits` are the entries of the access log
-    /// record, in which the costs are set. Return the tokens of the response.
-    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<TokenUsage> {
+    /// record, in which the costs are set. Return what the response of an LLM API has reported.
+    pub(super) fn release(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<LlmReport> {
         let Held { permits, reservations, tools: _ } = self;
-        let usage = reservations.and_then(|reservations| reservations.settle(limits, end));
+        let report = reservations.map(|reservations| reservations.settle(limits, end));
         drop(permits);
-        usage
+        report
     }
 }
 

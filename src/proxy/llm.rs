@@ -20,7 +20,7 @@ use crate::payload::llm::provider::{Billing, Operation, Provider, last_segment};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::payload::llm::response::{MeasuredUsage, PriceFacts, ResponseMeter, UsageFormat, is_usage_event};
-use crate::payload::llm::usage::{ServiceTier, TokenUsage, Weights, parse_count};
+use crate::payload::llm::usage::{COUNTED_KINDS, ServiceTier, TokenUsage, Weights, parse_count};
 use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
@@ -48,14 +48,16 @@ pub struct LlmRequest {
     pub(super) model: Option<Box<str>>,
     /// Other models that the server may use, and that the body names.
     other_models: Vec<Box<str>>,
-    /// The model that replaces the model in the body (`model_aliases`).
-    pub(super) replaced_model: Option<Box<str>>,
+    /// Whether the names of models in the body are aliases (`model_aliases`), which the gateway replaces.
+    pub(super) has_aliases: bool,
     tier: Option<ServiceTier>,
     /// The LLM API, which determines the format of error responses.
     pub provider: Provider,
     billing: Billing,
-    /// Whether the path is no known operation.
-    is_unknown: bool,
+    /// `None` if the path is no known operation.
+    pub(super) operation: Option<&'static Operation>,
+    /// Whether a span records the model of the response.
+    pub(super) is_traced: bool,
     path: Box<str>,
     /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
     /// removes this event from the response.
@@ -83,7 +85,7 @@ pub fn request(
     inspection: LlmInspection,
     route: &Route,
     path: &str,
-    operation: Option<&Operation>,
+    operation: Option<&'static Operation>,
 ) -> Result<LlmRequest, Rejection<'static>> {
     let (provider, billing) = operation
         .map_or((Provider::OpenAi, inspection.unknown.billing()), |operation| (operation.provider, operation.billing));
@@ -111,7 +113,7 @@ pub fn request(
         Err(_) => Content::Unread,
         Ok(content) => content,
     };
-    let (named, mut other_models, tier) = match &mut content {
+    let (written, mut other_models, tier) = match &mut content {
         Content::Read(info) => (info.model.clone(), mem::take(&mut info.other_models), info.tier),
         Content::Empty | Content::Unread => (None, Vec::new(), None),
     };
@@ -120,20 +122,28 @@ pub fn request(
     if model.is_some() || !provider.reads_model() {
         other_models.clear();
     }
-    let replaced_model = named.as_ref().and_then(|name| route.model_aliases.get(name)).cloned();
-    let named = replaced_model.clone().or(named);
+    let alias = |name: &str| route.model_aliases.get(name).map(|model| &**model);
+    let renamed = |name: &str| request::renamed(name, alias).map(Box::from);
+    let mut has_aliases = false;
+    let mut resolve = |name: Box<str>| {
+        let renamed = renamed(&name);
+        has_aliases |= renamed.is_some();
+        renamed.unwrap_or(name)
+    };
+    let named = written.map(&mut resolve);
+    let other_models = other_models.into_iter().map(&mut resolve).collect();
     let model = model.or(named.filter(|_| provider.reads_model()));
     let (path, clients) = (path.into(), Vec::new());
-    let is_unknown = operation.is_none();
     Ok(LlmRequest {
         content,
         model,
         other_models,
-        replaced_model,
+        has_aliases,
         tier,
         provider,
         billing,
-        is_unknown,
+        operation,
+        is_traced: false,
         path,
         hides_usage,
         clients,
@@ -201,7 +211,7 @@ impl LlmRequest {
 
     /// Return whether a limit counts the tokens of this request.
     fn is_counted_by(&self, llm: &LlmCost) -> bool {
-        self.is_counted() && !(self.is_unknown && llm.unknown == UnknownOperation::Free)
+        self.is_counted() && !(self.operation.is_none() && llm.unknown == UnknownOperation::Free)
     }
 
     fn reservation(&self, llm: &LlmCost) -> u64 {
@@ -264,7 +274,7 @@ impl LlmRequest {
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let is_priced = |index: usize| limits[index].cost.llm().is_some_and(|llm| llm.weights.depends_on_response());
         let is_priced = charges.costs().any(|(limit_index, _)| is_priced(limit_index));
-        let facts = if is_priced { PriceFacts::Read } else { PriceFacts::Ignored };
+        let facts = if is_priced || self.is_traced { PriceFacts::Read } else { PriceFacts::Ignored };
         let mut meters = Vec::new();
         let mut settled = Vec::new();
         for (limit_index, reserved) in charges.costs() {
@@ -369,6 +379,15 @@ impl PricedModels {
         let usage = TokenUsage { tier: usage.tier.or(self.tier), ..usage };
         self.largest(llm, reported, |weights| weights.cost(usage))
     }
+}
+
+/// What a response has reported.
+#[derive(Debug, Default)]
+pub(super) struct LlmReport {
+    /// The tokens of the response. `None` if only the reservation is known.
+    pub(super) usage: Option<TokenUsage>,
+    /// The model that has generated the response, if the gateway reads it.
+    pub(super) model: Option<Box<str>>,
 }
 
 /// Settles reservations at the end of a response, even if the client or the upstream aborts the response.
@@ -569,8 +588,8 @@ impl LlmSettlement {
     }
 
     /// Settle the reservations in the background, and record the costs. `limits` are the entries of the access log
-    /// record, in which the costs are set. Return the tokens of the response, unless only the reservation is known.
-    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> Option<TokenUsage> {
+    /// record, in which the costs are set. Return what the response has reported.
+    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>, end: BodyEnd) -> LlmReport {
         let costs: Vec<_> =
             self.limits.iter().map(|limit| limit.settled_cost(&self.meters, &self.priced, end)).collect();
         for info in limits.into_iter().flatten() {
@@ -584,15 +603,23 @@ impl LlmSettlement {
         if let Some(model) = &self.priced.model {
             self.charges.count_model(model, cost_of);
         }
+        for settled in &costs {
+            if let Some(usage) = settled.usage {
+                let kinds = COUNTED_KINDS.into_iter().zip(usage.by_kind());
+                let tokens: Vec<_> = kinds.filter(|(_, tokens)| *tokens > 0).collect();
+                self.charges.count_kinds(&tokens, |limit_index| limit_index == settled.limit_index);
+            }
+        }
         let mut measured = self.limits.iter().zip(&costs).filter_map(|(limit, settled)| Some((limit, settled.usage?)));
-        let measured = measured.next().map(|(limit, usage)| {
+        let usage = measured.next().map(|(limit, usage)| {
             limit.tokens.iter().for_each(|tokens| tokens.record_usage(usage));
             usage
         });
+        let model = self.meters.iter().find_map(|meter| meter.meter.as_ref()?.model()).map(Box::from);
         self.charges.settle_in_background(|limit_index, _| {
             cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle)
         });
-        measured
+        LlmReport { usage, model }
     }
 }
 

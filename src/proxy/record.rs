@@ -20,8 +20,10 @@ use crate::identity::auth::Credentials;
 use crate::identity::consumer::Caller;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::settlement::Deferred;
+use crate::payload::llm::provider::Operation;
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::holdings::{Held, is_refunded};
+use crate::proxy::llm::LlmReport;
 use crate::proxy::metrics::LimitDecision;
 use crate::proxy::request::{Origin, Peer};
 use crate::snapshot::routes::Route;
@@ -136,9 +138,10 @@ impl<'a> Record<'a> {
         }
     }
 
-    /// Record the model of a request whose tokens are counted.
-    pub(super) fn model(&mut self, model: Option<&str>) {
+    /// Record the model and the operation of a request whose tokens are counted.
+    pub(super) fn model(&mut self, model: Option<&str>, operation: Option<&'static Operation>) {
         if let Some(log) = &mut self.log {
+            log.operation = operation;
             log.model = model.map(Into::into);
         }
     }
@@ -244,9 +247,12 @@ impl OnComplete for Completion {
     fn on_complete(self: Box<Self>, bytes_sent: u64, end: BodyEnd) {
         let Completion { mut log, held } = *self;
         let decision = log.as_mut().and_then(|log| log.decision.as_mut());
-        let tokens = held.release(decision.map(|decision| &mut decision.limits[..]), end);
+        let report = held.release(decision.map(|decision| &mut decision.limits[..]), end);
         if let Some(mut log) = log {
-            log.tokens = tokens.map(Box::new);
+            if let Some(LlmReport { usage, model }) = report {
+                log.tokens = usage.map(Box::new);
+                log.response_model = model;
+            }
             log.write(bytes_sent, end == BodyEnd::Sent);
         }
     }

@@ -21,6 +21,7 @@ use crate::http::problem::append_text;
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::http::target::request_host;
 use crate::http::text::{Escape, escape_deceptive};
+use crate::payload::llm::provider::Operation;
 use crate::payload::llm::usage::TokenUsage;
 use crate::telemetry::access_log::format::{AccessFormat, Field, FieldSet, write_terminal};
 use crate::telemetry::log::{Journald, LogSocket, Syslog, SyslogHeader, push_framed};
@@ -765,6 +766,10 @@ pub struct RequestRecord {
     pub decision: Option<DecisionInfo>,
     /// Model of an LLM request, if a limit counts LLM tokens.
     pub model: Option<Box<str>>,
+    /// Operation of an LLM request. Only traces contain it.
+    pub operation: Option<&'static Operation>,
+    /// Model that has generated the response of an LLM API. Only traces contain it.
+    pub response_model: Option<Box<str>>,
     /// Tokens of the response of an LLM API, if a limit counts them.
     pub tokens: Option<Box<TokenUsage>>,
     /// Result of the upstream request.
@@ -819,6 +824,8 @@ impl RequestRecord {
             path_template: None,
             decision: None,
             model: None,
+            operation: None,
+            response_model: None,
             tokens: None,
             upstream: None,
             trace,
@@ -885,7 +892,15 @@ impl RequestRecord {
             let path_template = self.path_template.as_deref();
             let scheme = self.scheme;
             let peer = self.peer;
-            spans.record(&trace::RequestTrace { trace, record: &record, path_template, scheme, peer });
+            spans.record(&trace::RequestTrace {
+                trace,
+                record: &record,
+                path_template,
+                operation: self.operation,
+                response_model: self.response_model.as_deref(),
+                scheme,
+                peer,
+            });
         }
     }
 }

@@ -12,6 +12,7 @@ use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use uuid::Uuid;
 
 use crate::http::text::{Escape, escape_deceptive};
+use crate::payload::llm::provider::Operation;
 use crate::payload::llm::usage::TokenUsage;
 use crate::telemetry::access_log::{AccessRecord, BatchConfig, BatchWriter, DecisionInfo, UpstreamInfo};
 
@@ -153,6 +154,10 @@ pub struct RequestTrace<'a> {
     pub record: &'a AccessRecord<'a>,
     /// Path pattern of the route, as configured.
     pub path_template: Option<&'a str>,
+    /// Operation of an LLM request, if a limit counts its tokens.
+    pub operation: Option<&'static Operation>,
+    /// Model that has generated the response of an LLM API.
+    pub response_model: Option<&'a str>,
     /// `http` or `https`.
     pub scheme: &'static str,
     /// IP address of the peer of the connection.
@@ -218,7 +223,12 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
+        if let Some(operation) = self.operation {
+            attributes.extend(operation.semantic_name().map(|name| string_attribute("gen_ai.operation.name", name)));
+            attributes.push(string_attribute("gen_ai.provider.name", operation.provider.semantic_name()));
+        }
         attributes.extend(self.record.model.map(|model| string_attribute("gen_ai.request.model", model)));
+        attributes.extend(self.response_model.map(|model| string_attribute("gen_ai.response.model", model)));
         attributes.extend(self.record.tokens.into_iter().flat_map(token_attributes));
         // For a server span, a 4xx status does not count as an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });

@@ -1144,6 +1144,46 @@ fn alias_of_a_model_is_replaced_in_the_body_and_in_the_price() {
     assert_eq!(models()[..4], ["gpt-5-mini", "gpt-5-mini", "gpt-5", "gpt-5"]);
 }
 
+/// Each place in which a request names models that the server may use, and what the upstream gets.
+#[test]
+fn aliases_of_models_are_replaced_in_lists_and_fallbacks() {
+    let provider = Provider::start();
+    let cost = "weights = { input = 0, output = 1 }, models.\"gpt-5*\" = { output = 10 }";
+    let base = config("", provider.address, QUOTA, cost, "");
+    let gateway = Gateway::start(&(base + "model_aliases = { fast = \"gpt-5-mini\", smart = \"gpt-5\" }\n"));
+    let mut expected = QUOTA;
+    for (named, forwarded) in [
+        (json!({"model": "m", "models": ["fast", "n"]}), json!({"model": "m", "models": ["gpt-5-mini", "n"]})),
+        (json!({"model": "fast, m"}), json!({"model": "gpt-5-mini,m"})),
+        (
+            json!({"model": "m", "fallbacks": ["fast", {"model": "smart", "messages": [{"content": "fast"}]}]}),
+            json!({"model": "m", "fallbacks": ["gpt-5-mini", {"model": "gpt-5", "messages": [{"content": "fast"}]}]}),
+        ),
+        (
+            json!({"model": "m", "context_window_fallbacks": [{"m": ["smart"]}]}),
+            json!({"model": "m", "context_window_fallbacks": [{"m": ["gpt-5"]}]}),
+        ),
+        (
+            json!({"model": "m", "content_policy_fallbacks": [{"m": ["smart"]}], "user": "fast"}),
+            json!({"model": "m", "content_policy_fallbacks": [{"m": ["gpt-5"]}], "user": "fast"}),
+        ),
+    ] {
+        let calls = if named["model"] == "fast, m" { 2 } else { 1 };
+        let mut body = json!({"max_tokens": 100, "mock": {"output": 7}});
+        let mut sent = body.clone();
+        body.as_object_mut().unwrap().extend(named.as_object().unwrap().clone());
+        sent.as_object_mut().unwrap().extend(forwarded.as_object().unwrap().clone());
+        let reply = post(&gateway, CHAT, &body);
+        assert_eq!((reply.status, expected - reply.remaining("tokens")), (200, 1000 * calls), "{body}");
+        let seen = provider.seen.lock().unwrap().iter().rev().find(|seen| !seen.body.is_empty()).unwrap().clone();
+        assert_eq!(serde_json::from_slice::<Value>(&seen.body).unwrap(), sent);
+        assert_eq!(seen.headers("content-length"), [seen.body.len().to_string()]);
+        // The response names no model, so the price is that of the most expensive model.
+        expected -= 70;
+        assert_remaining(&gateway, expected, "the response is settled");
+    }
+}
+
 /// An agent asks for much more output than it uses. The excess of a response is at most the difference.
 #[test]
 fn reserved_output_is_capped_and_the_excess_is_charged() {

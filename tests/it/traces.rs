@@ -112,7 +112,7 @@ fn config(upstream: &Upstream, rest: &str) -> String {
 fn span_of_an_llm_request_has_its_model_and_tokens() {
     let collector = Collector::start();
     let upstream = Upstream::responding(|_| {
-        let body = r#"{"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+        let body = r#"{"model":"gpt-5-2026-08-07","usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}"#;
         let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json";
         format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
     });
@@ -131,7 +131,10 @@ fn span_of_an_llm_request_has_its_model_and_tokens() {
     assert_attributes(
         of_kind(&spans, SpanKind::Server),
         &[
+            ("gen_ai.operation.name", "chat"),
+            ("gen_ai.provider.name", "openai"),
             ("gen_ai.request.model", "gpt-5"),
+            ("gen_ai.response.model", "gpt-5-2026-08-07"),
             ("gen_ai.usage.input_tokens", "9"),
             ("gen_ai.usage.cache_read.input_tokens", "4"),
             ("gen_ai.usage.output_tokens", "5"),

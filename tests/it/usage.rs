@@ -230,7 +230,11 @@ fn respond_as_provider(request: &Seen) -> Vec<u8> {
     let body: Value = serde_json::from_slice(&request.body).unwrap();
     let is_known = !body["model"].as_str().is_some_and(|model| model.starts_with("unknown"));
     let (status, text) = match is_known {
-        true => ("200 OK", "{\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}"),
+        true => (
+            "200 OK",
+            "{\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3,\
+             \"prompt_tokens_details\":{\"cached_tokens\":2},\"completion_tokens_details\":{\"reasoning_tokens\":1}}}",
+        ),
         false => ("404 Not Found", "{}"),
     };
     let length = text.len();
@@ -293,6 +297,22 @@ fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() 
         assert!(line.starts_with("l,tokens,acme,") && line.ends_with(",\"'=a \"\"b\"\",c\",30"), "{line}");
         let text = usage(gateways[0].directory(), &by_model).unwrap();
         assert!(text.contains("other") && text.contains("total of l"), "{text}");
+        let by_kind = if is_shared { vec!["--by", "kind"] } else { vec!["--by", "kind", "--admin", &admin] };
+        let kinds = || {
+            let report = usage_json(&gateways[0], &by_kind);
+            let entry = |entry: &Value| (entry["consumer"].clone(), entry["kind"].clone(), entry["cost"].clone());
+            report["usage"].as_array().unwrap().iter().map(entry).collect::<Vec<_>>()
+        };
+        let of = |consumer: &str, responses: u64| {
+            [("cached_input", 2), ("input", 5), ("output", 2), ("reasoning", 1)]
+                .map(|(kind, tokens)| (consumer.into(), kind.into(), (tokens * responses).into()))
+        };
+        let expected = [of("acme", 6), of("beta", 71)].concat();
+        eventually("the tokens of all responses with 2xx are counted", || kinds() == expected);
+        let csv = usage(gateways[0].directory(), &[&by_kind[..], &["--csv"]].concat()).unwrap();
+        assert!(csv.starts_with("limit,unit,consumer,identity,period,kind,cost\nl,tokens,acme,"), "{csv}");
+        let text = usage(gateways[0].directory(), &by_kind).unwrap();
+        assert!(text.contains("reasoning") && text.contains("total of l") && text.contains(": 770 tokens"), "{text}");
         if is_shared {
             assert_eq!(cost_of(&gateways[0], "beta"), 710, "the totals are the same");
             assert_totals_expire(&redis);
@@ -418,7 +438,7 @@ async fn post_that_is_sent_again_is_added_once() {
     let data = SharedData(&store);
     let post = |poster, sequence, days: &[(i8, i64)]| UsagePost {
         key: UsageKey { limit: "l".into(), identity: 7, month: "2026-11".parse().unwrap(), fields: UsageFields::Days },
-        amounts: days.iter().map(|(day, cost)| UsageAmount { day: *day, model: None, cost: *cost }).collect(),
+        amounts: days.iter().map(|(day, cost)| UsageAmount { day: *day, name: None, cost: *cost }).collect(),
         poster,
         sequence,
     };

@@ -22,7 +22,7 @@ use sluicegate::limiter::redis::cluster::topology::identity_slot;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
-use sluicegate::limiter::usage::{UsageDays, UsageKey, UsageQuery};
+use sluicegate::limiter::usage::{UsageDays, UsageFields, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use crate::lua::{Database, Interpreter, Replied};
@@ -262,7 +262,7 @@ impl SimulatedRedis {
                 identities: None,
                 from: Date::MIN,
                 to: Date::MAX,
-                with_models: false,
+                parts: UsageFields::Days,
                 max_rows: usize::MAX,
             };
             for row in node.memory.usage.read(&query).expect("all totals") {

@@ -234,7 +234,7 @@ pub fn usage_in_redis(server: &Redis, prefix: &str) -> Totals {
     let keys: Vec<String> = redis::cmd("KEYS").arg(format!("{prefix}:*:usage:*")).query(&mut connection).unwrap();
     for key in keys {
         let UsageKey { limit, identity, month, fields } = UsageKey::parse(prefix, key.as_bytes()).unwrap();
-        if fields == UsageFields::Models {
+        if fields != UsageFields::Days {
             continue;
         }
         let days: Vec<(String, String)> = redis::cmd("HGETALL").arg(&key).query(&mut connection).unwrap();
@@ -253,7 +253,7 @@ pub fn usage_in_memory(store: &MemoryStore, limits: &[Limit]) -> Totals {
         identities: None,
         from: "1970-01-01".parse().unwrap(),
         to: "9999-01-01".parse().unwrap(),
-        with_models: false,
+        parts: UsageFields::Days,
         max_rows: usize::MAX,
     };
     let rows = store.usage.read(&query).unwrap().into_iter();

@@ -571,7 +571,7 @@ impl ClusterStore {
         let limit = state_name.limit_name().into();
         let fields = UsageFields::Days;
         let key = UsageKey { limit, identity: identity.0, month: day.month(), fields };
-        let amounts = vec![UsageAmount { day: day.date.day(), model: None, cost: amount }];
+        let amounts = vec![UsageAmount { day: day.date.day(), name: None, cost: amount }];
         let post = UsagePost { key, amounts, poster: 0, sequence: 0 };
         let command = commands::post_usage_command(self.prefix(), &post);
         for _ in 0..MAX_ATTEMPTS {

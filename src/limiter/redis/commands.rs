@@ -28,9 +28,9 @@ pub fn post_usage_command(prefix: &str, post: &UsagePost) -> Cmd {
         .arg(*sequence)
         .arg(ttl_ms);
     command.arg(MAX_MODELS);
-    for UsageAmount { day, model, cost } in amounts {
-        match model {
-            Some(model) => command.arg(format!("{day} {model}")).arg(*cost),
+    for UsageAmount { day, name, cost } in amounts {
+        match name {
+            Some(name) => command.arg(format!("{day} {name}")).arg(*cost),
             None => command.arg(*day).arg(*cost),
         };
     }
@@ -65,7 +65,7 @@ pub fn read_usage_command(prefix: &str, key: &UsageKey) -> Cmd {
     command
 }
 
-/// Parse the reply to [`read_usage_command`]: totals by day, or by day and model.
+/// Parse the reply to [`read_usage_command`]: totals by day, or by day and model or kind of token.
 ///
 /// # Errors
 /// The reply is malformed.
@@ -73,11 +73,11 @@ pub fn parse_usage_reply(reply: Value) -> Result<Vec<UsageAmount>, StoreError> {
     let fields: Vec<(String, String)> = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
     let totals = fields.iter().filter(|(field, _)| !field.starts_with('.'));
     let parse = |(field, total): &(String, String)| {
-        let (day, model) = match field.split_once(' ') {
-            Some((day, model)) => (day, Some(model.into())),
+        let (day, name) = match field.split_once(' ') {
+            Some((day, name)) => (day, Some(name.into())),
             None => (&**field, None),
         };
-        Some(UsageAmount { day: day.parse().ok()?, model, cost: total.parse().ok()? })
+        Some(UsageAmount { day: day.parse().ok()?, name, cost: total.parse().ok()? })
     };
     totals.map(parse).collect::<Option<_>>().ok_or(StoreError::MalformedReply)
 }
@@ -209,9 +209,9 @@ mod tests {
     fn markers_of_posts_are_no_totals() {
         let reply = |text: &[u8]| parse_usage_reply(redis::parse_redis_value(text).unwrap());
         let totals = reply(b"*4\r\n$2\r\n23\r\n$2\r\n-5\r\n$3\r\n.ab\r\n$1\r\n7\r\n").unwrap();
-        assert_eq!(totals, [UsageAmount { day: 23, model: None, cost: -5 }]);
+        assert_eq!(totals, [UsageAmount { day: 23, name: None, cost: -5 }]);
         let totals = reply(b"*2\r\n$6\r\n23 a b\r\n$1\r\n5\r\n").unwrap();
-        assert_eq!(totals, [UsageAmount { day: 23, model: Some("a b".into()), cost: 5 }]);
+        assert_eq!(totals, [UsageAmount { day: 23, name: Some("a b".into()), cost: 5 }]);
         assert!(reply(b"*2\r\n$1\r\nx\r\n$1\r\n7\r\n").is_err());
         assert!(reply(b"+OK\r\n").is_err());
     }

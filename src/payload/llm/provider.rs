@@ -100,6 +100,24 @@ const OPERATIONS: [Operation; 36] = {
 };
 
 impl Operation {
+    /// Return the name of the operation in the OpenTelemetry semantic conventions for generative AI. Return `None` if
+    /// they have none.
+    pub fn semantic_name(&self) -> Option<&'static str> {
+        match (self.billing, self.provider, self.end) {
+            (Billing::Free | Billing::Batch | Billing::File, ..) => None,
+            (Billing::Embedding, ..) => Some("embeddings"),
+            (Billing::Generation, Provider::Gemini, _) => Some("generate_content"),
+            (Billing::Generation, _, "/completions" | "/v1/complete" | "/api/generate") => Some("text_completion"),
+            // The model determines the operation.
+            (
+                Billing::Generation,
+                _,
+                ":rawPredict" | ":streamRawPredict" | "/invoke" | "/invoke-with-response-stream",
+            ) => None,
+            (Billing::Generation, ..) => Some("chat"),
+        }
+    }
+
     /// Return the operation with this canonical path. Only the path decides: a header such as `anthropic-version` would
     /// let a client choose how its maximum of output tokens is read. A server may ignore a trailing slash and path
     /// parameters, so such a path is also recognized, unless the operation is free: it may be another operation for
@@ -119,6 +137,17 @@ impl Operation {
 }
 
 impl Provider {
+    /// Return the name of the format in the OpenTelemetry semantic conventions for generative AI.
+    pub fn semantic_name(self) -> &'static str {
+        match self {
+            Provider::OpenAi => "openai",
+            Provider::Anthropic => "anthropic",
+            Provider::Gemini => "gcp.gen_ai",
+            Provider::Ollama => "ollama",
+            Provider::Bedrock => "aws.bedrock",
+        }
+    }
+
     /// Return whether the provider reads the model in the body of a request. The others read it in the path.
     pub fn reads_model(self) -> bool {
         match self {

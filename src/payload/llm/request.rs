@@ -270,10 +270,119 @@ pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
     with_member(body, member.as_ref(), "stream_options", &options)
 }
 
-/// Return the body with this model. The body must be a JSON object.
-pub fn with_model(body: &[u8], model: &str) -> Vec<u8> {
-    let member = member_value(body, "model");
-    with_member(body, member.as_ref(), "model", serde_json::Value::from(model).to_string().as_bytes())
+/// Return a name of models in which `replacement` replaces names. A name with commas stands for several models. Return
+/// `None` if no name is replaced.
+pub fn renamed<'n>(name: &str, replacement: impl Fn(&str) -> Option<&'n str>) -> Option<Cow<'n, str>> {
+    if let Some(whole) = replacement(name) {
+        return Some(whole.into());
+    }
+    let names = || name.split(',').map(str::trim);
+    if !name.contains(',') || names().all(|name| replacement(name).is_none()) {
+        return None;
+    }
+    let replaced: Vec<_> = names().map(|name| replacement(name).unwrap_or(name)).collect();
+    Some(replaced.join(",").into())
+}
+
+/// Return the body with other names of models, where the request names the models that the server may use. The body
+/// must be a JSON object.
+pub fn with_models<'n>(body: &[u8], replacement: impl Fn(&str) -> Option<&'n str>) -> Vec<u8> {
+    let mut names = Vec::new();
+    let lists = ["model", "models", "fallbacks", "context_window_fallbacks", "content_policy_fallbacks"];
+    for range in lists.iter().filter_map(|member| member_value(body, member)) {
+        find_models(body, range.start, &mut names);
+    }
+    if let Some(requests) = member_value(body, "requests") {
+        find_models_of_batch(body, requests.start, &mut names);
+    }
+    names.sort_unstable_by_key(|name| name.start);
+    let mut changed = Vec::with_capacity(body.len());
+    let mut at = 0;
+    // A client can repeat a short alias of a long name. The server does not know the aliases that remain.
+    let max_length = 2 * body.len() + MAX_RENAMED_GROWTH;
+    for range in names {
+        if changed.len() + body.len() - at > max_length {
+            break;
+        }
+        let name = serde_json::from_slice::<Cow<'_, str>>(&body[range.clone()]).unwrap_or_default();
+        if let Some(renamed) = renamed(&name, &replacement) {
+            changed.extend_from_slice(&body[at..range.start]);
+            changed.extend_from_slice(serde_json::Value::from(renamed).to_string().as_bytes());
+            at = range.end;
+        }
+    }
+    changed.extend_from_slice(&body[at..]);
+    changed
+}
+
+/// Number of bytes by which aliases of models may lengthen a body, in addition to the length of the body.
+const MAX_RENAMED_GROWTH: usize = 64 << 10;
+
+/// Find the strings that name models in a value at the place [`Place::Models`]. Return the end of the value.
+fn find_models(json: &[u8], start: usize, names: &mut Vec<Range<usize>>) -> usize {
+    match json.get(start) {
+        Some(b'"') => {
+            let end = value_end(json, start);
+            names.push(start..end);
+            end
+        }
+        Some(b'[') => each_element(json, start, |at| find_models(json, at, names)),
+        Some(b'{') => each_member(json, start, |key, at| match place_of(Place::Models, key) {
+            Place::Models => find_models(json, at, names),
+            _ => value_end(json, at),
+        }),
+        Some(_) | None => value_end(json, start),
+    }
+}
+
+/// Find the models of the requests in a batch of Anthropic. Return the end of the batch.
+fn find_models_of_batch(json: &[u8], start: usize, names: &mut Vec<Range<usize>>) -> usize {
+    let mut find = |at| {
+        each_member(json, at, |key, at| match key {
+            "params" => each_member(json, at, |key, at| match key {
+                "model" => find_models(json, at, names),
+                _ => value_end(json, at),
+            }),
+            _ => value_end(json, at),
+        })
+    };
+    each_element(json, start, &mut find)
+}
+
+/// Call `visit` with the start of each element of a JSON array. `visit` returns the end of the element. Return the end
+/// of the array, or of another value.
+fn each_element(json: &[u8], start: usize, mut visit: impl FnMut(usize) -> usize) -> usize {
+    if json.get(start) != Some(&b'[') {
+        return value_end(json, start);
+    }
+    let mut at = skip_space(json, start + 1);
+    while json.get(at).is_some_and(|byte| *byte != b']') {
+        at = skip_space(json, visit(at));
+        if json.get(at) != Some(&b',') {
+            break;
+        }
+        at = skip_space(json, at + 1);
+    }
+    at + 1
+}
+
+/// Call `visit` with each key of a JSON object and the start of its value. `visit` returns the end of the value. Return
+/// the end of the object, or of another value.
+fn each_member(json: &[u8], start: usize, mut visit: impl FnMut(&str, usize) -> usize) -> usize {
+    if json.get(start) != Some(&b'{') {
+        return value_end(json, start);
+    }
+    let mut at = skip_space(json, start + 1);
+    while let Some(key_end) = string_end(json, at) {
+        let key = serde_json::from_slice::<Cow<'_, str>>(&json[at..key_end]).unwrap_or_default();
+        let value = skip_space(json, skip_space(json, key_end) + 1);
+        at = skip_space(json, visit(&key, value));
+        if json.get(at) != Some(&b',') {
+            break;
+        }
+        at = skip_space(json, at + 1);
+    }
+    at + 1
 }
 
 /// Return a JSON object in which the member `name` has this value. `existing` is the range of the value of this member.
@@ -1114,6 +1223,49 @@ mod tests {
         };
         let bound = |info: RequestInfo| (largest(info.bounds), info.choices);
         inspect(body.as_bytes()).map(bound).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn models_are_replaced_and_all_other_bytes_stay() {
+        let replacement = |name: &str| match name {
+            "fast" => Some("gpt-5-mini"),
+            "a\"b" => Some("é"),
+            _ => None,
+        };
+        for (body, expected) in [
+            (r#"{ "model" : "fast" , "x":1.0e2 }"#, r#"{ "model" : "gpt-5-mini" , "x":1.0e2 }"#),
+            (r#"{"mod\u0065l":"f\u0061st"}"#, r#"{"mod\u0065l":"gpt-5-mini"}"#),
+            (r#"{"model":"a\"b"}"#, r#"{"model":"é"}"#),
+            (r#"{"model":"m, fast"}"#, r#"{"model":"m,gpt-5-mini"}"#),
+            (
+                r#"{"models":[ "fast" ,"m", "fast"],"model":"m"}"#,
+                r#"{"models":[ "gpt-5-mini" ,"m", "gpt-5-mini"],"model":"m"}"#,
+            ),
+            (r#"{"fallbacks":"fast","z":"fast"}"#, r#"{"fallbacks":"gpt-5-mini","z":"fast"}"#),
+            (
+                r#"{"fallbacks":[{"m":["fast"]},{"messages":"fast","model":"fast","max_tokens":1},[]]}"#,
+                r#"{"fallbacks":[{"m":["gpt-5-mini"]},{"messages":"fast","model":"gpt-5-mini","max_tokens":1},[]]}"#,
+            ),
+            (
+                r#"{"requests":[{"custom_id":"fast","params":{"model":"fast","system":"fast"}},{},1]}"#,
+                r#"{"requests":[{"custom_id":"fast","params":{"model":"gpt-5-mini","system":"fast"}},{},1]}"#,
+            ),
+            (
+                r#"{"models":{},"fallbacks":[],"requests":{},"model":null}"#,
+                r#"{"models":{},"fallbacks":[],"requests":{},"model":null}"#,
+            ),
+        ] {
+            assert_eq!(String::from_utf8(with_models(body.as_bytes(), replacement)).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn repeated_alias_lengthens_a_body_within_bounds() {
+        let long = "m".repeat(MAX_MODEL);
+        let body = serde_json::json!({ "models": vec!["f"; 100_000] }).to_string();
+        let changed = with_models(body.as_bytes(), |name| (name == "f").then_some(&*long));
+        assert!(changed.len() <= 2 * body.len() + MAX_RENAMED_GROWTH + MAX_MODEL + 2, "{}", changed.len());
+        assert!(serde_json::from_slice::<serde_json::Value>(&changed).is_ok());
     }
 
     #[test]
