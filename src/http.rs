@@ -8,6 +8,7 @@ pub mod compression;
 pub mod cors;
 pub mod error_pages;
 pub mod flow;
+pub mod google_account;
 pub mod grpc;
 pub mod headers;
 pub(crate) mod problem;

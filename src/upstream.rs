@@ -22,7 +22,7 @@ use std::time::Duration;
 use arc_swap::{ArcSwap, Guard};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use http::header::SET_COOKIE;
-use http::{Request, Response};
+use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -32,6 +32,7 @@ use crate::http::body;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, LazyTimer, NetworkShare};
 use crate::http::flow::StreamFlow;
+use crate::http::google_account;
 use crate::http::headers::is_safe;
 use crate::http::request_body::{BodyReader, ReplayBody, RequestBody, UploadProgress};
 use crate::http::target;
@@ -178,6 +179,18 @@ impl Upstream {
     /// Return the keys of AWS with which requests are signed.
     pub fn aws(&self) -> Option<&AwsSigner> {
         self.cluster.settings.aws.as_ref()
+    }
+
+    /// Set the access token in a request to Google Cloud.
+    ///
+    /// # Errors
+    /// [`UpstreamError::NoAccessToken`] if there is no valid token.
+    fn authorize(&self, headers: &mut HeaderMap) -> Result<(), UpstreamError> {
+        let Some(access) = &self.cluster.settings.google else { return Ok(()) };
+        let no_token = || UpstreamError::NoAccessToken { upstream: self.name().into() };
+        let authorization = access.account.authorization(monotonic()).ok_or_else(no_token)?;
+        google_account::authorize(headers, authorization);
+        Ok(())
     }
 
     /// Return whether requests contain the certificate of the client.
@@ -418,6 +431,9 @@ impl Upstream {
         let mut sending = Sending { retry_state, pick_state, attempts };
         if retries > 0 {
             self.cluster.retry_budget.deposit();
+        }
+        if let Err(error) = self.authorize(request.headers_mut()) {
+            return Err(sending.fail_unexecuted(*request, error));
         }
         // Requests that already wait in the queue take precedence over this request.
         let picked = if self.cluster.queue.is_empty() { self.pick(hash_key, &[]) } else { None };

@@ -17,7 +17,7 @@ use sluicegate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
 };
 use support::gateway::{Gateway, binary};
-use support::{admin_listener, pages, pictures};
+use support::{admin_listener, google_key, pages, pictures};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -88,8 +88,8 @@ fn minimal_config(consumers: &str, name: &str) -> String {
 
 /// Run `sluicegate check` on each TOML block. A block that begins with `# NAME.toml` or `# NAME.yaml` is also written to
 /// this file, so that other blocks of the document can refer to it. If a document does not show `consumers.toml`, the test creates
-/// this file with one consumer. It also creates the PEM files (the development certificate and its key) and files that
-/// list one network.
+/// this file with one consumer. It also creates the PEM files (the development certificate and its key), a key of a
+/// service account, and files that list one network.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -117,6 +117,9 @@ fn configurations_of_the_documents_are_accepted() {
             for name in whole.split('"').filter(|text| text.ends_with(".pem") || text.ends_with(".key")) {
                 let source = if name.ends_with(".key") { "certs/dev.key" } else { "certs/dev.pem" };
                 put(name, &pages::read(source));
+            }
+            for name in whole.split('"').filter(|text| *text == "vertex.json") {
+                put(name, &google_key::generate("https://oauth2.googleapis.com/token").1);
             }
             for name in whole.split('"').filter_map(|text| text.strip_prefix("file:")) {
                 put(name, "192.0.2.0/24\n");

@@ -90,7 +90,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["error_pages", "grpc"],
             &["compression", "cors", "problem", "request_body"],
             &["body"],
-            &["flow"],
+            &["flow", "google_account"],
             &["aws_signature", "body_limits", "headers", "ratelimit_headers", "target", "text", "upgrade", "url"],
         ],
     ),

@@ -1,5 +1,5 @@
 //! The maintenance thread. For all workers together, it resolves DNS names of upstreams, performs health checks, and
-//! fetches JWK Sets. Workers do not perform health checks: on a busy worker, health checks would run late and mark
+//! fetches JWK Sets and access tokens. Workers do not perform health checks: on a busy worker, health checks would run late and mark
 //! healthy endpoints as unhealthy.
 
 use std::convert::Infallible;
@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::app::AppError;
+use crate::app::access_tokens;
 use crate::clock::unix_us;
 use crate::identity::jwt::{KeySet, KeySetError, REFRESH_TIMEOUT};
 use crate::snapshot::CompiledConfig;
@@ -47,12 +48,13 @@ type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 #[derive(Debug)]
 pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 
-/// The running tasks: DNS lookups, health checks and refreshes of JWK Sets.
+/// The running tasks: DNS lookups, health checks and refreshes of JWK Sets and access tokens.
 #[derive(Default)]
 struct MaintenanceTasks {
     /// Clusters with host names, and the task that resolves these names.
     lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
     health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
+    token_refreshes: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
     key_refreshes: Vec<AbortHandle>,
 }
 
@@ -105,13 +107,21 @@ impl MaintenanceTasks {
     }
 
     fn update(&mut self, clusters: &Clusters, first: mpsc::Sender<Infallible>) {
-        self.health_checks.retain(|(cluster, checks)| {
-            let stays = contains(cluster, clusters);
-            if !stays {
-                checks.abort();
+        for tasks in [&mut self.health_checks, &mut self.token_refreshes] {
+            tasks.retain(|(cluster, task)| {
+                let stays = contains(cluster, clusters);
+                if !stays {
+                    task.abort();
+                }
+                stays
+            });
+        }
+        for cluster in clusters.iter().filter(|cluster| cluster.settings.google.is_some()) {
+            if !self.token_refreshes.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
+                let refresh = access_tokens::refresh(cluster.clone(), first.clone());
+                self.token_refreshes.push((cluster.clone(), tokio::spawn(refresh).abort_handle()));
             }
-            stays
-        });
+        }
         for cluster in clusters.iter().filter(|cluster| cluster.settings.health.is_some()) {
             if !self.health_checks.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
                 self.health_checks

@@ -528,6 +528,9 @@ pub struct Upstream {
     /// "${AWS_ACCESS_KEY_ID}", secret_key = "${AWS_SECRET_ACCESS_KEY}" }`. Requires `host = "server"` and a single
     /// server, or a name in `host`.
     pub aws: Option<Spanned<UpstreamAws>>,
+    /// Service account of Google Cloud with whose access tokens the gateway sends requests: `{ service_account =
+    /// "account.json" }`. Requires `https://` servers.
+    pub google: Option<Spanned<UpstreamGoogle>>,
     /// `"v2"`: start each connection to a server with a PROXY protocol header that contains the client address.
     /// Requests of different clients then never share a connection. Cannot be combined with `protocol = "http2"`.
     /// Default: no header.
@@ -557,6 +560,18 @@ pub struct UpstreamAws {
     /// Token of temporary keys. Default: the keys are not temporary.
     #[schemars(schema_with = "schema::secret")]
     pub session_token: Option<Text>,
+}
+
+/// `google = { … }` of an upstream
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["service_account"]))]
+pub struct UpstreamGoogle {
+    /// Key file of the service account (JSON). The gateway reads the file again when it reloads the configuration.
+    pub service_account: Option<Text>,
+    /// Scope of the access tokens.
+    #[schemars(extend("default" = "https://www.googleapis.com/auth/cloud-platform"))]
+    pub scope: Option<Text>,
 }
 
 /// `mcp_tools = { … }` of a route or a consumer

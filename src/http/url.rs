@@ -1,6 +1,7 @@
 //! URLs of servers in the configuration.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use http::Uri;
@@ -168,6 +169,11 @@ impl HttpUrl {
     /// Return whether connections to the server use TLS.
     pub fn is_https(&self) -> bool {
         self.uri.scheme() == Some(&Scheme::HTTPS)
+    }
+
+    /// Return whether the host is an address of this machine.
+    pub fn is_loopback(&self) -> bool {
+        self.host().parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
     /// Return scheme, host and port, as written.

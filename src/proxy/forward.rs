@@ -222,6 +222,7 @@ pub(super) fn body_for_fallback(
         Err(
             UpstreamError::NoHealthyEndpoint { .. }
             | UpstreamError::Unresolved { .. }
+            | UpstreamError::NoAccessToken { .. }
             | UpstreamError::Overflow { .. }
             | UpstreamError::Connect { .. }
             | UpstreamError::ConnectTimeout { .. }

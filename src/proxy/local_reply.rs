@@ -264,7 +264,9 @@ impl Rejection<'_> {
                     | UpstreamError::Unresolved { retry_after: after, .. } => {
                         ratelimit_headers::set_retry_after(response.headers_mut(), after.as_micros() as u64);
                     }
-                    UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
+                    UpstreamError::NoAccessToken { .. }
+                    | UpstreamError::Overflow { .. }
+                    | UpstreamError::TooManyUploads { .. } => {
                         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                     }
                     _ => {}
@@ -379,7 +381,9 @@ fn identity_error_response(error: &IdentityError) -> Box<Response<Body>> {
 fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // Do not describe the cause, because clients must not see the addresses of upstreams. The log contains the cause.
     match error {
-        UpstreamError::NoHealthyEndpoint { .. } | UpstreamError::Unresolved { .. } => {
+        UpstreamError::NoHealthyEndpoint { .. }
+        | UpstreamError::Unresolved { .. }
+        | UpstreamError::NoAccessToken { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
         }
         UpstreamError::Overflow { .. } => (
@@ -642,9 +646,9 @@ impl Rejection<'_> {
 
 fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
     match error {
-        UpstreamError::NoHealthyEndpoint { .. } | UpstreamError::Unresolved { .. } => {
-            "sluicegate;error=destination_unavailable"
-        }
+        UpstreamError::NoHealthyEndpoint { .. }
+        | UpstreamError::Unresolved { .. }
+        | UpstreamError::NoAccessToken { .. } => "sluicegate;error=destination_unavailable",
         UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => {
             "sluicegate;error=connection_limit_reached"
         }

@@ -12,10 +12,11 @@ use x509_parser::parse_x509_certificate;
 
 use crate::config;
 use crate::config::error::Issue;
-use crate::config::shorthand::HealthCheck;
+use crate::config::shorthand::{HealthCheck, UpstreamServer};
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::http::aws_signature::AwsSigner;
+use crate::http::google_account::{CLOUD_PLATFORM, ServiceAccount};
 use crate::http::target::strip_port;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::snapshot::validator::Validator;
@@ -23,8 +24,8 @@ use crate::tls::{Certificate, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, Protocol, ServerTrust, UpstreamTlsConfig};
 use crate::upstream::endpoint::hash;
 use crate::upstream::settings::{
-    AddressFamilies, EjectionSettings, HashSource, HealthSettings, HostPolicy, LoadBalancingPolicy, StickyCookie,
-    UpstreamServerSettings, UpstreamSettings,
+    AddressFamilies, EjectionSettings, GoogleAccess, HashSource, HealthSettings, HostPolicy, LoadBalancingPolicy,
+    StickyCookie, UpstreamServerSettings, UpstreamSettings,
 };
 
 /// Compile all upstreams. Also return the TLS settings of upstreams that have servers with `https://` URLs.
@@ -83,6 +84,7 @@ pub(super) fn upstream(
         proxy_protocol: proxy_protocol(upstream, protocol, reader),
         client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
         aws: upstream.aws.as_ref().and_then(|aws| aws_signer(aws, reader)),
+        google: upstream.google.as_ref().and_then(|google| google_access(name, google, upstream, reader)),
     };
     if let Some(aws) = &upstream.aws {
         let is_fixed = match &settings.host {
@@ -101,6 +103,54 @@ pub(super) fn upstream(
         }
     }
     (settings, tls)
+}
+
+/// Compile `google`.
+fn google_access(
+    name: &str,
+    written: &Spanned<config::tables::UpstreamGoogle>,
+    upstream: &config::tables::Upstream,
+    reader: &mut Validator<'_>,
+) -> Option<GoogleAccess> {
+    let (span, google) = (written.span(), written.get_ref());
+    if let Some(aws) = &upstream.aws {
+        reader.push_issue(Issue::new(aws.span(), "`aws` and `google` cannot be combined"));
+    }
+    for server in &upstream.servers {
+        let is_safe = server.get_ref().url.parse::<HttpUrl>().map_or(true, |url| url.is_https() || url.is_loopback());
+        if !is_safe {
+            let issue = Issue::new(server.span(), "an access token would be sent to this server without TLS");
+            reader.push_issue(issue.with_hint("write https://"));
+        }
+    }
+    let text = reader.required(google.service_account.as_ref(), &span, "service_account", "\"account.json\"")?;
+    let scope = google.scope.as_ref().map_or(CLOUD_PLATFORM, |scope| scope.get_ref());
+    let path = reader.resolve_path(text);
+    let parsed = match FileSnapshot::read(&path) {
+        Ok(file) => ServiceAccount::parse(&file.content, scope).map_err(|error| error.to_string()),
+        Err(error) => Err(format!("cannot be read: {error}")),
+    };
+    let account = match parsed {
+        Ok(account) => account,
+        Err(error) => {
+            let issue = Issue::new(text.span(), format!("{}: {error}", path.display()));
+            reader.push_issue(issue.with_hint(
+                "create a JSON key of the service account: gcloud iam service-accounts keys create FILE \
+                 --iam-account=ACCOUNT",
+            ));
+            return None;
+        }
+    };
+    let server = UpstreamServer { url: account.token_url.origin(), weight: None };
+    let table = config::tables::Upstream {
+        servers: vec![Spanned::new(text.span(), server)],
+        ..config::tables::Upstream::default()
+    };
+    let tls = match upstream_tls(name, &table, Protocol::Http1, reader) {
+        Some(tls) => Some(tls.for_server(account.token_url.host(), text.span(), reader)?),
+        None => None,
+    };
+    Some(GoogleAccess { account, tls })
 }
 
 /// Compile `aws`.

@@ -486,6 +486,7 @@ pub(super) mod tests {
             proxy_protocol: false,
             client_cert_header: false,
             aws: None,
+            google: None,
         }
     }
 

@@ -27,6 +27,12 @@ pub enum UpstreamError {
         /// Time after which the client should retry.
         retry_after: Duration,
     },
+    /// There is no valid access token for the upstream (`google`).
+    #[error("upstream `{upstream}` has no valid access token")]
+    NoAccessToken {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
     /// All endpoints have `max_requests` in flight, and the queue is full or the wait in the queue timed out.
     #[error("all servers of upstream `{upstream}` are at `max_requests`")]
     Overflow {
@@ -158,11 +164,13 @@ pub enum FailureReason {
     Unhealthy,
     /// The servers are at `max_requests`.
     Overflow,
+    /// There is no valid access token.
+    AccessToken,
 }
 
 impl FailureReason {
     /// All reasons, in the order of their counters.
-    pub const ALL: [FailureReason; 8] = [
+    pub const ALL: [FailureReason; 9] = [
         FailureReason::Dns,
         FailureReason::Connect,
         FailureReason::Tls,
@@ -171,6 +179,7 @@ impl FailureReason {
         FailureReason::Protocol,
         FailureReason::Unhealthy,
         FailureReason::Overflow,
+        FailureReason::AccessToken,
     ];
 
     /// Return the value of the metric label `reason`.
@@ -184,6 +193,7 @@ impl FailureReason {
             FailureReason::Protocol => "protocol",
             FailureReason::Unhealthy => "unhealthy",
             FailureReason::Overflow => "overflow",
+            FailureReason::AccessToken => "access_token",
         }
     }
 
@@ -193,6 +203,7 @@ impl FailureReason {
             UpstreamError::NoHealthyEndpoint { .. } => FailureReason::Unhealthy,
             UpstreamError::Overflow { .. } | UpstreamError::TooManyUploads { .. } => FailureReason::Overflow,
             UpstreamError::Unresolved { .. } => FailureReason::Dns,
+            UpstreamError::NoAccessToken { .. } => FailureReason::AccessToken,
             UpstreamError::Connect { source, .. } if TlsFailure::from_error(source).is_some() => FailureReason::Tls,
             UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => FailureReason::Connect,
             UpstreamError::Reset { .. } if error.is_invalid_response() => FailureReason::Protocol,

@@ -11,6 +11,7 @@ use http::{HeaderName, HeaderValue, StatusCode};
 use siphasher::sip::SipHasher24;
 
 use crate::http::aws_signature::AwsSigner;
+use crate::http::google_account::ServiceAccount;
 use crate::upstream::connector::{EndpointTls, Protocol};
 
 /// Settings of one upstream (`[upstream.NAME]`).
@@ -53,6 +54,24 @@ pub struct UpstreamSettings {
     pub client_cert_header: bool,
     /// Signs the requests with keys of AWS.
     pub aws: Option<AwsSigner>,
+    /// Sends the requests with access tokens of Google Cloud.
+    pub google: Option<GoogleAccess>,
+}
+
+/// A service account of Google Cloud, and how its tokens are fetched.
+#[derive(Debug)]
+pub struct GoogleAccess {
+    /// The account, with its current token.
+    pub account: ServiceAccount,
+    /// TLS settings of the token endpoint. `None` for plaintext.
+    pub tls: Option<EndpointTls>,
+}
+
+/// The account determines the TLS settings.
+impl PartialEq for GoogleAccess {
+    fn eq(&self, other: &Self) -> bool {
+        self.account == other.account
+    }
 }
 
 impl UpstreamSettings {

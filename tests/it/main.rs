@@ -44,6 +44,7 @@ mod forward_auth;
 mod forwarding;
 mod gateway_count;
 mod generated_files;
+mod google_accounts;
 mod header_rules;
 mod health;
 mod hostile_heads;

@@ -3,8 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use crate::support::gateway::binary;
+use crate::support::google_key;
 use crate::support::reference;
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
@@ -183,6 +185,8 @@ fn every_key() -> Value {
 fn load(file: &Value) -> Result<String, String> {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("consumers.toml"), "").unwrap();
+    static ACCOUNT: LazyLock<String> = LazyLock::new(|| google_key::generate("http://127.0.0.1:1/token").1);
+    std::fs::write(directory.path().join("account.json"), &*ACCOUNT).unwrap();
     for name in ["one.pem", "one.key"] {
         std::fs::copy(root().join("tests/certs").join(name), directory.path().join(name)).unwrap();
     }
@@ -326,6 +330,10 @@ fn file_with(path: &str) -> Value {
         path if path.starts_with("upstream.*.aws.") => {
             let aws = json!({ "region": "us-east-1", "access_key": "a", "secret_key": "b" });
             set("upstream.u", json!({ "servers": ["http://127.0.0.1:1"], "host": "server", "aws": aws }));
+        }
+        path if path.starts_with("upstream.*.google.") => {
+            let google = json!({ "service_account": "account.json" });
+            set("upstream.u", json!({ "servers": ["http://127.0.0.1:1"], "google": google }));
         }
         "upstream.*.tls.verify" => set("upstream.u", json!({ "servers": ["https://127.0.0.1:1"], "tls": {} })),
         "route.*.retries" | "route.*.retry_methods" => {

@@ -12,6 +12,7 @@ pub mod dns;
 pub mod fixtures;
 pub mod frames;
 pub mod gateway;
+pub mod google_key;
 pub mod grpc;
 pub mod hostile_bodies;
 pub mod http2;
