@@ -1,5 +1,6 @@
 //! Authentication: verifies the credentials of a request with the providers of its route. This module does no I/O.
 
+use std::borrow::Cow;
 use std::slice::from_ref;
 use std::sync::Arc;
 
@@ -266,6 +267,20 @@ impl<'a> Credentials<'a> {
             Verification::Valid(Proof::Basic(user)) => Some(&**user),
             _ => None,
         })
+    }
+
+    /// Return the name of the verified client for the access log: the consumer, the user of Basic authentication, the
+    /// subject of the token, or the first header of `response_headers` that the authentication server sent.
+    pub fn client_name(&self) -> Option<Cow<'_, str>> {
+        if let Caller::Consumer(consumer) = self.caller() {
+            return Some(Cow::Borrowed(&consumer.name));
+        }
+        let subject = || self.claims().and_then(|claims| claims.text("sub"));
+        let told = || {
+            let headers = self.providers.iter().flat_map(AuthProvider::identity_headers);
+            headers.filter_map(|name| self.forward_header(name)).next().map(String::from_utf8_lossy)
+        };
+        self.user().map(Cow::Borrowed).or_else(subject).or_else(told)
     }
 
     /// Return the value of a header from the first authentication server that sent exactly one value for it.

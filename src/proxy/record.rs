@@ -17,7 +17,6 @@ use crate::http::headers::X_REQUEST_ID;
 use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
 use crate::identity::auth::Credentials;
-use crate::identity::consumer::Caller;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::settlement::Deferred;
 use crate::payload::llm::provider::Operation;
@@ -120,14 +119,10 @@ impl<'a> Record<'a> {
         log.path_template = log.trace.map(|_| route.path.clone());
     }
 
-    /// Record the consumer: the owner of the API key, or the user of Basic authentication.
+    /// Record the name of the verified client.
     pub(super) fn consumer(&mut self, credentials: &Credentials<'_>) {
-        if let Some(log) = &mut self.log {
-            let consumer = match credentials.caller() {
-                Caller::Consumer(consumer) => Some(&*consumer.name),
-                Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => credentials.user(),
-            };
-            log.set_consumer(consumer);
+        if let Some(log) = self.log.as_mut().filter(|log| log.has_consumer()) {
+            log.set_consumer(credentials.client_name().as_deref());
         }
     }
 

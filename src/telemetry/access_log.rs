@@ -833,12 +833,16 @@ impl RequestRecord {
         }))
     }
 
-    /// Record the name of the consumer, if the access log contains it.
+    /// Record the name of the consumer.
     pub fn set_consumer(&mut self, consumer: Option<&str>) {
-        let Some(log) = &self.sinks.access_log else { return };
-        if let Some(selected) = self.selected.as_mut().filter(|_| log.fields.contains(Field::Consumer)) {
+        if let Some(selected) = &mut self.selected {
             selected.consumer = consumer.map(Into::into);
         }
+    }
+
+    /// Return whether the access log contains the name of the consumer.
+    pub fn has_consumer(&self) -> bool {
+        self.sinks.access_log.as_ref().is_some_and(|log| log.fields.contains(Field::Consumer))
     }
 
     /// Return the time from the arrival of the request to `instant`.

@@ -14,6 +14,7 @@ use crate::support::client::Client;
 use crate::support::frames::{Http2, RST_STREAM, frame};
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
+use crate::support::tokens::{Key, in_seconds, key_set};
 use crate::support::upstream::{Upstream, read_request, serve};
 use crate::support::{SetOnDrop, eventually};
 use serde_json::{Value, json};
@@ -202,6 +203,36 @@ fn text_format_has_the_same_fields() {
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
     }
+}
+
+/// A route for each kind of credential.
+#[test]
+fn consumer_is_the_name_of_the_verified_client() {
+    let server = Upstream::responding(|_| {
+        b"HTTP/1.1 200 OK\r\nX-Login: carol\r\nX-Groups: staff\r\nContent-Length: 0\r\n\r\n".to_vec()
+    });
+    let key = Key::ed("ed");
+    let gateway = Gateway::start_with(
+        &format!(
+            "[log]\naccess = {{ to = \"access.log\", fields = [\"default\", \"consumer\"] }}\n\
+             [auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n\
+             [auth.sso]\nkind = \"forward\"\nurl = \"{}/verify\"\nresponse_headers = [\"x-name\", \"x-login\", \"x-groups\"]\n\
+             [[route]]\nname = \"tokens\"\npath = \"/tokens\"\nidentify = [\"tokens\"]\nrespond = {{ status = 200 }}\n\
+             [[route]]\nname = \"sso\"\npath = \"/sso\"\nrequire = [\"sso\"]\nrespond = {{ status = 200 }}\n",
+            server.url()
+        ),
+        &[("jwks.json", &key_set(&[&key]))],
+    );
+    let named = format!("Bearer {}", key.token(&json!({"sub": "bob", "exp": in_seconds(300)})));
+    let unnamed = format!("Bearer {}", key.token(&json!({"exp": in_seconds(300)})));
+    let mut client = gateway.client();
+    for (path, authorization) in
+        [("/tokens", &*named), ("/tokens", &unnamed), ("/sso", &named), ("/tokens", "Basic eDp5")]
+    {
+        assert_eq!(client.get_with(path, &[("Authorization", authorization)]).status, 200, "{path}");
+    }
+    let consumers: Vec<_> = lines(&gateway, 4).iter().map(|line| line["consumer"].clone()).collect();
+    assert_eq!(consumers, [json!("bob"), Value::Null, json!("carol"), Value::Null]);
 }
 
 /// Values of clients with quotes, backslashes, line breaks and characters that change how a line is shown.
