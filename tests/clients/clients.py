@@ -13,6 +13,7 @@ import sys
 import urllib3
 
 import fields
+import grpc_web
 import llm
 import metrics
 import rpc
@@ -20,12 +21,12 @@ import upstreams
 from gateway import CERTIFICATE, KEY, Gateway
 
 # Each module has a function `check(clear, tls)`, which takes two URLs and returns a description of what it checked.
-FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls", "llm"]
+FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "grpc_web", "nghttp2", "slow", "tls", "llm"]
 
 
-def configuration(http, websocket, grpc, models):
+def configuration(http, websocket, web, grpc, models):
     """Return the configuration for all families. Each family has its own limits."""
-    upstream = {"http": http, "websocket": websocket, "grpc": grpc}
+    upstream = {"http": http, "websocket": websocket, "web": web, "grpc": grpc}
     return f"""
 [admin]
 address = "127.0.0.1:0"
@@ -100,6 +101,19 @@ upstream = "grpc"
 name = "calls"
 path = "/test.Echo/{{*rest}}"
 upstream = "grpc"
+[limit.web_calls]
+by = "route"
+quota = "3/24h"
+algorithm = "sliding-log"
+[[route]]
+name = "limited-web"
+path = "/test.LimitedWeb/{{*rest}}"
+limits = ["web_calls"]
+upstream = "web"
+[[route]]
+name = "web"
+path = "/test.Web/{{*rest}}"
+upstream = "web"
 {fields.configuration()}
 {llm.configuration(models)}
 """
@@ -107,7 +121,7 @@ upstream = "grpc"
 
 def main():
     binary, *names = sys.argv[1:]
-    behind = [upstreams.http(), upstreams.websocket(), rpc.serve(), llm.serve()]
+    behind = [upstreams.http(), upstreams.websocket(), grpc_web.serve(), rpc.serve(), llm.serve()]
     for name in names or FAMILIES:
         # Each family has its own gateway.
         with Gateway(binary, configuration(*behind), llm.files()) as gateway:
