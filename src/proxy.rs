@@ -5,6 +5,7 @@ pub mod body;
 mod config_snapshot;
 mod decision_api;
 mod decisions;
+mod descriptor_checks;
 mod ext_authz;
 pub mod forward;
 mod forward_auth;

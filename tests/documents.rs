@@ -191,9 +191,21 @@ fn code(cell: &str) -> BTreeSet<&str> {
 
 /// Labels whose values the documentation cannot list, such as names from the configuration, server addresses and
 /// versions. For all other labels, the documentation must list the values.
-const NAME_LABELS: [&str; 12] = [
-    "route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc", "worker",
+const NAME_LABELS: [&str; 14] = [
+    "route",
+    "limit",
+    "upstream",
+    "server",
+    "provider",
+    "version",
+    "le",
+    "name",
+    "commit",
+    "rustc",
+    "worker",
     "revision",
+    "domain",
+    "descriptor",
 ];
 
 /// Return the label names and values of a sample.

@@ -127,7 +127,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         &[
             &["decision_api", "ext_authz", "ratelimit_json"],
             &["decisions", "held_decisions", "named_limits", "ratelimit_service", "record"],
-            &["holdings"],
+            &["descriptor_checks", "holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],
             &["llm", "mirror", "rate_limit"],

@@ -16,8 +16,8 @@ use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::payload::llm::usage::COUNTED_KINDS;
 use crate::proxy::metrics::{
-    AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_descriptor_name,
-    split_token_counter_name,
+    AuthResult, COUNTED_STATUSES, CallResult, HIT_KINDS, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES,
+    split_descriptor_name, split_hits_name, split_token_counter_name,
 };
 use crate::proxy::mirror_state::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
@@ -70,11 +70,13 @@ impl MetricSource for ProcessState {
         self.write_dropped(exposition)
     }
 
-    /// Write the process metrics with the same names and meanings as the Prometheus client libraries.
+    /// Write the process metrics with the same names and meanings as the Prometheus client libraries, and the metrics of
+    /// envoyproxy/ratelimit.
     fn write_process(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         exposition
             .gauge("process_start_time_seconds", "Start time of the process since the Unix epoch")?
             .write_gauge(&[], self.started_at_s)?;
+        self.write_envoyproxy_ratelimit(exposition)?;
         let Some(usage) = ProcessUsage::read() else { return Ok(()) };
         exposition
             .counter("process_cpu_seconds", "User and system CPU time of the process")?
@@ -247,6 +249,7 @@ impl ProcessState {
                 writer.write_counter(&labels, count)?;
             }
         }
+        self.write_calls(exposition)?;
         let active = self.config_handle.active();
         let tokens = group(self.request_metrics.tokens.all(), |name| {
             let (route, limit) = split_token_counter_name(name);
@@ -288,6 +291,75 @@ impl ProcessState {
             &[],
             check_durations.iter().flat_map(|(_, histograms)| histograms).map(AsRef::as_ref),
         )
+    }
+
+    /// Write the metrics of the calls of the rate limit service.
+    fn write_calls(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let mut writer = exposition.counter("ratelimit_calls", "Calls of the rate limit service by result")?;
+        for (result, count) in CallResult::ALL.iter().zip(self.call_counts()) {
+            writer.write_counter(&[("result", result.label())], count)?;
+        }
+        let mut writer = exposition.counter(
+            "descriptors_unmatched",
+            "Descriptors of calls that no descriptor of the configuration matches, by domain; the domain is empty if it \
+             is not configured",
+        )?;
+        for (domain, counters) in self.request_metrics.unmatched_descriptors.all() {
+            let [count] = sum_counts(counters.iter().map(|counter| counter.values()));
+            writer.write_counter(&[("domain", &domain)], count)?;
+        }
+        Ok(())
+    }
+
+    fn call_counts(&self) -> [u64; CallResult::ALL.len()] {
+        let calls = self.request_metrics.calls.all();
+        sum_counts(calls.iter().flat_map(|(_, workers)| workers).map(|counter| counter.values()))
+    }
+
+    /// Write the metrics of envoyproxy/ratelimit, with the names of its Prometheus exporter, if the configuration has its
+    /// YAML files. They are gauges, because the names of counters would get a suffix.
+    fn write_envoyproxy_ratelimit(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        const NAMES: [&str; HIT_KINDS.len()] = [
+            "ratelimit_service_rate_limit_total_hits",
+            "ratelimit_service_rate_limit_over_limit",
+            "ratelimit_service_rate_limit_near_limit",
+            "ratelimit_service_rate_limit_within_limit",
+            "ratelimit_service_rate_limit_shadow_mode",
+        ];
+        let hits = self.request_metrics.hits.all();
+        if hits.is_empty() {
+            return Ok(());
+        }
+        let counts: Vec<_> = hits
+            .iter()
+            .map(|(name, counters)| {
+                (split_hits_name(name), sum_counts(counters.iter().map(|counter| counter.values())))
+            })
+            .collect();
+        for (kind, name) in NAMES.iter().enumerate() {
+            let mut writer = exposition.gauge(name, "As in envoyproxy/ratelimit: costs by domain and entries")?;
+            for ([domain, key1, key2], counts) in &counts {
+                let labels = [("domain", *domain), ("key1", key1), ("key2", key2)];
+                let present: Vec<_> = labels.into_iter().filter(|(_, value)| !value.is_empty()).collect();
+                writer.write_gauge(&present, counts[kind])?;
+            }
+        }
+        let calls = self.call_counts();
+        exposition
+            .gauge("ratelimit_service_total_requests", "As in envoyproxy/ratelimit: calls")?
+            .write_gauge(&[("grpc_method", "ShouldRateLimit")], calls.iter().sum())?;
+        let mut writer = exposition
+            .gauge("ratelimit_service_should_rate_limit_error", "As in envoyproxy/ratelimit: failed calls")?;
+        for (err_type, result) in [("redis_error", CallResult::StoreError), ("service_error", CallResult::Invalid)] {
+            writer.write_gauge(&[("err_type", err_type)], calls[result as usize])?;
+        }
+        let names = ["ratelimit_service_config_load_success", "ratelimit_service_config_load_error"];
+        for (name, count) in names.iter().zip(self.config_handle.reload_counts()) {
+            exposition
+                .gauge(name, "As in envoyproxy/ratelimit: loads of the configuration")?
+                .write_gauge(&[], count)?;
+        }
+        Ok(())
     }
 
     fn write_store(&self, exposition: &mut Exposition<'_>) -> fmt::Result {

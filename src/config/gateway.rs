@@ -81,6 +81,14 @@ pub struct RateLimitFiles {
     /// of this file. Each document has the descriptors of one domain. When a file changes, the gateway reloads the
     /// configuration.
     pub configuration: Option<Text>,
+    /// True: all descriptors of a call are one decision, which charges all of them or none. False: each descriptor is
+    /// decided and charged on its own, as in envoyproxy/ratelimit.
+    #[schemars(extend("default" = true))]
+    pub atomic: Option<Spanned<bool>>,
+    /// Whether the metadata of each response contains the domain, the descriptors and the cost of its call, as with
+    /// `RESPONSE_DYNAMIC_METADATA` of envoyproxy/ratelimit.
+    #[schemars(extend("default" = false))]
+    pub dynamic_metadata: Option<Spanned<bool>>,
     /// Count the limits of the YAML, but deny no request, as if each descriptor had `shadow_mode: true`.
     #[schemars(extend("default" = false))]
     pub shadow: Option<Spanned<bool>>,

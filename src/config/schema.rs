@@ -59,6 +59,11 @@ pub(super) fn tool_costs(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
+/// Return the schema of a table with any keys and values.
+pub(super) fn free_table(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "object" })
+}
+
 pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }

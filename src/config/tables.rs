@@ -414,6 +414,14 @@ pub struct Descriptor {
     /// Admit all requests with this descriptor, instead of `limits`.
     #[schemars(extend("default" = false))]
     pub unlimited: Option<Spanned<bool>>,
+    /// Deny a call only if all its descriptors with `quota_mode` are over their limits. Each of them is decided and
+    /// charged on its own.
+    #[schemars(extend("default" = false))]
+    pub quota_mode: Option<Spanned<bool>>,
+    /// Metadata for the filters of the proxy, such as the name of an upstream. If the descriptor is not over its limits,
+    /// the response contains it as `metadata`. If several descriptors have a value for a name, the first one applies.
+    #[schemars(schema_with = "schema::free_table")]
+    pub metadata: Option<Spanned<toml::Table>>,
 }
 
 /// `[notify.NAME]`: a destination of quota events. Either `webhook` or `stream` is set.

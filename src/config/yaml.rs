@@ -1,6 +1,7 @@
 //! YAML files of other programs: values with their position, read by the crate `saphyr-parser` within bounds.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use saphyr_parser::{Event, Parser, ScalarStyle, Span};
 
@@ -15,6 +16,10 @@ const MAX_VALUES: usize = 200_000;
 pub struct Node {
     /// Line of the value, counted from 1.
     pub line: usize,
+    /// Range of the value in the text, in characters. The range of a list or mapping is empty: it is its start.
+    pub span: Range<usize>,
+    /// Whether the value is written without quotes and tag: a text may then be a number or a boolean.
+    pub is_plain: bool,
     /// The value.
     pub value: Value,
 }
@@ -37,6 +42,8 @@ pub enum Value {
 pub struct Pair {
     /// Line of the key, counted from 1.
     pub line: usize,
+    /// Range of the key in the text, in characters.
+    pub span: Range<usize>,
     /// The key.
     pub key: String,
     /// The value.
@@ -49,11 +56,19 @@ pub struct Pair {
 pub struct YamlError {
     /// Line of the error, counted from 1.
     pub line: usize,
+    /// Range of the error in the text, in characters. It may be empty.
+    pub span: Range<usize>,
     /// What is wrong.
     pub message: String,
 }
 
 impl Node {
+    /// Create a value of a file in another format, of which only the line is known.
+    #[must_use]
+    pub fn of_line(line: usize, value: Value) -> Node {
+        Node { line, span: 0..0, is_plain: false, value }
+    }
+
     /// Return the value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&Node> {
@@ -85,6 +100,27 @@ impl Node {
     #[must_use]
     pub fn integer_of(&self, key: &str) -> Option<i64> {
         self.text_of(key).parse().ok()
+    }
+
+    /// Return the boolean that this value is in YAML 1.1, in which `yes` and `off` are booleans.
+    #[must_use]
+    pub fn boolean(&self) -> Option<bool> {
+        match self.text().filter(|_| self.is_plain)? {
+            "true" | "True" | "TRUE" | "y" | "Y" | "yes" | "Yes" | "YES" | "on" | "On" | "ON" => Some(true),
+            "false" | "False" | "FALSE" | "n" | "N" | "no" | "No" | "NO" | "off" | "Off" | "OFF" => Some(false),
+            _ => None,
+        }
+    }
+
+    /// Return the number that this value is. Digits may be separated by `_`.
+    #[must_use]
+    pub fn number(&self) -> Option<f64> {
+        let text = self.text().filter(|_| self.is_plain)?;
+        let is_number = |text: &str| {
+            let digits = text.trim_start_matches(['+', '-']).trim_start_matches('.');
+            digits.starts_with(|c: char| c.is_ascii_digit())
+        };
+        text.replace('_', "").parse().ok().filter(|_| is_number(text))
     }
 
     /// Return whether the value of a key is `true`.
@@ -143,16 +179,33 @@ pub fn parse(text: &str) -> Result<Vec<Node>, YamlError> {
         match event {
             Ok((event, span)) => builder.event(event, span)?,
             Err(error) => {
-                return Err(YamlError { line: error.marker().line(), message: error.info().to_owned() });
+                let marker = error.marker();
+                let position = Position { line: marker.line(), span: marker.index()..marker.index() };
+                return Err(position.error(error.info()));
             }
         }
     }
     Ok(builder.documents)
 }
 
+/// Where a value begins and ends.
+struct Position {
+    /// Line, counted from 1.
+    line: usize,
+    /// Range in characters.
+    span: Range<usize>,
+}
+
+impl Position {
+    fn error(self, message: impl Into<String>) -> YamlError {
+        YamlError { line: self.line, span: self.span, message: message.into() }
+    }
+}
+
 /// A list or mapping whose end has not been read.
 struct Open {
     line: usize,
+    start: usize,
     anchor: usize,
     items: Vec<Node>,
     is_map: bool,
@@ -169,7 +222,8 @@ struct Builder {
 
 impl Builder {
     fn event(&mut self, event: Event<'_>, span: Span) -> Result<(), YamlError> {
-        let line = span.start.line();
+        let position = Position { line: span.start.line(), span: span.start.index()..span.end.index() };
+        let Position { line, .. } = position;
         match event {
             Event::Scalar(text, style, anchor, tag) => {
                 let is_plain = style == ScalarStyle::Plain && tag.is_none();
@@ -177,18 +231,18 @@ impl Builder {
                     "" | "~" | "null" | "Null" | "NULL" if is_plain => Value::Null,
                     _ => Value::Text(text.into_owned()),
                 };
-                self.add(Node { line, value }, anchor, 1)
+                self.add(Node { line, span: position.span, is_plain, value }, anchor, 1)
             }
-            Event::SequenceStart(anchor, _) => self.begin(line, anchor, false),
-            Event::MappingStart(anchor, _) => self.begin(line, anchor, true),
+            Event::SequenceStart(anchor, _) => self.begin(position, anchor, false),
+            Event::MappingStart(anchor, _) => self.begin(position, anchor, true),
             Event::SequenceEnd | Event::MappingEnd => self.end(),
             Event::Alias(anchor) => match self.anchors.get(&anchor) {
                 Some(node) => {
                     let node = node.clone();
                     let size = node.size();
-                    self.add(Node { line, ..node }, 0, size)
+                    self.add(Node { line, span: position.span, ..node }, 0, size)
                 }
-                None => Err(YamlError { line, message: "the alias refers to a value that contains it".to_owned() }),
+                None => Err(position.error("the alias refers to a value that contains it")),
             },
             Event::DocumentEnd => {
                 self.anchors.clear();
@@ -198,18 +252,20 @@ impl Builder {
         }
     }
 
-    fn begin(&mut self, line: usize, anchor: usize, is_map: bool) -> Result<(), YamlError> {
+    fn begin(&mut self, position: Position, anchor: usize, is_map: bool) -> Result<(), YamlError> {
         if self.open.len() == MAX_DEPTH {
-            return Err(YamlError { line, message: format!("values are nested deeper than {MAX_DEPTH} levels") });
+            return Err(position.error(format!("values are nested deeper than {MAX_DEPTH} levels")));
         }
-        self.open.push(Open { line, anchor, items: Vec::new(), is_map });
+        let Position { line, span } = position;
+        self.open.push(Open { line, start: span.start, anchor, items: Vec::new(), is_map });
         Ok(())
     }
 
     fn end(&mut self) -> Result<(), YamlError> {
         let Some(open) = self.open.pop() else { return Ok(()) };
         let value = if open.is_map { Value::Map(pairs(open.items)?) } else { Value::List(open.items) };
-        self.add(Node { line: open.line, value }, open.anchor, 1)
+        let node = Node { line: open.line, span: open.start..open.start, is_plain: false, value };
+        self.add(node, open.anchor, 1)
     }
 
     /// Add a complete value to the list or mapping that contains it. `count` is the number of values that it adds. The
@@ -217,8 +273,8 @@ impl Builder {
     fn add(&mut self, node: Node, anchor: usize, count: usize) -> Result<(), YamlError> {
         self.values += count + if anchor > 0 { node.size() } else { 0 };
         if self.values > MAX_VALUES {
-            let message = format!("the file has more than {MAX_VALUES} values");
-            return Err(YamlError { line: node.line, message });
+            let position = Position { line: node.line, span: node.span };
+            return Err(position.error(format!("the file has more than {MAX_VALUES} values")));
         }
         if anchor > 0 {
             self.anchors.insert(anchor, node.clone());
@@ -238,12 +294,12 @@ fn pairs(items: Vec<Node>) -> Result<Vec<Pair>, YamlError> {
     let mut seen = std::collections::HashSet::new();
     let mut items = items.into_iter();
     while let (Some(key), Some(value)) = (items.next(), items.next()) {
-        let line = key.line;
+        let position = Position { line: key.line, span: key.span };
         let key = match key.value {
             Value::Text(text) => text,
             Value::Null => String::new(),
             Value::List(_) | Value::Map(_) => {
-                return Err(YamlError { line, message: "a key must be a text".to_owned() });
+                return Err(position.error("a key must be a text"));
             }
         };
         if key == "<<" {
@@ -255,9 +311,10 @@ fn pairs(items: Vec<Node>) -> Result<Vec<Pair>, YamlError> {
             continue;
         }
         if !seen.insert(key.clone()) {
-            return Err(YamlError { line, message: format!("the key `{key}` occurs twice") });
+            return Err(position.error(format!("the key `{key}` occurs twice")));
         }
-        pairs.push(Pair { line, key, value });
+        let Position { line, span } = position;
+        pairs.push(Pair { line, span, key, value });
     }
     for pair in merged {
         if seen.insert(pair.key.clone()) {
@@ -281,6 +338,34 @@ mod tests {
         assert_eq!(documents[0].pairs()[1].line, 4);
         assert!(matches!(documents[1].items()[0].value, Value::Null));
         assert_eq!(documents[1].items()[1].text(), Some("null"));
+    }
+
+    #[test]
+    fn values_and_keys_have_their_spans_in_characters() {
+        let text = "\"é\": x\nlist:\n  - key: 'a b'\n    flow: {u: day}\n";
+        let document = &parse(text).unwrap()[0];
+        let at = |span: &Range<usize>| text.chars().skip(span.start).take(span.len()).collect::<String>();
+        let [first, list] = document.pairs() else { panic!("{document:?}") };
+        assert_eq!(
+            (at(&first.span), at(&first.value.span), at(&list.span)),
+            ("\"é\"".into(), "x".into(), "list".into())
+        );
+        let item = &list.value.items()[0];
+        assert_eq!(text.chars().skip(item.span.start).take(3).collect::<String>(), "key");
+        assert_eq!(at(&item.get("key").unwrap().span), "'a b'");
+        let flow = item.get("flow").unwrap();
+        assert_eq!(text.chars().nth(flow.span.start), Some('{'));
+        assert_eq!((at(&flow.pairs()[0].span), at(&flow.get("u").unwrap().span)), ("u".into(), "day".into()));
+    }
+
+    #[test]
+    fn plain_texts_are_booleans_and_numbers_of_yaml_1_1() {
+        let values = &parse("[yes, 'yes', Off, 1_000, \"5\", -1.5e3, .5, +3, inf, nan, 1.2.3, _, '', x]").unwrap()[0];
+        let booleans: Vec<_> = values.items().iter().map(Node::boolean).collect();
+        assert_eq!(booleans[..4], [Some(true), None, Some(false), None]);
+        let numbers: Vec<_> = values.items().iter().map(Node::number).collect();
+        assert_eq!(numbers[3..8], [Some(1000.0), None, Some(-1500.0), Some(0.5), Some(3.0)]);
+        assert_eq!(numbers[8..], [None; 6]);
     }
 
     #[test]

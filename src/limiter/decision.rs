@@ -14,7 +14,7 @@ use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, StoreError, Verdict};
 
 /// A check of one limit for one identity.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LimitCheck<'a, 'p> {
     /// Index of the limit on the route.
     pub limit_index: usize,

@@ -149,6 +149,16 @@ impl<T: Default> MetricFamily<T> {
         metrics.entry(name.into()).or_default().entry(worker).or_default().clone()
     }
 
+    /// Return the metrics of a worker by a name that clients choose. Return `None` if the name is new, and there are
+    /// `max` names.
+    pub fn get_within(&self, max: usize, name: &str, worker: usize) -> Option<Arc<T>> {
+        let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if metrics.len() >= max && !metrics.contains_key(name) {
+            return None;
+        }
+        Some(metrics.entry(name.into()).or_default().entry(worker).or_default().clone())
+    }
+
     /// Return the metrics of all workers, sorted by name.
     pub fn all(&self) -> Vec<(Box<str>, Vec<Arc<T>>)> {
         let metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -179,5 +189,7 @@ mod tests {
         family.get_or_create("a", 0).increment(1);
         let all = family.all();
         assert_eq!((&*all[0].0, all[0].1[0].values(), all[0].1[1].values()), ("a", [0, 2], [0, 1]));
+        assert!(family.get_within(2, "b", 0).is_some() && family.get_within(2, "a", 2).is_some());
+        assert!(family.get_within(2, "c", 0).is_none());
     }
 }

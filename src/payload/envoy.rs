@@ -112,6 +112,11 @@ impl Unit {
         Unit::WINDOWS.iter().find(|(_, window)| *window == seconds).map_or(Unit::Unknown, |(unit, _)| *unit)
     }
 
+    /// Return the name of the unit in the schema.
+    pub fn name(self) -> &'static str {
+        Unit::NAMES.iter().find(|(_, unit)| *unit == self).map_or("UNKNOWN", |(name, _)| name)
+    }
+
     /// Return the length of the window in seconds.
     pub fn seconds(self) -> Option<u64> {
         Unit::WINDOWS.iter().find(|(unit, _)| *unit == self).map(|(_, window)| *window)
@@ -253,6 +258,21 @@ pub struct List {
     /// The items.
     #[prost(message, repeated, tag = "1")]
     pub values: Vec<Value>,
+}
+
+impl Struct {
+    /// Add the members of another object. A member that both have keeps its value, except that two objects are merged.
+    pub fn merge(&mut self, other: &Struct) {
+        for (name, value) in &other.fields {
+            match (self.fields.get_mut(name).map(|own| &mut own.kind), &value.kind) {
+                (Some(Some(Kind::Object(own))), Some(Kind::Object(object))) => own.merge(object),
+                (Some(_), _) => {}
+                (None, _) => {
+                    self.fields.insert(name.clone(), value.clone());
+                }
+            }
+        }
+    }
 }
 
 impl From<Kind> for Value {

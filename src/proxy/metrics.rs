@@ -1,6 +1,8 @@
 //! Request metrics of a worker: requests by route, decisions by limit, responses by upstream, and the identities with
 //! the most denials or the highest costs.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::available_parallelism;
@@ -16,10 +18,12 @@ use crate::http::body::Body;
 use crate::http::body_limits::{BufferBudget, RestCounter, UsageByNetwork};
 use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
+use crate::limiter::algorithm::Outcome;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::{Counter, Histogram, MetricFamily};
+use crate::limiter::quota::Quota;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::payload::llm::usage::{COUNTED_KINDS, TokenUsage};
@@ -140,6 +144,65 @@ impl LimitDecision {
     }
 }
 
+/// The result of a call of the rate limit service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CallResult {
+    /// The call was admitted.
+    Allowed,
+    /// The call was denied.
+    Denied,
+    /// The call was denied because the store failed or was late.
+    StoreError,
+    /// The call was denied because it exceeds a bound.
+    Unchecked,
+    /// The call got an error.
+    Invalid,
+}
+
+impl CallResult {
+    /// All values of this enum. The counters are stored in the order of this list.
+    pub const ALL: [CallResult; 5] =
+        [CallResult::Allowed, CallResult::Denied, CallResult::StoreError, CallResult::Unchecked, CallResult::Invalid];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            CallResult::Allowed => "allowed",
+            CallResult::Denied => "denied",
+            CallResult::StoreError => "store_error",
+            CallResult::Unchecked => "unchecked",
+            CallResult::Invalid => "invalid",
+        }
+    }
+}
+
+/// The costs of a descriptor on a call, in the kinds that envoyproxy/ratelimit counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Hits([u64; HIT_KINDS.len()]);
+
+/// The kinds of [`Hits`], as envoyproxy/ratelimit names them.
+pub const HIT_KINDS: [&str; 5] = ["total_hits", "over_limit", "near_limit", "within_limit", "shadow_mode"];
+
+/// Maximum number of series of [`Hits`]. Series without values of calls are not bounded by this number.
+const MAX_HIT_SERIES: usize = 1_000;
+
+impl Hits {
+    /// Return the hits of a descriptor with this cost. A cost counts as near the limit if it is admitted beyond 80 % of
+    /// the quota. `usage` is the quota and the outcome of the limit, if they are known.
+    pub(super) fn new(cost: u64, decided: Option<LimitDecision>, usage: Option<(Quota, Outcome)>) -> Self {
+        let near = usage.map_or(0, |(quota, outcome)| {
+            let used = quota.count.saturating_sub(outcome.remaining);
+            used.saturating_sub(quota.count * 4 / 5).min(cost)
+        });
+        match decided {
+            Some(LimitDecision::Allowed | LimitDecision::LocalAllowed) => Hits([cost, 0, near, cost, 0]),
+            Some(LimitDecision::Denied | LimitDecision::LocalDenied) => Hits([cost, cost, 0, 0, 0]),
+            Some(LimitDecision::ShadowDenied) => Hits([cost, cost, 0, 0, cost]),
+            Some(LimitDecision::StoreError) | None => Hits([cost, 0, 0, 0, 0]),
+        }
+    }
+}
+
 /// The result of a call to an authentication server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AuthResult {
@@ -182,6 +245,12 @@ pub struct RequestMetrics {
     pub tokens: MetricFamily<Counter<4>>,
     /// Decisions by descriptor (see [`split_descriptor_name`]) and [`LimitDecision`].
     pub descriptors: MetricFamily<Counter<6>>,
+    /// Calls of the rate limit service by [`CallResult`].
+    pub calls: MetricFamily<Counter<{ CallResult::ALL.len() }>>,
+    /// Descriptors of calls that no descriptor of the configuration matches, by domain. Empty for unknown domains.
+    pub unmatched_descriptors: MetricFamily<Counter<1>>,
+    /// Hits by [`hits_name`] and [`HIT_KINDS`].
+    pub hits: Arc<MetricFamily<Counter<{ HIT_KINDS.len() }>>>,
     /// Tokens of LLM requests by route and [`COUNTED_KINDS`].
     pub token_kinds: MetricFamily<Counter<{ COUNTED_KINDS.len() }>>,
     /// Requests that at least one limit denied, by route.
@@ -260,6 +329,20 @@ pub fn split_descriptor_name(name: &str) -> (&str, &str) {
     name.split_once('\n').unwrap_or((name, ""))
 }
 
+/// Return the name of the counters of [`Hits`]: the domain and the labels of the first two entries, separated by line
+/// breaks.
+fn hits_name(domain: &str, labels: [&str; 2]) -> String {
+    let [first, second] = labels;
+    format!("{domain}\n{first}\n{second}")
+}
+
+/// Split a name in [`RequestMetrics::hits`] into the domain and the labels of the first two entries. An absent entry has
+/// an empty label.
+pub fn split_hits_name(name: &str) -> [&str; 3] {
+    let mut parts = name.splitn(3, '\n');
+    [0; 3].map(|_| parts.next().unwrap_or_default())
+}
+
 /// Number of responses, for each entry of [`COUNTED_STATUSES`].
 pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 
@@ -294,6 +377,11 @@ pub(super) struct WorkerMetrics {
     unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
     descriptors: Vec<DescriptorMetrics>,
+    calls: Arc<Counter<{ CallResult::ALL.len() }>>,
+    /// By domain. The empty name stands for unknown domains.
+    unmatched_descriptors: HashMap<Box<[u8]>, Arc<Counter<1>>>,
+    hits: Arc<MetricFamily<Counter<{ HIT_KINDS.len() }>>>,
+    worker: usize,
     /// Counters of [`AuthResult`] by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
@@ -306,7 +394,10 @@ pub(super) struct WorkerMetrics {
 
 #[derive(Debug)]
 struct DescriptorMetrics {
+    domain: Box<str>,
     decisions: Arc<Counter<6>>,
+    /// The hits of a descriptor of a YAML file, without values of calls.
+    hits: Option<Arc<Counter<{ HIT_KINDS.len() }>>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
 }
 
@@ -414,6 +505,10 @@ impl WorkerMetrics {
             failures: request_metrics.upstream_failures.get_or_create(name, worker),
         };
         let descriptor_metrics = |rule: &DescriptorRule| DescriptorMetrics {
+            domain: rule.domain.clone(),
+            hits: rule.of_file.as_ref().map(|of_file| {
+                request_metrics.hits.get_or_create(&hits_name(&rule.domain, of_file.metric.fixed()), worker)
+            }),
             decisions: request_metrics.descriptors.get_or_create(&descriptor_name(&rule.domain, &rule.name), worker),
             limits: rule
                 .limits
@@ -424,6 +519,9 @@ impl WorkerMetrics {
                     (decisions, request_metrics.top_denied.get_or_create(name, worker))
                 })
                 .collect(),
+        };
+        let unmatched = |domain: &str| {
+            (domain.as_bytes().into(), request_metrics.unmatched_descriptors.get_or_create(domain, worker))
         };
         let mirror = |route: &crate::snapshot::routes::Route| {
             route.mirror.as_ref().map(|_| request_metrics.mirrors.get_or_create(&route.name, worker))
@@ -447,6 +545,17 @@ impl WorkerMetrics {
                 .collect(),
             unmatched: responses(""),
             descriptors: config.descriptors.rules.iter().map(descriptor_metrics).collect(),
+            calls: request_metrics.calls.get_or_create("", worker),
+            unmatched_descriptors: config
+                .descriptors
+                .rules
+                .iter()
+                .map(|rule| &*rule.domain)
+                .chain([""])
+                .map(unmatched)
+                .collect(),
+            hits: request_metrics.hits.clone(),
+            worker,
             upstreams: config.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
             forward_auth: config
                 .auth
@@ -549,6 +658,33 @@ impl WorkerMetrics {
     /// Record the duration of the checks of a call of the rate limit service.
     pub(super) fn record_check_duration(&self, elapsed: Duration) {
         self.check_durations.observe(elapsed);
+    }
+
+    /// Record a call of the rate limit service.
+    pub(super) fn record_call(&self, result: CallResult) {
+        self.calls.increment(result as usize);
+    }
+
+    /// Record descriptors of a call that no descriptor of the configuration matches.
+    pub(super) fn record_unmatched(&self, domain: &[u8], count: u64) {
+        if count > 0 {
+            let counter = self.unmatched_descriptors.get(domain).or_else(|| self.unmatched_descriptors.get(&b""[..]));
+            counter.into_iter().for_each(|counter| counter.add(0, count));
+        }
+    }
+
+    /// Record the hits of a descriptor with this index. `labels` are those with the values of the call, which have a
+    /// series of their own unless there are too many series.
+    pub(super) fn record_hits(&self, rule_index: usize, labels: Option<[Cow<'_, str>; 2]>, hits: Hits) {
+        let DescriptorMetrics { domain, hits: fixed, .. } = &self.descriptors[rule_index];
+        let of_call = labels.and_then(|[first, second]| {
+            self.hits.get_within(MAX_HIT_SERIES, &hits_name(domain, [&first, &second]), self.worker)
+        });
+        if let Some(counter) = of_call.as_ref().or(fixed.as_ref()) {
+            for (kind, cost) in hits.0.into_iter().enumerate().filter(|(_, cost)| *cost > 0) {
+                counter.add(kind, cost);
+            }
+        }
     }
 
     /// Record the decision of a descriptor with this index on a call.

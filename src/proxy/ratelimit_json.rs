@@ -21,7 +21,7 @@ use crate::payload::envoy::{
     RateLimitResponse, Struct, Unit, Value,
 };
 use crate::proxy::body;
-use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer, deny_too_long, deny_unread};
+use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer};
 use crate::proxy::request::Peer;
 
 /// Answer a request of a client.
@@ -61,8 +61,8 @@ async fn decide(
             let request = parse(&bytes)?;
             service.decide(&request).await.map_err(|CallError { message, .. }| message.to_owned())?
         }
-        ReadBody::TooLong => deny_too_long(),
-        ReadBody::NoCapacity => deny_unread(),
+        ReadBody::TooLong => service.deny_too_long(),
+        ReadBody::NoCapacity => service.deny_unread(),
     };
     let status = match answer.overall_code() {
         Code::Ok => StatusCode::OK,

@@ -1,9 +1,13 @@
 //! Reads descriptors from the YAML files of envoyproxy/ratelimit, and finds them in the order of envoyproxy/ratelimit.
 
+use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fs, io};
+
+use prost::Message;
 
 use crate::config::error::{FileIssues, Issue};
 use crate::config::sources::{FileSnapshot, utf8_text};
@@ -16,7 +20,7 @@ use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::limiter::quota::{Quota, QuotaError};
 use crate::limiter::spec::{LimitSpec, LocalShare};
-use crate::payload::envoy::Unit;
+use crate::payload::envoy::{Kind, List, Struct, Unit};
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::limits::LimitContext;
 
@@ -25,6 +29,12 @@ const MAX_ENTRIES: usize = 32;
 
 /// Maximum length of the name of a limit.
 const MAX_NAME_LENGTH: usize = 64;
+
+/// Maximum length of the `metadata` of a descriptor in a response, in bytes.
+const MAX_METADATA: usize = 4 << 10;
+
+/// Maximum length of a value in the name of a metric, in bytes.
+const MAX_METRIC_VALUE: usize = 128;
 
 /// Tag of the domain, keys and values in an identity. No part of another identity has this tag.
 const TAG: u8 = b'Y';
@@ -179,6 +189,62 @@ pub struct FileRule {
     pub denies_all: Option<Unit>,
     /// For each entry: the wildcard that is part of the identity instead of the key and the value (`share_threshold`).
     shared: Vec<Option<Box<str>>>,
+    /// The labels of the descriptor in the metrics of envoyproxy/ratelimit.
+    pub metric: MetricEntries,
+}
+
+/// The labels of the entries of a descriptor in the metrics of envoyproxy/ratelimit: `KEY` or `KEY_VALUE`. Only the
+/// first two entries have labels.
+#[derive(Debug, Default, Clone)]
+pub struct MetricEntries {
+    entries: Vec<MetricEntry>,
+    /// Whether the labels have the values of the call (`detailed_metric`).
+    is_detailed: bool,
+}
+
+/// The label of an entry in the metrics of envoyproxy/ratelimit.
+#[derive(Debug, Default, Clone)]
+struct MetricEntry {
+    /// The label without the value of the call.
+    label: Box<str>,
+    /// Whether the label has the value of the call (`value_to_metric`).
+    has_value: bool,
+    /// Whether the label always is the wildcard (`share_threshold`).
+    is_shared: bool,
+}
+
+impl MetricEntries {
+    /// Return the labels without values of calls. Absent entries have an empty label.
+    pub fn fixed(&self) -> [&str; 2] {
+        [0, 1].map(|index| self.entries.get(index).map_or("", |entry| &entry.label))
+    }
+
+    /// Return the labels with the values of a call. Return `None` if the labels have no values, or if a value is too
+    /// long.
+    pub fn of_call<'e>(
+        &self,
+        entries: impl Iterator<Item = (&'e [u8], &'e [u8])> + Clone,
+    ) -> Option<[Cow<'_, str>; 2]> {
+        let has_value = |entry: &MetricEntry| entry.has_value || (self.is_detailed && !entry.is_shared);
+        let is_fixed = !self.is_detailed && !self.entries.iter().any(has_value);
+        if is_fixed || entries.clone().take(2).any(|(key, value)| key.len() + value.len() > MAX_METRIC_VALUE) {
+            return None;
+        }
+        let mut entries = entries.enumerate().map(|(index, (key, value))| match self.entries.get(index) {
+            Some(entry) if !has_value(entry) => Cow::Borrowed(&*entry.label),
+            Some(_) | None => {
+                let [key, value] = [key, value].map(String::from_utf8_lossy);
+                Cow::Owned(metric_label(&key, &value))
+            }
+        });
+        Some([0, 1].map(|_| entries.next().unwrap_or_default()))
+    }
+}
+
+/// Return a label as envoyproxy/ratelimit and the Prometheus exporter for StatsD build it. They reserve `.`, `:` and `|`.
+fn metric_label(key: &str, value: &str) -> String {
+    let joined = if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") };
+    joined.replace(['.', ':', '|', '\n'], "_")
 }
 
 impl FileRule {
@@ -211,6 +277,8 @@ pub(super) struct ReadRule {
     /// The limit. `None` if the descriptor is unlimited, or denies every request.
     pub(super) limit: Option<Arc<LimitSpec>>,
     pub(super) identity_spec: IdentitySpec,
+    pub(super) is_quota: bool,
+    pub(super) metadata: Option<Struct>,
     pub(super) rule: FileRule,
 }
 
@@ -220,8 +288,6 @@ pub(super) struct ReadFiles {
     pub(super) domains: HashMap<Box<[u8]>, FileDomain>,
     pub(super) rules: Vec<ReadRule>,
     pub(super) faulty: Vec<FileIssues>,
-    /// Keys without effect, each with the file and line where it is set.
-    pub(super) without_effect: Vec<String>,
 }
 
 /// What the limits of all files have in common.
@@ -245,10 +311,10 @@ pub(super) fn read_files(files: &[FileSnapshot], context: FileContext<'_>) -> Re
                 continue;
             }
         };
-        let mut reader = FileReader { path: &file.path, text: &text, issues: Vec::new(), read: &mut read, context };
+        let mut reader = FileReader { text: &text, issues: Vec::new(), read: &mut read, context };
         match yaml::parse(&text) {
             Ok(documents) => documents.iter().for_each(|document| reader.domain(document)),
-            Err(error) => reader.issue(error.line, "", error.message, "write the YAML of envoyproxy/ratelimit"),
+            Err(error) => reader.issue(&error.span, error.message, "write the YAML of envoyproxy/ratelimit"),
         }
         let issues = reader.issues;
         if !issues.is_empty() {
@@ -259,7 +325,6 @@ pub(super) fn read_files(files: &[FileSnapshot], context: FileContext<'_>) -> Re
 }
 
 struct FileReader<'f, 'r> {
-    path: &'f Path,
     text: &'f str,
     issues: Vec<Issue>,
     read: &'r mut ReadFiles,
@@ -273,76 +338,101 @@ struct Entries {
     names: Vec<String>,
     keys: Vec<Box<str>>,
     shared: Vec<Option<Box<str>>>,
+    metrics: Vec<MetricEntry>,
+}
+
+/// The keys of a descriptor that apply to its limit.
+struct LimitOptions {
+    is_shadow: bool,
+    is_quota: bool,
+    is_detailed: bool,
+    metadata: Option<Struct>,
 }
 
 impl FileReader<'_, '_> {
-    /// Report an error about `written` in this line, or about the whole line.
-    fn issue(&mut self, line: usize, written: &str, message: impl Into<String>, hint: &str) {
-        let start: usize = self.text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
-        let text = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or_default();
-        let indent = text.len() - text.trim_start().len();
-        let offset = text.rfind(written).filter(|_| !written.is_empty()).unwrap_or(indent);
-        let length = if written.is_empty() { text.trim().len() } else { written.len() };
-        let end = (start + offset + length).min(start + text.len());
-        self.issues.push(Issue::new(start + offset..end, message).with_hint(hint));
+    /// Report an error at a range in characters. An empty range stands for the rest of its line.
+    fn issue(&mut self, span: &Range<usize>, message: impl Into<String>, hint: &str) {
+        let byte = |at: usize| self.text.char_indices().nth(at).map_or(self.text.len(), |(index, _)| index);
+        let start = byte(span.start);
+        let rest = self.text.get(start..).and_then(|rest| rest.lines().next()).unwrap_or_default().trim_end();
+        let end = if span.is_empty() { start + rest.len() } else { byte(span.end) };
+        self.issues.push(Issue::new(start..end, message).with_hint(hint));
     }
 
     /// Report unknown keys of a mapping, and a value that is no mapping.
     fn check_keys(&mut self, node: &Node, known: &[&str], what: &str) {
         if !matches!(node.value, Value::Map(_)) {
-            self.issue(node.line, "", format!("{what} must be a mapping"), &format!("its keys: {}", known.join(", ")));
+            self.issue(&node.span, format!("{what} must be a mapping"), &format!("its keys: {}", known.join(", ")));
         }
         for pair in node.pairs().iter().filter(|pair| !known.contains(&&*pair.key)) {
             let hint = match closest_name(&pair.key, known.iter().copied()) {
                 Some(near) => format!("did you mean `{near}`?"),
                 None => format!("known keys: {}", known.join(", ")),
             };
-            self.issue(pair.line, &pair.key, format!("unknown key `{}` of {what}", pair.key), &hint);
+            self.issue(&pair.span, format!("unknown key `{}` of {what}", pair.key), &hint);
         }
     }
 
     /// Return the text of a key. An absent key has an empty text.
     fn text(&mut self, node: &Node, key: &str) -> String {
-        match node.get(key).map(|value| (&value.value, value.line)) {
+        match node.get(key).map(|value| (&value.value, &value.span)) {
             None | Some((Value::Null, _)) => String::new(),
             Some((Value::Text(text), _)) => text.clone(),
-            Some((Value::List(_) | Value::Map(_), line)) => {
-                self.issue(line, key, format!("`{key}` must be a text"), &format!("write {key}: TEXT"));
+            Some((Value::List(_) | Value::Map(_), span)) => {
+                self.issue(span, format!("`{key}` must be a text"), &format!("write {key}: TEXT"));
                 String::new()
             }
         }
     }
 
     fn flag(&mut self, node: &Node, key: &str) -> bool {
-        let text = self.text(node, key);
-        if !matches!(&*text, "" | "true" | "false") {
-            let line = node.get(key).map_or(node.line, |value| value.line);
-            self.issue(line, &text, format!("`{key}` must be true or false"), &format!("write {key}: true"));
-        }
-        text == "true"
+        let Some(value) = node.get(key).filter(|value| !matches!(value.value, Value::Null)) else { return false };
+        value.boolean().unwrap_or_else(|| {
+            self.issue(&value.span, format!("`{key}` must be true or false"), &format!("write {key}: true"));
+            false
+        })
     }
 
     /// Return the items of a list in a key.
     fn items<'n>(&mut self, node: &'n Node, key: &str) -> &'n [Node] {
         match node.get(key) {
-            Some(Node { value: Value::Text(_) | Value::Map(_), line }) => {
-                self.issue(*line, "", format!("`{key}` must be a list"), "start each item with `- `");
+            Some(Node { value: Value::Text(_) | Value::Map(_), span, .. }) => {
+                self.issue(span, format!("`{key}` must be a list"), "start each item with `- `");
                 &[]
             }
             value => value.map_or(&[], Node::items),
         }
     }
 
+    /// Return the range of a key of a mapping.
+    fn key_span(node: &Node, key: &str) -> Range<usize> {
+        node.pairs().iter().find(|pair| pair.key == key).map_or(node.span.clone(), |pair| pair.span.clone())
+    }
+
+    fn metadata(&mut self, node: &Node) -> Option<Struct> {
+        let value = node.get("metadata").filter(|value| !matches!(value.value, Value::Null))?;
+        let span = Self::key_span(node, "metadata");
+        if !matches!(value.value, Value::Map(_)) {
+            self.issue(&span, "`metadata` must be a mapping", "write NAME: VALUE below it");
+            return None;
+        }
+        let metadata = to_struct(value);
+        if let Err(error) = check_metadata(&metadata) {
+            self.issue(&span, error, METADATA_HINT);
+        }
+        Some(metadata).filter(|metadata| !metadata.fields.is_empty())
+    }
+
     fn domain(&mut self, node: &Node) {
         self.check_keys(node, DOMAIN_KEYS, "a domain");
         let domain: Box<str> = self.text(node, "domain").into();
         if domain.is_empty() {
-            return self.issue(node.line, "", "`domain` is missing", "write the `domain` of the proxy's filter");
+            return self.issue(&node.span, "`domain` is missing", "write the `domain` of the proxy's filter");
         }
         if self.read.domains.contains_key(domain.as_bytes()) {
-            let line = node.get("domain").map_or(node.line, |value| value.line);
+            let span = node.get("domain").map_or(&node.span, |value| &value.span);
             let hint = "write all descriptors of a domain into one document";
-            return self.issue(line, &domain, format!("the domain `{domain}` occurs twice"), hint);
+            return self.issue(span, format!("the domain `{domain}` occurs twice"), hint);
         }
         let mut root = Level::default();
         let mut path = Entries { domain: domain.clone(), ..Entries::default() };
@@ -357,7 +447,12 @@ impl FileReader<'_, '_> {
             name: "(limit of the call)".into(),
             limit: limit.ok().map(Arc::new),
             identity_spec: identity_spec(&[]),
-            rule: FileRule::default(),
+            is_quota: false,
+            metadata: None,
+            rule: FileRule {
+                metric: MetricEntries { is_detailed: true, ..MetricEntries::default() },
+                ..FileRule::default()
+            },
         });
         self.read.domains.insert(domain.as_bytes().into(), FileDomain { root, rule_of_call });
     }
@@ -366,45 +461,36 @@ impl FileReader<'_, '_> {
         self.check_keys(node, DESCRIPTOR_KEYS, "a descriptor");
         let [key, value] = ["key", "value"].map(|name| self.text(node, name));
         if key.is_empty() {
-            return self.issue(node.line, "", "`key` is missing", "write the key of the entry, such as generic_key");
+            return self.issue(&node.span, "`key` is missing", "write the key of the entry, such as generic_key");
         }
         if path.keys.len() == MAX_ENTRIES {
             let message = format!("a descriptor has at most {MAX_ENTRIES} entries");
-            return self.issue(node.line, "", message, "remove levels of `descriptors`");
+            return self.issue(&node.span, message, "remove levels of `descriptors`");
         }
         let name = if value.is_empty() { key.clone() } else { format!("{key}={value}") };
         let Some(child) = level.add(&key, &value) else {
             let message = format!("the descriptor `{name}` occurs twice");
-            return self.issue(node.line, "", message, "write the entry once, with all its `descriptors`");
+            return self.issue(&node.span, message, "write the entry once, with all its `descriptors`");
         };
+        let is_wildcard = name.contains('*');
         let is_shared = self.flag(node, "share_threshold");
-        if is_shared && !name.contains('*') {
-            let line = node.get("share_threshold").map_or(node.line, |value| value.line);
+        if is_shared && !is_wildcard {
             let hint = "write `*` in `value`, or remove the key";
-            self.issue(line, "share_threshold", "`share_threshold` needs a wildcard", hint);
+            self.issue(&Self::key_span(node, "share_threshold"), "`share_threshold` needs a wildcard", hint);
         }
-        for (name, reason) in [
-            ("quota_mode", "all descriptors of a call are one decision"),
-            ("metadata", "it has no effect without `quota_mode`"),
-        ] {
-            let Some(written) = node.get(name) else { continue };
-            if !(matches!(written.value, Value::Null) || written.text() == Some("false")) {
-                let line = node.pairs().iter().find(|pair| pair.key == name).map_or(node.line, |pair| pair.line);
-                self.issue(line, name, format!("`{name}` is not supported: {reason}"), "remove the key");
-            }
-        }
-        for name in ["detailed_metric", "value_to_metric"] {
-            if self.flag(node, name) {
-                let line = node.get(name).map_or(node.line, |value| value.line);
-                self.read.without_effect.push(format!("`{name}` in {}:{line}", self.path.display()));
-            }
-        }
+        let has_value = self.flag(node, "value_to_metric") && !is_shared && (value.is_empty() || is_wildcard);
+        path.metrics.push(MetricEntry { label: metric_label(&key, &value).into(), has_value, is_shared });
         path.shared.push(is_shared.then(|| name.clone().into()));
         path.names.push(name);
         path.keys.push(key.into());
-        let is_shadow = self.flag(node, "shadow_mode") || self.context.shadow;
+        let options = LimitOptions {
+            is_shadow: self.flag(node, "shadow_mode") || self.context.shadow,
+            is_quota: self.flag(node, "quota_mode"),
+            is_detailed: self.flag(node, "detailed_metric"),
+            metadata: self.metadata(node),
+        };
         if let Some(rate_limit) = node.get("rate_limit").filter(|value| !matches!(value.value, Value::Null)) {
-            child.rule = self.rule(rate_limit, path, is_shadow);
+            child.rule = self.rule(rate_limit, path, options);
         }
         for item in self.items(node, "descriptors") {
             self.descriptor(item, child, path);
@@ -412,10 +498,12 @@ impl FileReader<'_, '_> {
         path.names.pop();
         path.keys.pop();
         path.shared.pop();
+        path.metrics.pop();
     }
 
     /// Add the rule of a `rate_limit`, and return its index.
-    fn rule(&mut self, node: &Node, path: &Entries, is_shadow: bool) -> Option<usize> {
+    fn rule(&mut self, node: &Node, path: &Entries, options: LimitOptions) -> Option<usize> {
+        let LimitOptions { is_shadow, is_quota, is_detailed, metadata } = options;
         self.check_keys(node, LIMIT_KEYS, "`rate_limit`");
         let limit_name = self.text(node, "name");
         let mut replaces = Vec::new();
@@ -423,14 +511,15 @@ impl FileReader<'_, '_> {
             self.check_keys(item, &["name"], "`replaces`");
             let name = self.text(item, "name");
             if name.is_empty() || name == limit_name {
-                self.issue(item.line, "", "`replaces` needs the name of another limit", "write - name: NAME");
+                self.issue(&item.span, "`replaces` needs the name of another limit", "write - name: NAME");
             }
             replaces.push(name.into());
         }
         let is_unlimited = self.flag(node, "unlimited");
         let unit = self.unit(node, is_unlimited);
         let count = self.count(node, is_unlimited);
-        let mut rule = FileRule { replaces, shared: path.shared.clone(), ..FileRule::default() };
+        let metric = MetricEntries { entries: path.metrics.iter().take(2).cloned().collect(), is_detailed };
+        let mut rule = FileRule { replaces, shared: path.shared.clone(), metric, ..FileRule::default() };
         let limit = match (count, unit) {
             _ if is_unlimited => None,
             // A shadow limit denies nothing.
@@ -444,7 +533,7 @@ impl FileReader<'_, '_> {
                 match self.limit(name, count, unit, is_shadow) {
                     Ok(limit) => Some(Arc::new(limit)),
                     Err(error) => {
-                        self.issue(node.line, "", error.to_string(), "set a smaller quota");
+                        self.issue(&node.span, error.to_string(), "set a smaller quota");
                         return None;
                     }
                 }
@@ -457,6 +546,8 @@ impl FileReader<'_, '_> {
             name: path.names.join("/").into(),
             limit,
             identity_spec: identity_spec(&path.keys),
+            is_quota,
+            metadata,
             rule,
         });
         Some(self.context.first_rule + self.read.rules.len() - 1)
@@ -465,17 +556,18 @@ impl FileReader<'_, '_> {
     fn unit(&mut self, node: &Node, is_unlimited: bool) -> Option<Unit> {
         let text = self.text(node, "unit");
         let known = Unit::NAMES.iter().find(|(name, _)| name.eq_ignore_ascii_case(&text)).map(|(_, unit)| *unit);
-        let line = node.get("unit").map_or(node.line, |value| value.line);
+        let span = node.get("unit").map_or(&node.span, |value| &value.span);
         match known {
             Some(_) if is_unlimited => {
-                self.issue(line, "unit", "`unit` and `unlimited` cannot be combined", "remove one of them");
+                let span = Self::key_span(node, "unit");
+                self.issue(&span, "`unit` and `unlimited` cannot be combined", "remove one of them");
             }
             None if !is_unlimited => {
                 let near = closest_name(&text.to_uppercase(), Unit::NAMES.iter().map(|(name, _)| *name));
                 let hint = near.map_or("SECOND, MINUTE, HOUR, DAY, WEEK, MONTH or YEAR".to_owned(), |near| {
                     format!("did you mean `{near}`?")
                 });
-                self.issue(line, &text, format!("unknown unit `{text}`"), &hint);
+                self.issue(span, format!("unknown unit `{text}`"), &hint);
             }
             Some(_) | None => {}
         }
@@ -483,23 +575,26 @@ impl FileReader<'_, '_> {
     }
 
     fn count(&mut self, node: &Node, is_unlimited: bool) -> Option<u32> {
-        let text = self.text(node, "requests_per_unit");
-        let count = text.parse::<u32>().ok();
-        let line = node.get("requests_per_unit").map_or(node.line, |value| value.line);
-        match count {
-            None if !is_unlimited && text.is_empty() => {
+        let Some(value) = node.get("requests_per_unit").filter(|value| !matches!(value.value, Value::Null)) else {
+            if !is_unlimited {
                 let hint = "write requests_per_unit: 0 to deny every request, or unlimited: true";
-                self.issue(line, "", "`requests_per_unit` is missing", hint);
+                self.issue(&node.span, "`requests_per_unit` is missing", hint);
             }
-            None if !text.is_empty() => {
-                let message = format!("`{text}` is not a number from 0 to {}", u32::MAX);
-                self.issue(line, &text, message, "write the number of requests of a unit");
+            return None;
+        };
+        let is_count = |number: &f64| (0.0..=f64::from(u32::MAX)).contains(number) && number.fract() == 0.0;
+        let count = value.number().filter(is_count).map(|number| number as u32);
+        match count {
+            None => {
+                let message = format!("`{}` is not a number from 0 to {}", value.text().unwrap_or("…"), u32::MAX);
+                self.issue(&value.span, message, "write the number of requests of a unit");
             }
             Some(1..) if is_unlimited => {
+                let span = Self::key_span(node, "requests_per_unit");
                 let message = "`requests_per_unit` and `unlimited` cannot be combined";
-                self.issue(line, "requests_per_unit", message, "remove one of them");
+                self.issue(&span, message, "remove one of them");
             }
-            Some(_) | None => {}
+            Some(_) => {}
         }
         count
     }
@@ -514,6 +609,54 @@ impl FileReader<'_, '_> {
         let name: String = name.chars().map(|c| if is_plain(c) { c } else { '-' }).take(MAX_NAME_LENGTH).collect();
         let share = LocalShare { gateways: gateways.clone(), ..LocalShare::default() };
         Ok(LimitSpec { shadow, ..LimitSpec::new(hasher, &name, quota, rule, share) })
+    }
+}
+
+/// Suggestion for metadata that is too long.
+pub(super) const METADATA_HINT: &str = "a response contains it: remove what no filter of the proxy reads";
+
+/// Check the length of the metadata of a descriptor.
+pub(super) fn check_metadata(metadata: &Struct) -> Result<(), String> {
+    let length = metadata.encoded_len();
+    if length > MAX_METADATA {
+        return Err(format!("`metadata` has {length} bytes, more than {MAX_METADATA}"));
+    }
+    Ok(())
+}
+
+/// Convert a table of the configuration.
+pub(super) fn table_to_struct(table: &toml::Table) -> Struct {
+    Struct { fields: table.iter().map(|(key, value)| (key.clone(), table_value(value).into())).collect() }
+}
+
+fn table_value(value: &toml::Value) -> Kind {
+    match value {
+        toml::Value::String(text) => Kind::Text(text.clone()),
+        toml::Value::Integer(number) => Kind::Number(*number as f64),
+        toml::Value::Float(number) => Kind::Number(*number),
+        toml::Value::Boolean(value) => Kind::Bool(*value),
+        toml::Value::Datetime(time) => Kind::Text(time.to_string()),
+        toml::Value::Array(items) => {
+            Kind::List(List { values: items.iter().map(|item| table_value(item).into()).collect() })
+        }
+        toml::Value::Table(table) => Kind::Object(table_to_struct(table)),
+    }
+}
+
+/// Convert a mapping. Its values have the types of YAML 1.1.
+fn to_struct(node: &Node) -> Struct {
+    Struct { fields: node.pairs().iter().map(|pair| (pair.key.clone(), to_kind(&pair.value).into())).collect() }
+}
+
+fn to_kind(node: &Node) -> Kind {
+    match &node.value {
+        Value::Null => Kind::Null(0),
+        Value::List(items) => Kind::List(List { values: items.iter().map(|item| to_kind(item).into()).collect() }),
+        Value::Map(_) => Kind::Object(to_struct(node)),
+        Value::Text(text) => {
+            let boolean = node.boolean().map(Kind::Bool);
+            boolean.or_else(|| node.number().map(Kind::Number)).unwrap_or_else(|| Kind::Text(text.clone()))
+        }
     }
 }
 
@@ -603,13 +746,78 @@ descriptors:
     }
 
     #[test]
+    fn metadata_has_the_types_of_yaml() {
+        let text = "domain: d\ndescriptors:\n- key: a\n  quota_mode: on\n  rate_limit: {unit: day, requests_per_unit: 1_0}\n  \
+                    metadata: {n: 1.5, b: yes, t: '1', z: ~, o: {l: [a]}}\n";
+        let read = read(text);
+        assert!(read.faulty.is_empty(), "{:?}", read.faulty);
+        let rule = &read.rules[0];
+        assert!(rule.is_quota);
+        assert_eq!(rule.limit.as_ref().unwrap().default_variant.quota.count, 10);
+        let list = Struct { fields: [("l".to_owned(), Kind::List(List { values: vec!["a".into()] }).into())].into() };
+        let kinds = [
+            ("n", Kind::Number(1.5)),
+            ("b", Kind::Bool(true)),
+            ("t", Kind::Text("1".to_owned())),
+            ("z", Kind::Null(0)),
+            ("o", Kind::Object(list)),
+        ];
+        let fields = kinds.map(|(name, kind)| (name.to_owned(), kind.into())).into();
+        assert_eq!(rule.metadata, Some(Struct { fields }));
+    }
+
+    #[test]
+    fn metrics_have_the_labels_of_envoyproxy_ratelimit() {
+        let text = "
+domain: d
+descriptors:
+  - {key: plain, value: a.b, rate_limit: &one {unit: day, requests_per_unit: 1}}
+  - key: to
+    value_to_metric: true
+    descriptors:
+      - {key: exact, value: x, value_to_metric: true, rate_limit: *one}
+      - {key: wild, value: w*, value_to_metric: true, rate_limit: *one}
+      - {key: kept, value: w*, rate_limit: *one}
+      - {key: shared, value: s*, share_threshold: true, value_to_metric: true, rate_limit: *one}
+      - {key: deep, descriptors: [{key: er, rate_limit: *one}]}
+  - {key: all, detailed_metric: true, rate_limit: *one}
+  - key: files
+    value: f/*
+    share_threshold: true
+    descriptors: [{key: all, detailed_metric: true, rate_limit: *one}]
+";
+        let read = read(text);
+        assert!(read.faulty.is_empty(), "{:?}", read.faulty);
+        for (entries, fixed, of_call) in [
+            (&[("plain", "a.b")][..], ["plain_a_b", ""], None),
+            (&[("to", "1:2"), ("exact", "x")], ["to", "exact_x"], Some(["to_1_2", "exact_x"])),
+            (&[("to", "1"), ("wild", "w1")], ["to", "wild_w*"], Some(["to_1", "wild_w1"])),
+            (&[("to", "1"), ("kept", "w1")], ["to", "kept_w*"], Some(["to_1", "kept_w*"])),
+            (&[("to", "1"), ("shared", "s1")], ["to", "shared_s*"], Some(["to_1", "shared_s*"])),
+            (&[("to", "1"), ("deep", "2"), ("er", "3")], ["to", "deep"], Some(["to_1", "deep"])),
+            (&[("all", "10.0.0.1")], ["all", ""], Some(["all_10_0_0_1", ""])),
+            (&[("files", "f/1"), ("all", "")], ["files_f/*", "all"], Some(["files_f/*", "all"])),
+        ] {
+            let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
+            let index = read.domains[&b"d"[..]].find(bytes.clone()).unwrap();
+            let metric = &read.rules[index].rule.metric;
+            assert_eq!(metric.fixed(), fixed, "{entries:?}");
+            assert_eq!(metric.of_call(bytes), of_call.map(|labels| labels.map(Cow::Borrowed)), "{entries:?}");
+        }
+        let long = "x".repeat(MAX_METRIC_VALUE);
+        let metric =
+            &read.rules[read.domains[&b"d"[..]].find([(&b"all"[..], &b"1"[..])].into_iter()).unwrap()].rule.metric;
+        assert_eq!(metric.of_call([(&b"all"[..], long.as_bytes())].into_iter()), None);
+    }
+
+    #[test]
     fn errors_name_the_line_and_the_column() {
         for (text, line, column, message, hint) in [
             ("domain: d\ndescriptors:\n  - kye: a\n", 3, 5, "unknown key `kye`", "did you mean `key`?"),
             ("descriptors: []\n", 1, 1, "`domain` is missing", "filter"),
             ("domain: d\n---\ndomain: d\n", 3, 9, "occurs twice", "one document"),
-            ("domain: d\ndescriptors: {}\n", 2, 1, "must be a list", "- "),
-            ("domain: d\ndescriptors:\n- key: a\n- key: a\n", 4, 1, "`a` occurs twice", "once"),
+            ("domain: d\ndescriptors: {}\n", 2, 14, "must be a list", "- "),
+            ("domain: d\ndescriptors:\n- key: a\n- key: a\n", 4, 3, "`a` occurs twice", "once"),
             (
                 "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: minutes, requests_per_unit: 1}\n",
                 4,
@@ -620,7 +828,7 @@ descriptors:
             (
                 "domain: d\ndescriptors:\n- key: a\n  rate_limit: {unit: day}\n",
                 4,
-                3,
+                15,
                 "`requests_per_unit` is missing",
                 "0",
             ),
@@ -638,8 +846,11 @@ descriptors:
                 "cannot be combined",
                 "remove",
             ),
-            ("domain: d\ndescriptors:\n- key: a\n  quota_mode: true\n", 4, 3, "not supported", "remove"),
-            ("domain: d\ndescriptors:\n- key: a\n  shadow_mode: yes\n", 4, 16, "true or false", "true"),
+            ("domain: d\ndescriptors:\n- key: a\n  metadata: [x]\n", 4, 3, "must be a mapping", "NAME"),
+            ("domain: d\ndescriptors:\n- key: a\n  shadow_mode: 'yes'\n", 4, 16, "true or false", "true"),
+            // The value occurs in the line before the key, and after characters of several bytes.
+            ("domain: d\ndescriptors:\n- {value: é-unit-x, kye: unit}\n", 3, 21, "unknown key `kye`", "`key`?"),
+            ("domain: d\ndescriptors: [{key: dd, rate_limit: {unit: d}}]\n", 2, 44, "unknown unit `d`", "DAY"),
             ("domain: d\ndescriptors:\n- key: a\n  share_threshold: true\n", 4, 3, "needs a wildcard", "`*`"),
             ("domain: d\ndomain: e\n", 2, 1, "occurs twice", "YAML"),
         ] {

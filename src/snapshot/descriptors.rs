@@ -14,6 +14,7 @@ use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
 use crate::identity::spec::{Descriptor, IdentitySpec};
 use crate::limiter::spec::LimitSpec;
+use crate::payload::envoy::Struct;
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::descriptor_files;
 use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext, FileDomain, FileRule, ReadRule};
@@ -26,9 +27,20 @@ const MAX_LIMITS: usize = 16;
 /// Maximum number of entries of a descriptor.
 const MAX_ENTRIES: usize = 32;
 
+/// What a call does with its descriptors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CallOptions {
+    /// Whether each descriptor is decided and charged on its own, instead of all descriptors together.
+    pub is_independent: bool,
+    /// Whether the metadata of a response repeats the descriptors of the call.
+    pub has_dynamic_metadata: bool,
+}
+
 /// The descriptors of the configuration.
 #[derive(Debug, Default)]
 pub struct DescriptorTable {
+    /// What a call does with its descriptors.
+    pub options: CallOptions,
     /// All descriptors, in the order of the configuration.
     pub rules: Vec<DescriptorRule>,
     /// The descriptors by domain and entries.
@@ -46,6 +58,10 @@ pub struct DescriptorRule {
     pub name: Box<str>,
     /// The limits. Empty if requests with this descriptor are not limited.
     pub limits: Vec<DescriptorLimit>,
+    /// Whether the descriptor denies a call only together with all other such descriptors of the call.
+    pub is_quota: bool,
+    /// Metadata of a response in which the descriptor is not over its limits.
+    pub metadata: Option<Struct>,
     /// What a descriptor of a YAML file has besides its limit. `None` for a `[[descriptor]]`.
     pub of_file: Option<FileRule>,
 }
@@ -68,6 +84,14 @@ pub struct DescriptorLimit {
     pub identity_spec: IdentitySpec,
     /// What the limit charges.
     pub charge: ChargePolicy,
+}
+
+/// An entry of a descriptor in the configuration.
+#[derive(Debug, Clone, Copy)]
+struct EntryPattern<'a> {
+    key: &'a str,
+    /// The value, which may have `*`. `None` matches every value.
+    value: Option<&'a str>,
 }
 
 /// The descriptors whose first entries are the same.
@@ -132,7 +156,8 @@ impl Node {
     }
 
     /// Return the node of this entry. Create it if it does not exist.
-    fn child(&mut self, (key, value): (&str, Option<&str>)) -> &mut Node {
+    fn child(&mut self, entry: EntryPattern<'_>) -> &mut Node {
+        let EntryPattern { key, value } = entry;
         let branch = self.keys.entry(key.as_bytes().into()).or_default();
         let Some(value) = value else { return branch.any.get_or_insert_default() };
         if !value.contains('*') {
@@ -155,17 +180,22 @@ pub(super) fn descriptors(
     limits: &BTreeMap<String, CompiledLimit>,
     reader: &mut Validator<'_>,
 ) -> DescriptorTable {
-    let mut table = DescriptorTable::default();
+    let is_set = |key: &Option<Spanned<bool>>| key.as_ref().map(|value| *value.get_ref());
+    let options = CallOptions {
+        is_independent: is_set(&config.ratelimit.atomic) == Some(false),
+        has_dynamic_metadata: is_set(&config.ratelimit.dynamic_metadata) == Some(true),
+    };
+    let mut table = DescriptorTable { options, ..DescriptorTable::default() };
     let mut spans: Vec<Range<usize>> = Vec::new();
-    for written in &config.descriptor {
-        let span = written.span();
-        let written = written.get_ref();
+    for spanned in &config.descriptor {
+        let span = spanned.span();
+        let written = spanned.get_ref();
         let domain = reader.required(written.domain.as_ref(), &span, "domain", "\"edge\"");
         let entries = reader.required(written.entries.as_ref(), &span, "entries", "[\"remote_address\"]");
         let Some((domain, entries)) = domain.zip(entries) else { continue };
         check_entries(domain, entries, reader);
         let parsed: Vec<_> = entries.get_ref().iter().map(|entry| parse_entry(entry.get_ref())).collect();
-        let limits = rule_limits(written, (&span, &parsed), limits, config, reader);
+        let limits = rule_limits(spanned, &parsed, limits, config, reader);
         let name: Vec<_> = entries.get_ref().iter().map(|entry| entry.get_ref().as_str()).collect();
         let index = table.rules.len();
         let mut node = table.domains.entry(domain.get_ref().as_bytes().into()).or_default();
@@ -180,6 +210,8 @@ pub(super) fn descriptors(
             domain: domain.get_ref().as_str().into(),
             name: name.join("/").into(),
             limits,
+            is_quota: is_set(&written.quota_mode) == Some(true),
+            metadata: written.metadata.as_ref().and_then(|metadata| toml_metadata(metadata, reader)),
             of_file: None,
         });
         spans.push(span);
@@ -228,20 +260,13 @@ fn add_read_files(
         let issue = Issue::new(text.span(), format!("the domain `{domain}` has a [[descriptor]] and a YAML file"));
         reader.push_issue(issue.with_hint("choose one of them for each domain"));
     }
-    if let Some(first) = read.without_effect.first() {
-        let others = read.without_effect.len() - 1;
-        let message = format!(
-            "keys without effect: {first}, and {others} more: `descriptor_decisions_total` counts by descriptor"
-        );
-        reader.push_warning(Issue::new(text.span(), message));
-    }
     table.file_domains = read.domains;
     table.rules.extend(read.rules.into_iter().map(|read| {
-        let ReadRule { domain, name, limit, identity_spec, rule } = read;
+        let ReadRule { domain, name, limit, identity_spec, is_quota, metadata, rule } = read;
         // Envoy Gateway and others charge tokens when a stream ends, perhaps more than what remains.
         let charge = ChargePolicy::Always;
         let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
-        DescriptorRule { domain, name, limits, of_file: Some(rule) }
+        DescriptorRule { domain, name, limits, is_quota, metadata, of_file: Some(rule) }
     }));
 }
 
@@ -270,8 +295,20 @@ pub(super) fn headers(config: &Config, reader: &mut Validator<'_>) -> Option<Des
 }
 
 /// Split an entry into its key and its value. An entry without `=` matches every value.
-fn parse_entry(entry: &str) -> (&str, Option<&str>) {
-    entry.split_once('=').map_or((entry, None), |(key, value)| (key, Some(value)))
+fn parse_entry(entry: &str) -> EntryPattern<'_> {
+    match entry.split_once('=') {
+        Some((key, value)) => EntryPattern { key, value: Some(value) },
+        None => EntryPattern { key: entry, value: None },
+    }
+}
+
+/// Compile the `metadata` of a `[[descriptor]]`.
+fn toml_metadata(written: &Spanned<toml::Table>, reader: &mut Validator<'_>) -> Option<Struct> {
+    let metadata = descriptor_files::table_to_struct(written.get_ref());
+    if let Err(error) = descriptor_files::check_metadata(&metadata) {
+        reader.push_issue(Issue::new(written.span(), error).with_hint(descriptor_files::METADATA_HINT));
+    }
+    Some(metadata).filter(|metadata| !metadata.fields.is_empty())
 }
 
 fn check_entries(domain: &Text, entries: &Spanned<Vec<Text>>, reader: &mut Validator<'_>) {
@@ -284,7 +321,7 @@ fn check_entries(domain: &Text, entries: &Spanned<Vec<Text>>, reader: &mut Valid
         let issue = Issue::new(entries.span(), format!("a descriptor has 1 to {MAX_ENTRIES} entries, not {count}"));
         reader.push_issue(issue.with_hint("such as [\"generic_key=login\", \"remote_address\"]"));
     }
-    for entry in entries.get_ref().iter().filter(|entry| parse_entry(entry.get_ref()).0.is_empty()) {
+    for entry in entries.get_ref().iter().filter(|entry| parse_entry(entry.get_ref()).key.is_empty()) {
         let issue = Issue::new(entry.span(), format!("the entry `{}` has no key", entry.get_ref()));
         reader.push_issue(issue.with_hint("write KEY for every value, or KEY=VALUE for one value"));
     }
@@ -292,12 +329,14 @@ fn check_entries(domain: &Text, entries: &Spanned<Vec<Text>>, reader: &mut Valid
 
 /// Compile the limits of a descriptor with these entries.
 fn rule_limits(
-    written: &config::tables::Descriptor,
-    (span, entries): (&Range<usize>, &[(&str, Option<&str>)]),
+    written: &Spanned<config::tables::Descriptor>,
+    entries: &[EntryPattern<'_>],
     limits: &BTreeMap<String, CompiledLimit>,
     config: &Config,
     reader: &mut Validator<'_>,
 ) -> Vec<DescriptorLimit> {
+    let span = written.span();
+    let written = written.get_ref();
     let is_unlimited = written.unlimited.as_ref().is_some_and(|unlimited| *unlimited.get_ref());
     match written.limits.first() {
         Some(first) if is_unlimited => {
@@ -305,7 +344,7 @@ fn rule_limits(
             reader.push_issue(issue.with_hint("remove one of them"));
         }
         None if !is_unlimited => {
-            let issue = Issue::new(span.clone(), "`limits` is missing");
+            let issue = Issue::new(span, "`limits` is missing");
             reader.push_missing(issue.with_hint("write limits = [\"NAME\"], or unlimited = true"));
         }
         Some(_) | None => {}
@@ -338,17 +377,12 @@ fn rule_limits(
 }
 
 /// Report parts of an identity that the entries do not have exactly once.
-fn check_identity(
-    text: &Text,
-    entries: &[(&str, Option<&str>)],
-    identity_spec: &IdentitySpec,
-    reader: &mut Validator<'_>,
-) {
+fn check_identity(text: &Text, entries: &[EntryPattern<'_>], identity_spec: &IdentitySpec, reader: &mut Validator<'_>) {
     let limit = text.get_ref();
     for descriptor in &identity_spec.descriptors {
         let (message, hint) = match descriptor {
             Descriptor::Global => continue,
-            Descriptor::Entry(key) => match entries.iter().filter(|(name, _)| *name == &**key).count() {
+            Descriptor::Entry(key) => match entries.iter().filter(|entry| entry.key == &**key).count() {
                 1 => continue,
                 0 => (
                     format!("`{limit}` counts by entry:{key}, but the descriptor has no entry `{key}`"),

@@ -76,10 +76,6 @@ impl<'a> Validator<'a> {
         self.issues.push(issue);
     }
 
-    pub(super) fn push_warning(&mut self, warning: Issue) {
-        self.warnings.push(warning);
-    }
-
     /// Report a missing key. Do nothing if an unknown key in the same entry (such as a route or limit) may be a
     /// misspelling of the missing key.
     pub(super) fn push_missing(&mut self, issue: Issue) {

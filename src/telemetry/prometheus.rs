@@ -19,7 +19,7 @@ pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// Formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 
-    /// Write the process metrics, whose names have no prefix.
+    /// Write the process metrics and the metrics of other programs, whose names have no prefix.
     ///
     /// # Errors
     /// Formatting fails.

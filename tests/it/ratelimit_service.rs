@@ -16,7 +16,7 @@ use crate::support::certificates::{Authority, NOW, Pair, tls};
 use crate::support::gateway::Gateway;
 use crate::support::grpc::{Grpc, framed};
 use crate::support::redis::Redis;
-use crate::support::reload::{metric, reloads, with_admin};
+use crate::support::reload::{ask, metric, reloads, with_admin};
 use crate::support::{eventually, signal};
 
 const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
@@ -727,4 +727,211 @@ fn quota_of_zero_in_a_call_denies_it() {
     let unlimited = RateLimitDescriptor { limit, ..login("127.0.0.1") };
     assert_eq!(client.answer(&[unlimited]).0, Admitted);
     assert_eq!(client.answer(&[all()]).1, [(Admitted, 4)]);
+}
+
+// === Descriptors that are decided on their own ===
+
+const QUOTAS: &str = "
+domain: edge
+descriptors:
+  - key: service
+    value: one
+    quota_mode: true
+    rate_limit: {name: of-one, unit: day, requests_per_unit: 1}
+    metadata: {use: {name: one}, only: 1}
+  - key: service
+    value: two
+    quota_mode: true
+    rate_limit: {name: of-two, unit: day, requests_per_unit: 2}
+    metadata: {use: {name: two, more: yes}}
+  - key: user
+    rate_limit: {name: of-user, unit: day, requests_per_unit: 3}
+  - key: all
+    rate_limit: {name: of-all, unit: day, requests_per_unit: 9}
+    metadata: {all: 1}
+";
+
+fn service(name: &str) -> RateLimitDescriptor {
+    descriptor(&[("service", name)])
+}
+
+fn text(value: &str) -> envoy::Value {
+    value.into()
+}
+
+/// Return the value at nested keys of the metadata of a response.
+fn metadata(response: &RateLimitResponse, keys: &[&str]) -> Option<envoy::Value> {
+    let mut value = envoy::Value { kind: Some(Kind::Object(response.dynamic_metadata.clone()?)) };
+    for key in keys {
+        let Some(Kind::Object(Struct { mut fields })) = value.kind else { return None };
+        value = fields.remove(*key)?;
+    }
+    Some(value)
+}
+
+#[test]
+fn call_is_denied_when_all_its_quotas_are_over() {
+    let (_redis, _gateway, client) = start_yaml(QUOTAS);
+    let call = request(&[service("one"), service("two")]);
+    let first = client.ask(&call);
+    assert_eq!(summary(&first), Answer(Admitted, vec![(Admitted, 0), (Admitted, 1)]));
+    let name = metadata(&first, &["metadata", "use", "name"]);
+    assert_eq!(name, Some(text("one")), "the first descriptor wins");
+    assert_eq!(metadata(&first, &["metadata", "use", "more"]), Some(Kind::Bool(true).into()), "objects are merged");
+    assert_eq!(metadata(&first, &["metadata", "only"]), Some(Kind::Number(1.0).into()));
+    let second = client.ask(&call);
+    assert_eq!(summary(&second), Answer(Admitted, vec![(OverLimit, 0), (Admitted, 0)]));
+    assert_eq!(metadata(&second, &["metadata", "use", "name"]), Some(text("two")), "one is over");
+    assert_eq!(metadata(&second, &["metadata", "only"]), None);
+    let fields = headers(&second);
+    assert!(fields.iter().all(|(name, value)| *name != "retry-after" && !value.contains("of-one")), "{fields:?}");
+    let third = client.ask(&call);
+    assert_eq!(summary(&third), Answer(OverLimit, vec![(OverLimit, 0), (OverLimit, 0)]));
+    assert_eq!(metadata(&third, &["metadata"]), None);
+    assert!(headers(&third).iter().any(|(name, _)| *name == "retry-after"), "{third:?}");
+    let both = Kind::List(List { values: vec![text("of-one"), text("of-two")] });
+    assert_eq!(metadata(&third, &["denied_by"]), Some(both.into()));
+}
+
+/// An enforced descriptor and quotas in one call: whichever denies the call, the other is not charged.
+#[test]
+fn quotas_and_enforced_descriptors_charge_only_what_is_admitted() {
+    let (_redis, _gateway, client) = start_yaml(QUOTAS);
+    let user = || descriptor(&[("user", "a")]);
+    let peek = |descriptor| RateLimitDescriptor { hits_addend: Some(0), ..descriptor };
+    assert_eq!(client.answer(&[user(), service("one")]), Answer(Admitted, vec![(Admitted, 2), (Admitted, 0)]));
+    for _ in 0..5 {
+        assert_eq!(client.answer(&[user(), service("one")]).0, OverLimit, "the quota denies");
+    }
+    assert_eq!(client.answer(&[peek(user())]).1, [(Admitted, 2)], "the calls that the quota denies are refunded");
+    assert_eq!(client.answer(&[user(), user()]).1, [(Admitted, 0), (Admitted, 0)]);
+    for _ in 0..5 {
+        assert_eq!(client.answer(&[service("two"), user()]), Answer(OverLimit, vec![(Admitted, 0), (OverLimit, 0)]));
+    }
+    assert_eq!(client.answer(&[peek(service("two"))]).1, [(Admitted, 2)], "the quota is not charged");
+}
+
+#[test]
+fn descriptors_are_independent_without_atomic() {
+    let redis = Redis::start();
+    let config = format!(
+        "{}{LISTENER}[ratelimit]\nconfiguration = \"edge.yaml\"\natomic = false\ndynamic_metadata = true\n",
+        redis.store()
+    );
+    let gateway = Gateway::start_with(&with_admin(&config), &[("edge.yaml", QUOTAS)]);
+    let client = Grpc::connect(gateway.address);
+    let call = request(&[descriptor(&[("all", "")]), descriptor(&[("user", "a")])]);
+    for remaining in [2, 1, 0] {
+        let answer = summary(&client.ask(&call));
+        assert_eq!(answer, Answer(Admitted, vec![(Admitted, remaining + 6), (Admitted, remaining)]));
+    }
+    for remaining in [5, 4] {
+        let response = client.ask(&call);
+        assert_eq!(summary(&response), Answer(OverLimit, vec![(Admitted, remaining), (OverLimit, 0)]));
+        let policy = headers(&response)[0].1;
+        assert!(policy.contains("of-all") && policy.contains("of-user"), "{policy}");
+        assert_eq!(metadata(&response, &["metadata", "all"]), Some(Kind::Number(1.0).into()));
+    }
+    let limit = Some(RateLimitOverride { requests_per_unit: 5, unit: Unit::Week.into() });
+    let described = RateLimitRequest {
+        hits_addend: 2,
+        ..request(&[RateLimitDescriptor { limit, hits_addend: Some(1), ..descriptor(&[("k", "v"), ("l", "")]) }])
+    };
+    let response = client.ask(&described);
+    let entries = Kind::List(List { values: vec![text("k=v"), text("l=")] });
+    let fields = [
+        ("entries", entries),
+        ("hitsAddend", Kind::Number(1.0)),
+        ("limit", Kind::Text("requests_per_unit:5 unit:WEEK".to_owned())),
+    ];
+    let object = Kind::Object(Struct { fields: fields.map(|(name, kind)| (name.to_owned(), kind.into())).into() });
+    let descriptors = Kind::List(List { values: vec![object.into()] });
+    assert_eq!(metadata(&response, &["descriptors"]), Some(descriptors.into()));
+    assert_eq!(metadata(&response, &["domain"]), Some(text("edge")));
+    assert_eq!(metadata(&response, &["hitsAddend"]), Some(Kind::Number(2.0).into()));
+}
+
+#[test]
+fn quota_mode_and_metadata_work_with_limits_of_the_configuration() {
+    let config = CONFIG.replace(
+        "limits = [\"login\"]\n",
+        "limits = [\"login\"]\nquota_mode = true\nmetadata = { pool = { name = \"login\", weight = 2 } }\n",
+    );
+    let config = config.replace("limits = [\"all\"]\n", "limits = [\"all\"]\nquota_mode = true\n");
+    let (_redis, _gateway, client) = start(&config);
+    for expected in [Admitted, Admitted, Admitted, OverLimit] {
+        let response = client.ask(&request(&[login("a"), all()]));
+        assert_eq!((response.overall_code(), response.statuses[0].code()), (Admitted, expected));
+        let weight = (expected == Admitted).then(|| Kind::Number(2.0).into());
+        assert_eq!(metadata(&response, &["metadata", "pool", "weight"]), weight);
+    }
+    assert_eq!(client.answer(&[login("a"), all()]).0, Admitted);
+    assert_eq!(client.answer(&[login("a"), all()]).0, OverLimit);
+}
+
+const DETAILED: &str = "
+domain: edge
+descriptors:
+  - key: unspec
+    detailed_metric: true
+    rate_limit: {unit: day, requests_per_unit: 2}
+  - key: plan
+    value_to_metric: true
+    descriptors:
+      - key: user
+        shadow_mode: true
+        rate_limit: {unit: day, requests_per_unit: 1}
+";
+
+#[test]
+fn hits_are_counted_with_the_names_of_envoyproxy_ratelimit() {
+    let redis = Redis::start();
+    let config = format!("{}{LISTENER}[ratelimit]\nconfiguration = \"edge.yaml\"\n", redis.store());
+    let gateway = Gateway::start_with(&with_admin(&config), &[("edge.yaml", DETAILED)]);
+    let client = Grpc::connect(gateway.address);
+    let count = |name: &str, labels: &str| {
+        let page = ask(&gateway, "GET", "/metrics");
+        let sample = format!("ratelimit_service_{name}{{{labels}}} ");
+        let found = page.text().lines().find_map(|line| line.strip_prefix(&*sample));
+        found.unwrap_or_else(|| panic!("no {sample}in {}", page.text())).parse::<f64>().unwrap()
+    };
+    let hits = |kind: &str, labels: &str| count(&format!("rate_limit_{kind}"), &format!("domain=\"edge\",{labels}"));
+    for _ in 0..3 {
+        client.answer(&[descriptor(&[("unspec", "unspecified_value")])]);
+        client.answer(&[descriptor(&[("plan", "10.0.0.1"), ("user", "a")])]);
+    }
+    let detailed = "key1=\"unspec_unspecified_value\"";
+    for (kind, expected) in
+        [("total_hits", 3.0), ("over_limit", 1.0), ("near_limit", 1.0), ("within_limit", 2.0), ("shadow_mode", 0.0)]
+    {
+        assert_eq!(hits(kind, detailed), expected, "{kind}");
+    }
+    let plan = "key1=\"plan_10_0_0_1\",key2=\"user\"";
+    assert_eq!(["total_hits", "over_limit", "shadow_mode"].map(|kind| hits(kind, plan)), [3.0, 2.0, 2.0]);
+    assert_eq!(count("total_requests", "grpc_method=\"ShouldRateLimit\""), 6.0);
+    // Values that have no series of their own count for the descriptor.
+    for value in 0..1_100 {
+        client.answer(&[descriptor(&[("unspec", &value.to_string())])]);
+    }
+    let page = ask(&gateway, "GET", "/metrics");
+    let series =
+        page.text().lines().filter(|line| line.starts_with("ratelimit_service_rate_limit_total_hits{")).count();
+    assert_eq!(series, 1_000);
+    assert!(hits("total_hits", "key1=\"unspec\"") > 100.0);
+    assert_eq!(metric(&gateway, "ratelimit_calls_total{result=\"allowed\"}"), 1105.0);
+}
+
+#[test]
+fn descriptors_that_match_nothing_are_counted_by_domain() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&with_admin(&format!("{}{LISTENER}{CONFIG}", redis.store())));
+    let client = Grpc::connect(gateway.address);
+    client.answer(&[all(), descriptor(&[("x", "")]), descriptor(&[("y", "")])]);
+    client.ask(&RateLimitRequest { domain: "other".into(), ..request(&[all()]) });
+    let unmatched = |domain: &str| metric(&gateway, &format!("descriptors_unmatched_total{{domain=\"{domain}\"}}"));
+    assert_eq!((unmatched("edge"), unmatched("")), (2.0, 1.0));
+    client.send("POST", METHOD, &[], framed(b"\xff"));
+    client.ask(&request(&vec![all(); 65]));
+    let calls = |result: &str| metric(&gateway, &format!("ratelimit_calls_total{{result=\"{result}\"}}"));
+    assert_eq!(["allowed", "denied", "unchecked", "invalid"].map(calls), [2.0, 0.0, 1.0, 1.0]);
 }

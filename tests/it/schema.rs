@@ -206,6 +206,7 @@ fn load(file: &Value) -> Result<String, String> {
         admin,
         listeners,
         acme,
+        descriptors,
         ..
     } = &config;
     let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
@@ -251,6 +252,8 @@ fn load(file: &Value) -> Result<String, String> {
             )
         })
         .collect();
+    let quotas: Vec<_> = descriptors.rules.iter().map(|rule| (rule.is_quota, &rule.metadata)).collect();
+    let acme = (acme, descriptors.options, quotas);
     let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes, event_destinations));
     let text = format!("{:?}", (server, store, log, listeners, acme, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))

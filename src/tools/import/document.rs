@@ -81,13 +81,14 @@ fn parse_toml(input: &Input) -> Result<Document, ImportError> {
         let line = line_of(error.span().map_or(0, |span| span.start));
         ImportError::Syntax(Origin::new(&input.name, line), quoted(error.message()))
     })?;
-    let root = Node { line: 1, value: table_value(table.get_ref(), &line_of) };
+    let root = Node::of_line(1, table_value(table.get_ref(), &line_of));
     Ok(Document { file: input.name.clone(), offset: 0, root })
 }
 
 fn table_value(table: &DeTable<'_>, line_of: &dyn Fn(usize) -> usize) -> Value {
     let pair = |(key, value): (&Spanned<std::borrow::Cow<'_, str>>, &Spanned<DeValue<'_>>)| Pair {
         line: line_of(key.span().start),
+        span: 0..0,
         key: key.get_ref().to_string(),
         value: toml_node(value, line_of),
     };
@@ -104,5 +105,5 @@ fn toml_node(value: &Spanned<DeValue<'_>>, line_of: &dyn Fn(usize) -> usize) -> 
         DeValue::Array(items) => Value::List(items.iter().map(|item| toml_node(item, line_of)).collect()),
         DeValue::Table(table) => table_value(table, line_of),
     };
-    Node { line: line_of(value.span().start), value: converted }
+    Node::of_line(line_of(value.span().start), converted)
 }
