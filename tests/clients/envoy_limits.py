@@ -6,18 +6,12 @@
 Exits with 1 if a check fails.
 """
 
-import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
 from urllib.parse import urlsplit
 
 import grpc
@@ -27,8 +21,8 @@ from envoy.service.ratelimit.v3.rls_pb2 import RateLimitRequest, RateLimitRespon
 from envoy.service.ratelimit.v3.rls_pb2_grpc import RateLimitServiceStub
 
 from gateway import CERTIFICATE, KEY, Gateway, expect
+from real_envoy import Envoy, cluster, free_port, limit_filter, per_route, serve, wait_for
 
-KINDS = "type.googleapis.com/envoy.extensions"
 QUOTA_TOKENS = 100
 STREAMS = 50
 COST = 7
@@ -79,107 +73,21 @@ limits = ["tokens"]
 """
 
 
-class Upstream(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"up")
-
-    def log_message(self, *_):
-        pass
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_for(port):
-    for _ in range(2000):
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.01)
-    raise SystemExit(f"nothing listens on port {port}")
-
-
-def cluster(name, port, http2=False):
-    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-    options = {"@type": f"{KINDS}.upstreams.http.v3.HttpProtocolOptions", "explicit_http_config": {"http2_protocol_options": {}}}
-    return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "2s",
-        **({"typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options}} if http2 else {}),
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]},
-    }
-
-
 def by_header(header, key=None, **more):
     return {"actions": [{"request_headers": {"header_name": header, "descriptor_key": key or header}}], **more}
 
 
-def configuration(ports, upstream, service, timeout, deny):
-    """Return the configuration of Envoy, which asks `service` for decisions."""
-    filter_ = {
-        "@type": f"{KINDS}.filters.http.ratelimit.v3.RateLimit",
-        "domain": "edge",
-        "timeout": timeout,
-        "failure_mode_deny": deny,
-        "enable_x_ratelimit_headers": "DRAFT_VERSION_03",
-        "rate_limit_service": {"transport_api_version": "V3", "grpc_service": {"envoy_grpc": {"cluster_name": "sluicegate"}}},
-    }
-    # The filter reads the actions of typed_per_filter_config, which know costs at the end of a stream.
+def start_envoy(folder, upstream, service, timeout="5s", deny=True):
+    """Start an Envoy that asks `service` for decisions."""
     limits = [
         by_header("user"),
         by_header("group"),
         by_header("tokens", hits_addend={"number": 0}),
         by_header("tokens", hits_addend={"number": COST}, apply_on_stream_done=True),
     ]
-    per_route = {"@type": f"{KINDS}.filters.http.ratelimit.v3.RateLimitPerRoute", "rate_limits": limits}
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "upstream"}, "typed_per_filter_config": {"ratelimit": per_route}}
-    manager = {
-        "@type": f"{KINDS}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "edge",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {"name": "ratelimit", "typed_config": filter_},
-            {"name": "router", "typed_config": {"@type": f"{KINDS}.filters.http.router.v3.Router"}},
-        ],
-    }
-    listener = {
-        "name": "edge",
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": ports}},
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-    }
-    return {"static_resources": {"listeners": [listener], "clusters": [cluster("upstream", upstream), cluster("sluicegate", service, True)]}}
-
-
-class Envoy:
-    """A running Envoy."""
-
-    def __init__(self, folder, upstream, service, timeout="5s", deny=True):
-        self.port = free_port()
-        path = Path(folder) / f"envoy-{self.port}.json"
-        path.write_text(json.dumps(configuration(self.port, upstream, service, timeout, deny)))
-        program = Path(sys.executable).parent / "envoy"
-        command = [str(program), "-c", str(path), "--concurrency", "1", "--disable-hot-restart", "--log-level", "error"]
-        command += ["--base-id", str(self.port)]
-        self.process = subprocess.Popen(command, stderr=(Path(folder) / f"{self.port}.log").open("w"))
-        wait_for(self.port)
-        self.pool = urllib3.PoolManager(retries=False, maxsize=STREAMS)
-
-    def get(self, **headers):
-        return self.pool.request("GET", f"http://127.0.0.1:{self.port}/", headers=headers)
-
-    def stop(self):
-        self.process.kill()
-        self.process.wait()
+    routes = [{"match": {"prefix": "/"}, "route": {"cluster": "upstream"}, **per_route(limits)}]
+    clusters = [cluster("upstream", upstream), cluster("sluicegate", service, True)]
+    return Envoy(folder, [limit_filter("edge", timeout, deny)], routes, clusters, STREAMS)
 
 
 def fresh():
@@ -232,7 +140,7 @@ def check_tokens(envoy):
 
 def check_failures(folder, upstream, service, redis, process):
     """Redis is stopped, then the service is killed: what a client gets with both values of failure_mode_deny."""
-    envoys = {deny: Envoy(folder, upstream, service, "0.3s", deny) for deny in (True, False)}
+    envoys = {deny: start_envoy(folder, upstream, service, "0.3s", deny) for deny in (True, False)}
     for envoy in envoys.values():
         expect(envoy.get(user=fresh()).status == 200, "before the outage")
     redis.send_signal(subprocess.signal.SIGSTOP)
@@ -271,10 +179,7 @@ def check_grpcio(gateway):
 
 def main():
     binary = sys.argv[1]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
-    server.request_queue_size = 128
-    Thread(target=server.serve_forever, daemon=True).start()
-    upstream = server.server_address[1]
+    upstream = serve("up")
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         redis = subprocess.Popen([shutil.which("redis-server"), "--port", str(port), "--save", "", "--dir", folder], stdout=subprocess.DEVNULL)
@@ -283,7 +188,7 @@ def main():
         try:
             with Gateway(binary, text) as one, Gateway(binary, text) as other:
                 services = [urlsplit(gateway.urls[0]).port for gateway in (one, other)]
-                envoys = [Envoy(folder, upstream, service) for service in services]
+                envoys = [start_envoy(folder, upstream, service) for service in services]
                 check_grpcio(one)
                 check_limits(envoys[0])
                 check_two(envoys)
