@@ -47,6 +47,7 @@ test-clients:
 	target/clients/bin/python -B tests/clients/budgets.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/envoy_limits.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/envoy_reference.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/drop_in.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/decisions.py target/debug/sluicegate
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test crossplane

@@ -10,12 +10,13 @@ pub mod maintenance;
 pub mod quota_events;
 mod reload;
 mod watchdog;
+mod xds;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::time::Duration;
 use std::{io, thread};
 
@@ -37,6 +38,7 @@ use crate::app::maintenance::MaintenanceThread;
 use crate::app::quota_events::EventThread;
 use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::{Reloader, WorkerGateways, file_watcher};
+use crate::app::xds::XdsClient;
 use crate::clock;
 use crate::clock::Clock;
 use crate::config::error::FileIssues;
@@ -337,6 +339,16 @@ impl App {
         // Do not join the reload thread. It ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
+        if let Some(settings) = self.config.xds.clone() {
+            let config_handle = state.config_handle.clone();
+            let (first, first_applied) = sync_channel(1);
+            workers.push(XdsClient { settings, config_handle, stop: stop.clone() }.start(first)?);
+            // The old process of a hot restart has descriptors, so wait for them before accepting connections.
+            if hot_restart::is_hot_restart() {
+                // Ignore a timeout: the management server may be down.
+                let _ = first_applied.recv_timeout(DESCRIPTORS_TIMEOUT);
+            }
+        }
         if let Some(acme) = self.acme {
             workers.push(acme.start(state.clone(), stop.clone())?);
         }
@@ -435,6 +447,9 @@ fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppErro
 }
 
 // === A worker thread: a tokio runtime with a gateway, a server and store connections ===
+
+/// Maximum time for which the new process of a hot restart waits for descriptors.
+const DESCRIPTORS_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Maximum time that a worker waits at its start for the first store connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);

@@ -13,6 +13,7 @@ pub mod ext_authz;
 pub mod form;
 pub mod mcp_tools;
 pub mod wildcard;
+pub mod xds;
 
 /// Token usage of LLM APIs: the estimated usage of a request, the usage of its response, and the cost of tokens.
 pub mod llm {

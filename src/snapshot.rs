@@ -21,6 +21,7 @@ pub mod routes;
 pub mod settings;
 mod upstreams;
 mod validator;
+pub mod xds;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,6 +43,7 @@ use crate::config::file::{ParsedFile, UnsetVariables};
 use crate::config::gateway::Config;
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::{hashed_config, redacted_config};
+use crate::config::sources::FileSnapshot;
 use crate::http::headers::{ProtectedHeaders, TrailerFilter};
 use crate::identity::access::NetworkFile;
 use crate::identity::auth::{AuthProvider, TierSource};
@@ -52,7 +54,7 @@ use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::cost::{CostContext, InspectBounds, LLM_INSPECT_BODY};
-use crate::snapshot::descriptor_files::DescriptorFiles;
+use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext};
 use crate::snapshot::descriptors::{DescriptorHeaders, DescriptorTable};
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::{CompiledLimit, LimitContext};
@@ -63,6 +65,7 @@ use crate::snapshot::routes::{Route, RouteCompiler};
 use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, MetricRoutes, ServerSettings, StoreSettings};
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
+use crate::snapshot::xds::{ReadyAfter, XdsSettings};
 use crate::upstream::settings::UpstreamSettings;
 
 /// The compiled configuration, which the gateway uses to handle requests.
@@ -124,6 +127,10 @@ pub struct CompiledConfig {
     pub table: RouteTable<Arc<Route>>,
     /// The descriptors, indexed for lookup.
     pub descriptors: DescriptorTable,
+    /// The management server that sends descriptors.
+    pub xds: Option<XdsSettings>,
+    /// Whether the management server has not sent descriptors yet.
+    awaits_descriptors: bool,
     /// The headers with the state of a descriptor's limit.
     pub descriptor_headers: Option<DescriptorHeaders>,
     /// The YAML files of `[ratelimit]`.
@@ -146,6 +153,44 @@ pub struct BodyInspection {
 }
 
 impl CompiledConfig {
+    /// Return whether load balancers should send requests to a gateway with this configuration: the certificates and
+    /// descriptors that it needs have arrived.
+    pub fn is_complete(&self) -> bool {
+        let has_descriptors = self.xds.as_ref().is_none_or(|xds| match xds.ready_after {
+            ReadyAfter::Start => true,
+            ReadyAfter::Response => !self.awaits_descriptors,
+            ReadyAfter::Domain => self.descriptors.has_file_domains(),
+        });
+        has_descriptors && self.has_certificates()
+    }
+
+    /// Return whether the management server has not sent descriptors yet.
+    pub fn awaits_descriptors(&self) -> bool {
+        self.awaits_descriptors
+    }
+
+    /// Add the descriptors that the management server has sent.
+    ///
+    /// # Errors
+    /// The descriptors have errors. The error contains all of them.
+    pub fn add_received(&mut self, files: &[FileSnapshot]) -> Result<(), ConfigError> {
+        let Some(xds) = &self.xds else { return Ok(()) };
+        let limits = LimitContext { hasher: &self.hasher, gateways: &self.store.gateways };
+        let context = FileContext { limits, shadow: xds.shadow, first_rule: self.descriptors.rules.len() };
+        let read = descriptor_files::read_files(files, context);
+        let of_both = |domain: String| {
+            let message = format!("the domain `{domain}` has a [[descriptor]] in the configuration file");
+            FileIssues::from_message(Path::new("xds"), &message)
+        };
+        let mut faulty: Vec<_> = self.descriptors.domains_of_both(&read).into_iter().map(of_both).collect();
+        faulty.extend(self.descriptors.add(read));
+        if !faulty.is_empty() {
+            return Err(ConfigError { files: faulty });
+        }
+        self.awaits_descriptors = false;
+        Ok(())
+    }
+
     /// Return whether each listener with ACME has obtained a certificate.
     pub fn has_certificates(&self) -> bool {
         self.listeners
@@ -354,6 +399,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let event_destinations = notify::destinations(config, &mut internal, reader);
     let mut descriptors = descriptors::descriptors(config, &limits, reader);
     let descriptor_files = descriptors::add_files(&mut descriptors, config, context, reader);
+    let xds = xds::settings(config, reader);
     let descriptor_headers = descriptors::headers(config, reader);
     let compiler =
         RouteCompiler { config, paths: server.paths, limits: &limits, authentication: &auth, upstreams: &upstreams };
@@ -418,6 +464,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         routes,
         table,
         descriptors,
+        awaits_descriptors: xds.is_some(),
+        xds,
         descriptor_headers,
         descriptor_files,
         restart_only_keys: fixed,
@@ -491,6 +539,7 @@ impl RestartOnlyKeys {
         // A reload applies a new minimum of the number of gateways.
         fixed.remove("store.gateway_count");
         add_table("log", &config.log, &mut fixed);
+        add_table("ratelimit.xds", &config.ratelimit.xds.as_ref().map(|xds| xds.get_ref()), &mut fixed);
         RestartOnlyKeys(fixed)
     }
 

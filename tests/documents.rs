@@ -230,7 +230,8 @@ fn manual_lists_exactly_the_exported_metrics() {
         "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.2:0\"\n\
          tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n"
     );
-    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}{listeners}")));
+    let xds = "[ratelimit]\nxds = { url = \"http://127.0.0.1:1\", ready_after = \"start\" }\n";
+    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}{listeners}{xds}")));
     // A worker creates its metrics when it serves a request.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");

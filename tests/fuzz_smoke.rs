@@ -579,7 +579,8 @@ fn authorization_calls() {
 
 #[test]
 fn ratelimit_calls() {
-    let examples: [&[u8]; 3] = [
+    let examples: [&[u8]; 4] = [
+        b"\n\x01n\x12\x01d\x1a\x14\n\x01k\x1a\x04\x08\x01\x10\x03\"\x03\n\x01l*\x04\n\x02\x1a\0",
         b"\n\x04edge\x12\x14\n\x12\n\x0bgeneric_key\x12\x03all",
         b"\n\x01d\x12\x12\n\x06\n\x01k\x12\x01v\x12\x04\x08\x05\x10\x02\x1a\0 \x01\x18\x07",
         b"\n(envoy.service.ratelimit.v3.RateLimitService",

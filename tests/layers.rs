@@ -148,7 +148,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["consumers"],
             &["limits"],
             &["listeners", "notify", "route_match", "route_retry"],
-            &["decisions", "header_rules", "identities", "remote_auth", "route_action"],
+            &["decisions", "header_rules", "identities", "remote_auth", "route_action", "xds"],
             &["cost", "upstreams"],
             &["validator"],
         ],

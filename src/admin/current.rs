@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 
 use crate::clock;
 use crate::config::include::ConfigFiles;
+use crate::config::sources::FileSnapshot;
 use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
 
@@ -42,7 +43,7 @@ pub type ReloadResult = Result<ConfigChange, String>;
 /// Cause of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReloadCause {
-    /// The configuration file, or a file that it includes, has changed.
+    /// The configuration file, a file that it includes, or descriptors have changed.
     FileChanged,
     /// An administrator requested the reload. The gateway also rereads all other files that the configuration refers
     /// to.
@@ -112,9 +113,35 @@ impl FileKind {
     }
 }
 
+/// The descriptors that the management server of `[ratelimit] xds` has sent.
+#[derive(Debug, Default)]
+pub struct ReceivedDescriptors {
+    files: Mutex<Option<Arc<[FileSnapshot]>>>,
+    /// Whether there is a stream.
+    pub is_connected: AtomicBool,
+    /// Number of responses that are or were in use.
+    pub accepted: AtomicU64,
+    /// Number of responses that were rejected.
+    pub rejected: AtomicU64,
+}
+
+impl ReceivedDescriptors {
+    /// Return the descriptors as YAML. `None` before the first response.
+    pub fn files(&self) -> Option<Arc<[FileSnapshot]>> {
+        lock(&self.files).clone()
+    }
+
+    /// Set the descriptors that the next reload uses.
+    pub fn set_files(&self, files: Option<Arc<[FileSnapshot]>>) {
+        *lock(&self.files) = files;
+    }
+}
+
 /// Gives access to the active configuration, and triggers reloads.
 #[derive(Debug)]
 pub struct ConfigHandle {
+    /// The descriptors of the management server.
+    pub received: ReceivedDescriptors,
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
@@ -138,8 +165,11 @@ impl ConfigHandle {
             active_since_us: clock::unix_us(),
             last_change: ConfigChange::default(),
         });
-        let (last_failure, rejected_files, reloads, failures) = Default::default();
-        (ConfigHandle { active, requests, last_failure, rejected_files, last_attempt, reloads, failures }, receiver)
+        let (received, last_failure, rejected_files, reloads, failures) = Default::default();
+        (
+            ConfigHandle { received, active, requests, last_failure, rejected_files, last_attempt, reloads, failures },
+            receiver,
+        )
     }
 
     /// Return the active configuration.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use rustix::param::{clock_ticks_per_second, page_size};
 use rustix::process::{Resource, getrlimit};
@@ -185,6 +186,18 @@ impl ProcessState {
             writer.write_gauge(&[("kind", kind.label())], u64::from(is_successful))?;
         }
         let active = self.config_handle.active();
+        let received = active.config.xds.is_some().then_some(&self.config_handle.received);
+        let mut writer =
+            exposition.gauge("xds_connected", "1 if there is a stream to the management server of `ratelimit.xds`")?;
+        if let Some(received) = received {
+            writer.write_gauge(&[], received.is_connected.load(Ordering::Relaxed).into())?;
+        }
+        let mut writer =
+            exposition.counter("xds_responses", "Responses of the management server of `ratelimit.xds`, by result")?;
+        let counts = received.map(|received| [("accepted", &received.accepted), ("rejected", &received.rejected)]);
+        for (result, count) in counts.into_iter().flatten() {
+            writer.write_counter(&[("result", result)], count.load(Ordering::Relaxed))?;
+        }
         exposition
             .gauge("config_info", "1, with the revision of the active configuration")?
             .write_gauge(&[("revision", &active.config.revision)], 1)?;

@@ -179,7 +179,7 @@ impl ProcessState {
             ReadinessStatus::Stopping
         } else if self.heartbeats.stalled().is_some() {
             ReadinessStatus::Stalled
-        } else if !active.config.has_certificates() {
+        } else if !active.config.is_complete() {
             ReadinessStatus::Pending
         } else if failing_stores.is_empty() {
             ReadinessStatus::Ready

@@ -150,6 +150,9 @@ impl Reloader {
         }
         let environment = |name: &str| std::env::var_os(name);
         let (mut config, file) = CompiledConfig::load_with_source(path, &environment, UnsetVariables::Error)?;
+        if let Some(files) = self.state.config_handle.received.files() {
+            config.add_received(&files)?;
+        }
         let now = Duration::from_micros(clock::unix_us());
         config.carry_over(&previous.config, now)?;
         let warnings = (self.lint)(&file, &config, now);

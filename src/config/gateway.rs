@@ -89,6 +89,10 @@ pub struct RateLimitFiles {
     /// `RESPONSE_DYNAMIC_METADATA` of envoyproxy/ratelimit.
     #[schemars(extend("default" = false))]
     pub dynamic_metadata: Option<Spanned<bool>>,
+    /// Management server that sends descriptors (xDS), instead of `configuration`: `{ url = "http://envoy-gateway:18001",
+    /// node_id = "envoy-ratelimit" }`. The gateway accepts or rejects each response, and keeps the last descriptors that
+    /// it has accepted while there is no connection.
+    pub xds: Option<Spanned<Xds>>,
     /// Count the limits of the YAML, but deny no request, as if each descriptor had `shadow_mode: true`.
     #[schemars(extend("default" = false))]
     pub shadow: Option<Spanned<bool>>,
@@ -97,6 +101,53 @@ pub struct RateLimitFiles {
     /// `requests_per_unit`, the remaining requests and the seconds until they are available again. Default: only
     /// `RateLimit` and `RateLimit-Policy`.
     pub headers: Option<Spanned<DescriptorHeaders>>,
+}
+
+impl RateLimitFiles {
+    /// Return whether the table names a source of descriptors.
+    pub fn has_descriptors(&self) -> bool {
+        self.configuration.is_some() || self.xds.is_some()
+    }
+}
+
+/// `xds` of `[ratelimit]`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["url"]))]
+pub struct Xds {
+    /// URL of the management server, without a path. It is asked for the resources of type
+    /// `ratelimit.config.ratelimit.v3.RateLimitConfig`, as an aggregated discovery service, state of the world.
+    #[schemars(schema_with = "schema::url")]
+    pub url: Option<Text>,
+    /// Name by which the management server chooses the descriptors.
+    #[schemars(extend("default" = "default"))]
+    pub node_id: Option<Text>,
+    /// Metadata of the node.
+    pub node_metadata: BTreeMap<String, Text>,
+    /// Additional headers of the call, such as `authorization`.
+    #[schemars(extend("secret" = "always"))]
+    pub headers: BTreeMap<String, Text>,
+    /// TLS for an `https://` URL: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. The files are read again for
+    /// each connection.
+    pub tls: Option<Spanned<XdsTls>>,
+    /// When `/readyz` and health checks succeed. `"start"`: at once. `"response"`: when the management server has sent
+    /// valid descriptors. `"domain"`: when they have at least one domain. Calls get an error before the first response.
+    #[schemars(extend("enum" = ["start", "response", "domain"], "default" = "response"))]
+    pub ready_after: Option<Text>,
+}
+
+/// `tls` of `xds`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+pub struct XdsTls {
+    /// PEM file of CA certificates that verify the server. Default: the trust roots of the system.
+    pub ca: Option<Text>,
+    /// PEM file of the client certificate that the gateway sends. Requires `key`.
+    pub cert: Option<Text>,
+    /// PEM file of the private key of `cert`.
+    pub key: Option<Text>,
+    /// Name that the certificate of the server must have. Default: the host of `url`.
+    pub server_name: Option<Text>,
 }
 
 /// `headers` of `[ratelimit]`

@@ -27,6 +27,12 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ("GRPC_MAX_CONNECTION_AGE_GRACE", "connections end only when the process drains"),
     ("RUNTIME_IGNOREDOTFILES", "files whose name starts with a dot are always ignored"),
     ("RUNTIME_WATCH_ROOT", "replaced symlinks and changed files are both detected"),
+    ("CONFIG_GRPC_XDS_SERVER_CONNECT_RETRY_INTERVAL", RECONNECTS),
+    ("XDS_CLIENT_BACKOFF_INITIAL_INTERVAL", RECONNECTS),
+    ("XDS_CLIENT_BACKOFF_MAX_INTERVAL", RECONNECTS),
+    ("XDS_CLIENT_BACKOFF_RANDOM_FACTOR", RECONNECTS),
+    ("XDS_CLIENT_BACKOFF_JITTER", RECONNECTS),
+    ("XDS_CLIENT_MAX_MSG_SIZE_IN_BYTES", "messages may have up to 64 MiB"),
     ("USE_DOG_STATSD", NO_STATSD),
     ("USE_DOG_STATSD_MOGRIFIERS", NO_STATSD),
     ("USE_STATSD", NO_STATSD),
@@ -52,12 +58,12 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ("REDIS_STARTUP_MAX_INTERVAL", NO_REDIS_NEEDED),
     ("REDIS_STARTUP_MAX_ELAPSED_TIME", NO_REDIS_NEEDED),
     ("REDIS_PERSECOND", "limits per second are counted at REDIS_URL"),
-    ("RESPONSE_DYNAMIC_METADATA", "the metadata of a response always names the limits that deny"),
     ("TRACING_ENABLED", "calls have no spans"),
 ];
 
 const NO_DEBUG_PORT: &str = "there is no debug port: with USE_PROMETHEUS=true, PROMETHEUS_ADDR serves metrics";
 const NO_STATSD: &str = "metrics are not sent: set USE_PROMETHEUS=true, and scrape PROMETHEUS_ADDR";
+const RECONNECTS: &str = "the connection is retried after 0.5s to 30s";
 const ONE_CONNECTION: &str = "each worker pipelines its calls on one connection";
 const NO_REDIS_NEEDED: &str = "without Redis, the gateway starts and enforces limits in its memory";
 
@@ -69,6 +75,9 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("QUOTA_MODE", "set `quota_mode` in the descriptors"),
     ("MERGE_DOMAIN_CONFIG", "write all descriptors of a domain into one file"),
 ];
+
+/// Variable that lets health checks succeed before the management server has sent descriptors.
+const FORCE_START: &str = "FORCE_START_WITHOUT_INITIAL_CONFIG";
 
 /// Headers with the state of a limit: the variable that names the header, its default, and the key in the configuration.
 const HEADERS: [(&str, &str, &str); 3] = [
@@ -350,20 +359,47 @@ impl Variables<'_> {
         }
     }
 
+    fn xds(&mut self) -> String {
+        let server = self.get_or("CONFIG_GRPC_XDS_SERVER_URL", "localhost:18000");
+        let is_tls = self.flag("CONFIG_GRPC_XDS_SERVER_USE_TLS");
+        let tls = inline(&[
+            ("ca", self.get("CONFIG_GRPC_XDS_SERVER_TLS_CACERT")),
+            ("cert", self.get("CONFIG_GRPC_XDS_CLIENT_TLS_CERT")),
+            ("key", self.get("CONFIG_GRPC_XDS_CLIENT_TLS_KEY")),
+            ("server_name", self.get("CONFIG_GRPC_XDS_SERVER_TLS_SAN")),
+        ]);
+        let ready_after = match (self.flag(FORCE_START), self.flag("HEALTHY_WITH_AT_LEAST_ONE_CONFIG_LOADED")) {
+            (_, true) => "domain",
+            (true, false) => "start",
+            (false, false) => "response",
+        };
+        let url = format!("{}://{server}", if is_tls { "https" } else { "http" });
+        let values = [
+            ("url", quoted(&url)),
+            ("node_id", quoted(&self.get_or("CONFIG_GRPC_XDS_NODE_ID", "default"))),
+            ("node_metadata", pairs(&self.get("CONFIG_GRPC_XDS_NODE_METADATA"), '=')),
+            ("headers", pairs(&self.get("CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS"), ':')),
+            ("tls", if is_tls { tls } else { String::new() }),
+            ("ready_after", quoted(ready_after)),
+        ];
+        let values = values.iter().filter(|(_, value)| !value.is_empty());
+        let values: Vec<_> = values.map(|(key, value)| format!("{key} = {value}")).collect();
+        format!("{{ {} }}", values.join(", "))
+    }
+
     fn ratelimit(&mut self) -> Table {
         let mut table = Table::new("[ratelimit]");
         let root = self.get_or("RUNTIME_ROOT", "/srv/runtime_data/current");
         let directory = Path::new(&root).join(self.get("RUNTIME_SUBDIRECTORY"));
         let directory = directory.join(self.get_or("RUNTIME_APPDIRECTORY", "config"));
         match self.choice("CONFIG_TYPE", "file", &[("FILE", "file"), ("GRPC_XDS_SOTW", "xds")]) {
-            "xds" => {
-                let hint = "use CONFIG_TYPE=FILE";
-                self.issue("CONFIG_TYPE is `GRPC_XDS_SOTW`, which is not supported yet".to_owned(), hint);
-            }
+            "xds" => table.raw("xds", &self.xds()),
             _ => table.text("configuration", &directory.to_string_lossy()),
         }
-        if self.flag("SHADOW_MODE") {
-            table.raw("shadow", "true");
+        for (name, key) in [("SHADOW_MODE", "shadow"), ("RESPONSE_DYNAMIC_METADATA", "dynamic_metadata")] {
+            if self.flag(name) {
+                table.raw(key, "true");
+            }
         }
         if self.flag("LIMIT_RESPONSE_HEADERS_ENABLED") {
             let names = HEADERS.map(|(name, default, key)| (key, self.get_or(name, default)));
@@ -371,6 +407,16 @@ impl Variables<'_> {
         }
         table
     }
+}
+
+/// Parse a list of `KEY=VALUE` or `KEY:VALUE`, separated by commas.
+fn pairs(text: &str, separator: char) -> String {
+    let pair = |pair: &str| {
+        let (key, value) = pair.split_once(separator)?;
+        Some(format!("{} = {}", quoted(key.trim()), quoted(value.trim())))
+    };
+    let pairs: Vec<_> = text.split(',').filter_map(pair).collect();
+    if pairs.is_empty() { String::new() } else { format!("{{ {} }}", pairs.join(", ")) }
 }
 
 /// Parse a truth value as envoyproxy/ratelimit does.

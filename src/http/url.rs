@@ -186,6 +186,11 @@ impl HttpUrl {
         self.uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"))
     }
 
+    /// Return the URL as a URI.
+    pub fn into_uri(self) -> Uri {
+        self.uri
+    }
+
     /// Return the URL with another path and query.
     pub fn with_target(self, target: PathAndQuery) -> Self {
         let mut parts = self.uri.into_parts();

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use prost::{Enumeration, Message, Oneof};
+use serde_json::Value as Json;
 
 /// `RateLimitRequest`: the descriptors of one request to the proxy.
 #[derive(Clone, PartialEq, Message)]
@@ -271,6 +272,24 @@ impl Struct {
                     self.fields.insert(name.clone(), value.clone());
                 }
             }
+        }
+    }
+
+    /// Return the object as JSON.
+    pub fn to_json(&self) -> Json {
+        self.fields.iter().map(|(key, value)| (key.clone(), value.to_json())).collect()
+    }
+}
+
+impl Value {
+    fn to_json(&self) -> Json {
+        match &self.kind {
+            None | Some(Kind::Null(_)) => Json::Null,
+            Some(Kind::Number(number)) => (*number).into(),
+            Some(Kind::Text(text)) => (&**text).into(),
+            Some(Kind::Bool(flag)) => (*flag).into(),
+            Some(Kind::Object(inner)) => inner.to_json(),
+            Some(Kind::List(list)) => list.values.iter().map(Value::to_json).collect(),
         }
     }
 }

@@ -61,6 +61,6 @@ impl ConfigSnapshot {
 
     /// Return whether load balancers should send requests to this gateway.
     pub(super) fn is_ready(&self) -> bool {
-        !self.stopping.is_cancelled() && self.config.has_certificates()
+        !self.stopping.is_cancelled() && self.config.is_complete()
     }
 }

@@ -17,8 +17,8 @@ use crate::http::problem::NO_STORE;
 use crate::http::request_body;
 use crate::http::request_body::{ReadBody, RequestBody};
 use crate::payload::envoy::{
-    Code, DescriptorStatus, Duration, Entry, Kind, RateLimitDescriptor, RateLimitOverride, RateLimitRequest,
-    RateLimitResponse, Struct, Unit, Value,
+    Code, DescriptorStatus, Duration, Entry, RateLimitDescriptor, RateLimitOverride, RateLimitRequest,
+    RateLimitResponse, Unit,
 };
 use crate::proxy::body;
 use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer};
@@ -190,7 +190,7 @@ fn to_json(response: &RateLimitResponse) -> Json {
     let headers = response.response_headers_to_add.iter();
     add("responseHeadersToAdd", headers.map(|header| json!({ "key": header.key, "value": header.value })).collect());
     if let Some(metadata) = &response.dynamic_metadata {
-        json.insert("dynamicMetadata".to_owned(), object(metadata));
+        json.insert("dynamicMetadata".to_owned(), metadata.to_json());
     }
     json.into()
 }
@@ -227,21 +227,6 @@ fn status(status: &DescriptorStatus) -> Json {
         json.insert("durationUntilReset".to_owned(), text.into());
     }
     json.into()
-}
-
-fn object(object: &Struct) -> Json {
-    object.fields.iter().map(|(key, value)| (key.clone(), member(value))).collect()
-}
-
-fn member(value: &Value) -> Json {
-    match &value.kind {
-        None | Some(Kind::Null(_)) => Json::Null,
-        Some(Kind::Number(number)) => (*number).into(),
-        Some(Kind::Text(text)) => (&**text).into(),
-        Some(Kind::Bool(flag)) => (*flag).into(),
-        Some(Kind::Object(inner)) => object(inner),
-        Some(Kind::List(list)) => list.values.iter().map(member).collect(),
-    }
 }
 
 #[cfg(test)]

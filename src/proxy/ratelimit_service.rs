@@ -146,6 +146,9 @@ impl RateLimitService<'_> {
         request: &RateLimitRequest,
         deadline: Deadline,
     ) -> Result<RateLimitResponse, CallError> {
+        if self.snapshot.config.awaits_descriptors() {
+            return Err(CallError::new(Status::Unavailable, "the management server has not sent descriptors yet"));
+        }
         if request.domain.is_empty() || request.descriptors.is_empty() {
             return Err(CallError::new(Status::InvalidArgument, "the message needs a domain and a descriptor"));
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::HeaderName;
 
 use crate::config;
-use crate::config::error::Issue;
+use crate::config::error::{FileIssues, Issue};
 use crate::config::gateway;
 use crate::config::gateway::Config;
 use crate::config::sources::FileSnapshot;
@@ -17,7 +17,7 @@ use crate::limiter::spec::LimitSpec;
 use crate::payload::envoy::Struct;
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::descriptor_files;
-use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext, FileDomain, FileRule, ReadRule};
+use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext, FileDomain, FileRule, ReadFiles, ReadRule};
 use crate::snapshot::limits::{ChargePolicy, CompiledLimit, LimitContext};
 use crate::snapshot::validator::Validator;
 
@@ -254,20 +254,37 @@ fn add_read_files(
     reader: &mut Validator<'_>,
 ) {
     let read = descriptor_files::read_files(files, context);
-    read.faulty.into_iter().for_each(|faulty| reader.add_file_issues(faulty));
-    for domain in read.domains.keys().filter(|domain| table.domains.contains_key(*domain)) {
-        let domain = String::from_utf8_lossy(domain);
+    for domain in table.domains_of_both(&read) {
         let issue = Issue::new(text.span(), format!("the domain `{domain}` has a [[descriptor]] and a YAML file"));
         reader.push_issue(issue.with_hint("choose one of them for each domain"));
     }
-    table.file_domains = read.domains;
-    table.rules.extend(read.rules.into_iter().map(|read| {
-        let ReadRule { domain, name, limit, identity_spec, is_quota, metadata, rule } = read;
-        // Envoy Gateway and others charge tokens when a stream ends, perhaps more than what remains.
-        let charge = ChargePolicy::Always;
-        let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
-        DescriptorRule { domain, name, limits, is_quota, metadata, of_file: Some(rule) }
-    }));
+    table.add(read).into_iter().for_each(|faulty| reader.add_file_issues(faulty));
+}
+
+impl DescriptorTable {
+    /// Return whether YAML has a domain.
+    pub(super) fn has_file_domains(&self) -> bool {
+        !self.file_domains.is_empty()
+    }
+
+    /// Return the domains that both a `[[descriptor]]` and the YAML have.
+    pub(super) fn domains_of_both(&self, read: &ReadFiles) -> Vec<String> {
+        let both = read.domains.keys().filter(|domain| self.domains.contains_key(*domain));
+        both.map(|domain| String::from_utf8_lossy(domain).into_owned()).collect()
+    }
+
+    /// Add the descriptors of the YAML. Return its errors.
+    pub(super) fn add(&mut self, read: ReadFiles) -> Vec<FileIssues> {
+        self.file_domains = read.domains;
+        self.rules.extend(read.rules.into_iter().map(|read| {
+            let ReadRule { domain, name, limit, identity_spec, is_quota, metadata, rule } = read;
+            // Envoy Gateway and others charge tokens when a stream ends, perhaps more than what remains.
+            let charge = ChargePolicy::Always;
+            let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
+            DescriptorRule { domain, name, limits, is_quota, metadata, of_file: Some(rule) }
+        }));
+        read.faulty
+    }
 }
 
 /// Names of the headers with the quota, the remaining count and the time until the reset of a limit.

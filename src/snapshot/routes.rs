@@ -361,7 +361,7 @@ impl RouteCompiler<'_> {
         reader: &mut Validator<'_>,
     ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
         let config = self.config;
-        if config.route.is_empty() && config.descriptor.is_empty() && config.ratelimit.configuration.is_none() {
+        if config.route.is_empty() && config.descriptor.is_empty() && !config.ratelimit.has_descriptors() {
             reader.missing_table("there is no [[route]]", "add one: [[route]] with name, path and upstream");
         }
         let mut names: HashMap<&str, Range<usize>> = HashMap::new();

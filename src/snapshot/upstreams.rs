@@ -742,7 +742,11 @@ pub(super) fn upstream_tls(
     }
 }
 
-fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<ServerName<'static>> {
+pub(super) fn parse_server_name(
+    text: &str,
+    span: Range<usize>,
+    reader: &mut Validator<'_>,
+) -> Option<ServerName<'static>> {
     let name = ServerName::try_from(text.to_owned()).ok();
     if name.is_none() {
         let issue = Issue::new(span, format!("`{text}` is not a valid server name"));

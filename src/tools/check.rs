@@ -668,6 +668,7 @@ fn unserved_descriptors(input: &LintInput<'_>) -> Option<Issue> {
     let serving = input.config.listeners.iter().position(|listener| serves.contains(&listener.protocol));
     let written = input.parsed.descriptor.first().map(|descriptor| descriptor.span());
     let written = written.or_else(|| input.parsed.ratelimit.configuration.as_ref().map(|text| text.span()));
+    let written = written.or_else(|| input.parsed.ratelimit.xds.as_ref().map(|xds| xds.span()));
     match (serving, written) {
         (None, Some(span)) => {
             let issue = Issue::new(span, "descriptors have no effect: no listener serves them");

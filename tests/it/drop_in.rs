@@ -184,12 +184,17 @@ fn shadow_mode_and_named_headers_are_honoured() {
             assert_eq!(call(&client, "a").overall_code(), Code::Ok);
         }
     }
-    let gateway =
-        start(&redis, &yaml(1), &[("LIMIT_RESPONSE_HEADERS_ENABLED", "true"), ("LIMIT_RESET_HEADER", "X-Reset")]);
+    let variables = [
+        ("LIMIT_RESPONSE_HEADERS_ENABLED", "true"),
+        ("LIMIT_RESET_HEADER", "X-Reset"),
+        ("RESPONSE_DYNAMIC_METADATA", "true"),
+    ];
+    let gateway = start(&redis, &yaml(1), &variables);
     let client = Grpc::connect(gateway.address);
     for code in [Code::Ok, Code::OverLimit] {
         let response = call(&client, "b");
         assert_eq!(response.overall_code(), code);
+        assert!(response.dynamic_metadata.as_ref().unwrap().fields.contains_key("descriptors"), "{response:?}");
         let header = |name: &str| {
             let header = response.response_headers_to_add.iter().find(|header| header.key == name);
             header.unwrap_or_else(|| panic!("{response:?}")).value.clone()

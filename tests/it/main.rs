@@ -115,3 +115,4 @@ mod upstream_host;
 mod upstream_tls;
 mod urls;
 mod usage;
+mod xds;

@@ -306,6 +306,10 @@ fn file_with(path: &str) -> Value {
             set("client_ip", json!({ "trusted_proxies": ["127.0.0.1"] }));
             set("listener", json!([{ "address": "127.0.0.1:0", "protocol": "decisions" }]));
         }
+        path if path.starts_with("ratelimit.xds.tls.") => {
+            set("ratelimit.xds", json!({ "url": "https://h", "tls": { "cert": "one.pem", "key": "one.key" } }))
+        }
+        path if path.starts_with("ratelimit.xds.") => set("ratelimit.xds", json!({ "url": "http://127.0.0.1:1" })),
         path if path.starts_with("ratelimit.headers.") => {
             set("ratelimit.headers", json!({ "limit": "x-l", "remaining": "x-r", "reset": "x-t" }))
         }

@@ -16,6 +16,7 @@ pub mod google_key;
 pub mod grpc;
 pub mod hostile_bodies;
 pub mod http2;
+pub mod management;
 pub mod pages;
 pub mod pebble;
 pub mod pictures;
