@@ -324,6 +324,9 @@ impl Gateway {
             ApiMethod::Settle => {
                 let settle: Settle = decision_api::parse(read)?;
                 let response = settle.response()?;
+                if let Some(name) = self.held_decisions.unknown_cost(settle.id, &settle.costs) {
+                    return Err(ApiError::bad_request(format!("the decision has no limit `{name}`")));
+                }
                 take(settle.id)?.settle(response, &settle.costs).await;
                 Ok(decision_api::done())
             }

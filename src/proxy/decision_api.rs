@@ -17,6 +17,7 @@ use crate::http::body::Body;
 use crate::http::body_limits::BodyError;
 use crate::http::problem::{NO_STORE, Problem};
 use crate::http::request_body::ReadBody;
+use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::proxy::decisions;
 use crate::proxy::decisions::{ClientRequest, Endpoint};
 use crate::proxy::named_limits::NamedLimit;
@@ -249,6 +250,9 @@ pub(super) fn parse_check(body: ReadBody) -> Result<Check, ApiError> {
 impl Settle {
     /// Return the response that the client has got, as far as the program describes it.
     pub(super) fn response(&self) -> Result<Response<Body>, ApiError> {
+        if let Some((name, _)) = self.costs.iter().find(|(_, cost)| **cost >= EXACT_INTEGER_LIMIT) {
+            return Err(ApiError::bad_request(format!("the cost of `{name}` is not below 2^53")));
+        }
         let status = StatusCode::from_u16(self.status.unwrap_or(200));
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = status.map_err(|_| ApiError::bad_request("`status` is no HTTP status"))?;

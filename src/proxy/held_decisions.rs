@@ -54,6 +54,13 @@ pub(super) enum HeldLimits {
 }
 
 impl HeldLimits {
+    fn names(&self) -> Vec<&str> {
+        match self {
+            HeldLimits::Route(route) => route.rate_limits.limits.iter().map(|limit| &*limit.limit.name).collect(),
+            HeldLimits::Named(limits) => limits.iter().map(|limit| &*limit.name).collect(),
+        }
+    }
+
     fn name(&self, index: usize) -> &str {
         match self {
             HeldLimits::Route(route) => &route.rate_limits.limits[index].limit.name,
@@ -132,6 +139,14 @@ impl HeldDecisions {
         let timer = timer.abort_handle();
         self.with(|entries| entries.insert(id, Entry { decision, worker, timer }));
         id
+    }
+
+    /// Return the first of these costs whose name is not that of a limit of the decision.
+    pub(super) fn unknown_cost<'c>(&self, id: Uuid, costs: &'c BTreeMap<String, u64>) -> Option<&'c str> {
+        self.with(|entries| {
+            let known = entries.get(&id)?.decision.limits.names();
+            costs.keys().map(String::as_str).find(|name| !known.contains(name))
+        })
     }
 
     /// Take a decision, so that it is settled or released once.
