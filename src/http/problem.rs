@@ -87,20 +87,25 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Append a JSON string. Most texts need no escaping.
-pub(crate) fn append_text(json: &mut Vec<u8>, text: &str) {
+/// Append a JSON string. Most texts need no escaping. Return whether the text is ASCII.
+pub(crate) fn append_text(json: &mut Vec<u8>, text: &str) -> bool {
+    let escaped = |byte: u8| byte < b' ' || byte == b'"' || byte == b'\\';
     // Do not exit the loop early, so that the compiler can vectorize it.
-    let needs_escape = text.bytes().fold(false, |found, byte| found | (byte < b' ' || byte == b'"' || byte == b'\\'));
-    if needs_escape {
+    let found = text.bytes().fold(0, |found, byte| found | byte & NOT_ASCII | u8::from(escaped(byte)));
+    if found & !NOT_ASCII == 0 {
+        append_plain(json, text);
+    } else {
         // Ignore the result, because serializing a string into memory cannot fail.
         let _ = serde_json::to_writer(json, text);
-        return;
     }
-    append_plain(json, text);
+    found & NOT_ASCII == 0
 }
 
+/// The bit that is set in the bytes of characters outside of ASCII.
+const NOT_ASCII: u8 = 0x80;
+
 /// Append a JSON string that needs no escaping.
-fn append_plain(json: &mut Vec<u8>, text: &str) {
+pub(crate) fn append_plain(json: &mut Vec<u8>, text: &str) {
     json.push(b'"');
     json.extend_from_slice(text.as_bytes());
     json.push(b'"');

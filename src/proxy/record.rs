@@ -84,12 +84,13 @@ impl<'a> Record<'a> {
         let Record { log, request_id, is_trusted_proxy, .. } = self;
         request_id.get_or_insert_with(|| {
             let id = RequestId::from_headers(headers, *is_trusted_proxy);
-            if let Some(log) = log
-                && let Ok(text) = id.to_header_value().to_str()
-            {
+            let Some(log) = log else { return id };
+            let value = id.to_header_value();
+            if let Ok(text) = value.to_str() {
                 log.request_id = text.into();
             }
-            id
+            // The upstream gets the same value, so do not format the id again.
+            RequestId::Text(value)
         })
     }
 
@@ -315,15 +316,15 @@ fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>)
 pub enum RequestId {
     /// A UUIDv7 that this gateway generated. The id is converted to text only when the text is used.
     Generated(Uuid),
-    /// Value of `X-Request-Id` that a trusted proxy sent.
-    Received(HeaderValue),
+    /// Value of `X-Request-Id` that a trusted proxy sent, or text of a generated id.
+    Text(HeaderValue),
 }
 
 impl RequestId {
     /// Return the id of a request: the received `X-Request-Id` if the peer is `trusted`, otherwise a new id.
     pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
-            Some(received) => RequestId::Received(received.clone()),
+            Some(received) => RequestId::Text(received.clone()),
             // UUIDv7 ids of different milliseconds are ordered by time. Do not use `Uuid::now_v7`, which orders ids
             // more finely, but takes a lock that all workers share.
             None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
@@ -333,7 +334,7 @@ impl RequestId {
     /// Return the id as a header value.
     pub fn to_header_value(&self) -> HeaderValue {
         match self {
-            RequestId::Received(value) => value.clone(),
+            RequestId::Text(value) => value.clone(),
             RequestId::Generated(id) => {
                 let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
                 let text = id.hyphenated().encode_lower(&mut text);

@@ -2,6 +2,7 @@
 
 pub mod format;
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::io::Write;
 use std::net::IpAddr;
@@ -17,7 +18,7 @@ use jiff::Timestamp;
 use tracing::warn;
 
 use crate::clock::{LogThrottle, unix_us};
-use crate::http::problem::append_text;
+use crate::http::problem::{append_plain, append_text};
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::http::target::request_host;
 use crate::http::text::{Escape, escape_deceptive};
@@ -268,12 +269,12 @@ impl AccessLog {
             // queue only briefly.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
-        let mut record = *record;
+        let mut record = Cow::Borrowed(record);
         if let Some(sampler) = self.sampler.as_ref().filter(|_| record.is_success()) {
             if !sampler.picks_next() {
                 return;
             }
-            record.sample_rate = Some(sampler.rate);
+            record.to_mut().sample_rate = Some(sampler.rate);
         }
         TEXT.with_borrow_mut(|text| {
             text.clear();
@@ -338,14 +339,16 @@ impl AccessRecord<'_> {
 
     fn write_escaped_json(&self, fields: FieldSet, out: &mut Vec<u8>) {
         let start = out.len();
-        // Ignore the result, because writing to a `Vec` cannot fail.
-        let _ = self.write_json(fields, out);
-        escape_deceptive(out, start, Escape::Json);
+        // Writing to a `Vec` cannot fail. Only texts that are not ASCII have deceptive characters.
+        if !self.write_json(fields, out).unwrap_or(false) {
+            escape_deceptive(out, start, Escape::Json);
+        }
     }
 
-    fn write_json(&self, fields: FieldSet, out: &mut Vec<u8>) -> io::Result<()> {
+    /// Return whether the record is ASCII.
+    fn write_json(&self, fields: FieldSet, out: &mut Vec<u8>) -> io::Result<bool> {
         let mut json = JsonObject::start(out);
-        self.write_request(fields, &mut json)?;
+        self.write_request(fields, &mut json);
         if let Some(decision) = self.decision {
             decision.write_json(fields, &mut json);
         }
@@ -371,24 +374,25 @@ impl AccessRecord<'_> {
             json.key(key!("sample_rate"));
             write!(json.out, "{rate}")?;
         }
+        let is_ascii = json.is_ascii;
         json.end();
-        Ok(())
+        Ok(is_ascii)
     }
 
     /// Write the fields that describe the request and its response.
-    fn write_request(&self, fields: FieldSet, json: &mut JsonObject<'_>) -> io::Result<()> {
+    fn write_request(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
         if fields.contains(Field::Time) {
             json.decimal(key!("time"), self.time, 6);
         }
         if fields.contains(Field::Client) {
-            json.key(key!("client"));
-            write!(json.out, "\"{}\"", self.client)?;
+            json.address(key!("client"), self.client);
         }
-        json.optional(fields, Field::Method, key!("method"), Some(self.method));
-        json.optional(fields, Field::Scheme, key!("scheme"), Some(self.scheme));
+        // A method is a token, which has no characters to escape.
+        json.plain(fields, Field::Method, key!("method"), self.method);
+        json.plain(fields, Field::Scheme, key!("scheme"), self.scheme);
         json.optional(fields, Field::Host, key!("host"), self.host);
         json.optional(fields, Field::Path, key!("path"), Some(self.path));
-        json.optional(fields, Field::Protocol, key!("protocol"), Some(self.protocol));
+        json.plain(fields, Field::Protocol, key!("protocol"), self.protocol);
         if fields.contains(Field::Status) {
             json.number(key!("status"), self.status.into());
         }
@@ -405,10 +409,9 @@ impl AccessRecord<'_> {
             json.milliseconds(key!("duration_ms"), self.duration_ms);
         }
         json.optional(fields, Field::Route, key!("route"), self.route);
-        json.optional(fields, Field::Outcome, key!("outcome"), Some(self.outcome));
+        json.plain(fields, Field::Outcome, key!("outcome"), self.outcome);
         json.optional(fields, Field::Reason, key!("reason"), self.reason);
         json.optional(fields, Field::Consumer, key!("consumer"), self.consumer);
-        Ok(())
     }
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
@@ -501,7 +504,7 @@ impl UpstreamInfo {
 
 impl DecisionInfo {
     fn write_json(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
-        json.optional(fields, Field::Decision, key!("decision"), Some(self.decision));
+        json.plain(fields, Field::Decision, key!("decision"), self.decision);
         json.optional(fields, Field::DecidedBy, key!("decided_by"), self.decided_by);
         if let Some(EffectiveLimit { limit, remaining, identity }) = &self.effective_limit {
             json.optional(fields, Field::Limit, key!("limit"), Some(limit));
@@ -519,7 +522,7 @@ impl DecisionInfo {
             json.decimal(key!("decided_at"), us, 6);
         }
         if !self.shadow_denied.is_empty() && fields.contains(Field::ShadowDenied) {
-            json.array(key!("shadow_denied"), &self.shadow_denied, |out, limit| append_text(out, limit));
+            json.array(key!("shadow_denied"), &self.shadow_denied, |out, limit| append_plain(out, limit));
         }
         if fields.contains(Field::Limits) {
             json.array(key!("limits"), &self.limits, LimitInfo::write_json);
@@ -580,12 +583,14 @@ struct JsonObject<'a> {
     out: &'a mut Vec<u8>,
     /// Position of the object in `out`.
     start: usize,
+    /// Whether all texts so far are ASCII. Names of limits always are.
+    is_ascii: bool,
 }
 
 impl<'a> JsonObject<'a> {
     /// Start an object.
     fn start(out: &'a mut Vec<u8>) -> Self {
-        JsonObject { start: out.len(), out }
+        JsonObject { start: out.len(), out, is_ascii: true }
     }
 
     fn end(self) {
@@ -604,7 +609,7 @@ impl<'a> JsonObject<'a> {
 
     fn text(&mut self, key: &str, text: &str) {
         self.key(key);
-        append_text(self.out, text);
+        self.is_ascii &= append_text(self.out, text);
     }
 
     /// Write a text if it is present and its field is selected.
@@ -612,6 +617,15 @@ impl<'a> JsonObject<'a> {
     fn optional(&mut self, fields: FieldSet, field: Field, key: &str, text: Option<&str>) {
         if let Some(text) = text.filter(|_| fields.contains(field)) {
             self.text(key, text);
+        }
+    }
+
+    /// Write a text without characters to escape if its field is selected.
+    #[inline]
+    fn plain(&mut self, fields: FieldSet, field: Field, key: &str, text: &str) {
+        if fields.contains(field) {
+            self.key(key);
+            append_plain(self.out, text);
         }
     }
 
@@ -628,22 +642,38 @@ impl<'a> JsonObject<'a> {
     /// Write `number` divided by 10 to the power of `digits`, with at least one decimal place and without further
     /// trailing zeros. `digits` must be at least 1.
     fn decimal(&mut self, key: &str, number: u64, digits: u32) {
-        let mut unit = 10_u64.pow(digits);
+        let unit = 10_u64.pow(digits);
         self.number(key, number / unit);
+        // The leading 1 of this number keeps the zeros after the point.
+        let mut buffer = itoa::Buffer::new();
+        let rest = buffer.format(unit + number % unit)[1..].trim_end_matches('0');
         self.out.push(b'.');
-        let mut rest = number % unit;
-        loop {
-            unit /= 10;
-            self.out.push(b'0' + (rest / unit) as u8);
-            rest %= unit;
-            if rest == 0 {
-                return;
-            }
-        }
+        self.out.extend_from_slice(if rest.is_empty() { b"0" } else { rest.as_bytes() });
     }
 
     fn milliseconds(&mut self, key: &str, time: Duration) {
         self.decimal(key, time.as_micros() as u64, 3);
+    }
+
+    /// Write an IP address. The usual IPv4 address is written without the machinery of `fmt`.
+    fn address(&mut self, key: &str, address: IpAddr) {
+        self.key(key);
+        self.out.push(b'"');
+        match address {
+            IpAddr::V4(address) => {
+                for (index, octet) in address.octets().into_iter().enumerate() {
+                    if index > 0 {
+                        self.out.push(b'.');
+                    }
+                    self.out.extend_from_slice(itoa::Buffer::new().format(octet).as_bytes());
+                }
+            }
+            IpAddr::V6(_) => {
+                // Ignore the result, because writing to a `Vec` cannot fail.
+                let _ = write!(self.out, "{address}");
+            }
+        }
+        self.out.push(b'"');
     }
 
     /// Write an id as a string of 32 hexadecimal digits.

@@ -161,7 +161,7 @@ const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new o
 /// Return the request id that the client sent, or a placeholder if the gateway would generate one.
 pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderValue {
     match RequestId::from_headers(headers, peer.forwarded.trusted) {
-        RequestId::Received(request_id) => request_id,
+        RequestId::Text(request_id) => request_id,
         RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
     }
 }
