@@ -38,6 +38,8 @@ test-clients:
 	mkdir -p target/clients
 	python3 -m venv target/clients
 	target/clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	python3 -m venv target/clients/litellm
+	target/clients/litellm/bin/pip install --quiet --disable-pip-version-check -r tests/clients/litellm-requirements.txt
 	python3 -m venv target/clients/mcp
 	target/clients/mcp/bin/pip install --quiet --disable-pip-version-check -r tests/clients/mcp-requirements.txt
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
@@ -49,6 +51,7 @@ test-clients:
 	target/clients/bin/python -B tests/clients/envoy_reference.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/drop_in.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/decisions.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/litellm_proxy.py target/debug/sluicegate target/clients/litellm/bin/litellm
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test crossplane
 
