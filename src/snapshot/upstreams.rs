@@ -117,7 +117,11 @@ fn google_access(
         reader.push_issue(Issue::new(aws.span(), "`aws` and `google` cannot be combined"));
     }
     for server in &upstream.servers {
-        let is_safe = server.get_ref().url.parse::<HttpUrl>().map_or(true, |url| url.is_https() || url.is_loopback());
+        let url = &server.get_ref().url;
+        let is_safe = match srv_name(url) {
+            Some(_) => url.starts_with(SRV_HTTPS),
+            None => url.parse::<HttpUrl>().map_or(true, |url| url.is_https() || url.is_loopback()),
+        };
         if !is_safe {
             let issue = Issue::new(server.span(), "an access token would be sent to this server without TLS");
             reader.push_issue(issue.with_hint("write https://"));
