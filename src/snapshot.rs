@@ -176,7 +176,7 @@ impl CompiledConfig {
     pub fn add_received(&mut self, files: &[FileSnapshot]) -> Result<(), ConfigError> {
         let Some(xds) = &self.xds else { return Ok(()) };
         let limits = LimitContext { hasher: &self.hasher, gateways: &self.store.gateways };
-        let context = FileContext { limits, shadow: xds.shadow, first_rule: self.descriptors.rules.len() };
+        let context = FileContext { limits, options: xds.options, first_rule: self.descriptors.rules.len() };
         let read = descriptor_files::read_files(files, context);
         let of_both = |domain: String| {
             let message = format!("the domain `{domain}` has a [[descriptor]] in the configuration file");

@@ -93,6 +93,9 @@ pub struct RateLimitFiles {
     /// node_id = "envoy-ratelimit" }`. The gateway accepts or rejects each response, and keeps the last descriptors that
     /// it has accepted while there is no connection.
     pub xds: Option<Spanned<Xds>>,
+    /// Whether several files or documents may have descriptors of the same domain. False: this is an error.
+    #[schemars(extend("default" = false))]
+    pub merge_domains: Option<Spanned<bool>>,
     /// Count the limits of the YAML, but deny no request, as if each descriptor had `shadow_mode: true`.
     #[schemars(extend("default" = false))]
     pub shadow: Option<Spanned<bool>>,

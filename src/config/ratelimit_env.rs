@@ -73,7 +73,6 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("GRPC_CLIENT_TLS_SAN", "use a CA of its own for the clients, with GRPC_CLIENT_TLS_CACERT"),
     ("REDIS_TLS_SKIP_HOSTNAME_VERIFICATION", "name Redis in REDIS_URL by a name of its certificate"),
     ("QUOTA_MODE", "set `quota_mode` in the descriptors"),
-    ("MERGE_DOMAIN_CONFIG", "write all descriptors of a domain into one file"),
 ];
 
 /// Variable that lets health checks succeed before the management server has sent descriptors.
@@ -396,7 +395,11 @@ impl Variables<'_> {
             "xds" => table.raw("xds", &self.xds()),
             _ => table.text("configuration", &directory.to_string_lossy()),
         }
-        for (name, key) in [("SHADOW_MODE", "shadow"), ("RESPONSE_DYNAMIC_METADATA", "dynamic_metadata")] {
+        for (name, key) in [
+            ("SHADOW_MODE", "shadow"),
+            ("RESPONSE_DYNAMIC_METADATA", "dynamic_metadata"),
+            ("MERGE_DOMAIN_CONFIG", "merge_domains"),
+        ] {
             if self.flag(name) {
                 table.raw(key, "true");
             }

@@ -10,7 +10,9 @@ use std::{fs, io};
 use prost::Message;
 
 use crate::config::error::{FileIssues, Issue};
+use crate::config::gateway::RateLimitFiles;
 use crate::config::sources::{FileSnapshot, utf8_text};
+use crate::config::spanned::Spanned;
 use crate::config::unknown_keys::closest_name;
 use crate::config::yaml;
 use crate::config::yaml::{Node, Value};
@@ -290,12 +292,27 @@ pub(super) struct ReadFiles {
     pub(super) faulty: Vec<FileIssues>,
 }
 
+/// The keys of `[ratelimit]` that apply to all files.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FileOptions {
+    /// Whether no limit denies requests.
+    shadow: bool,
+    /// Whether several documents may have the same domain.
+    merges_domains: bool,
+}
+
+impl FileOptions {
+    pub(super) fn new(config: &RateLimitFiles) -> Self {
+        let is_set = |key: &Option<Spanned<bool>>| key.as_ref().is_some_and(|value| *value.get_ref());
+        FileOptions { shadow: is_set(&config.shadow), merges_domains: is_set(&config.merge_domains) }
+    }
+}
+
 /// What the limits of all files have in common.
 #[derive(Clone, Copy)]
 pub(super) struct FileContext<'a> {
     pub(super) limits: LimitContext<'a>,
-    /// Whether no limit denies requests.
-    pub(super) shadow: bool,
+    pub(super) options: FileOptions,
     /// Index of the first rule.
     pub(super) first_rule: usize,
 }
@@ -429,21 +446,30 @@ impl FileReader<'_, '_> {
         if domain.is_empty() {
             return self.issue(&node.span, "`domain` is missing", "write the `domain` of the proxy's filter");
         }
-        if self.read.domains.contains_key(domain.as_bytes()) {
+        if self.read.domains.contains_key(domain.as_bytes()) && !self.context.options.merges_domains {
             let span = node.get("domain").map_or(&node.span, |value| &value.span);
-            let hint = "write all descriptors of a domain into one document";
+            let hint =
+                "write all descriptors of a domain into one document, or set merge_domains = true in [ratelimit]";
             return self.issue(span, format!("the domain `{domain}` occurs twice"), hint);
         }
-        let mut root = Level::default();
+        let known = self.read.domains.remove(domain.as_bytes());
+        let rule_of_call = known.as_ref().map(|known| known.rule_of_call);
+        let mut root = known.map(|known| known.root).unwrap_or_default();
         let mut path = Entries { domain: domain.clone(), ..Entries::default() };
         for item in self.items(node, "descriptors") {
             self.descriptor(item, &mut root, &mut path);
         }
-        let rule_of_call = self.context.first_rule + self.read.rules.len();
+        let rule_of_call = rule_of_call.unwrap_or_else(|| self.add_limit_of_call(&domain));
+        self.read.domains.insert(domain.as_bytes().into(), FileDomain { root, rule_of_call });
+    }
+
+    /// Add the rule for descriptors with a limit in the call, and return its index.
+    fn add_limit_of_call(&mut self, domain: &str) -> usize {
+        let index = self.context.first_rule + self.read.rules.len();
         // The limit of the call replaces this quota.
-        let limit = self.limit("limit-of-the-call", 1, Unit::Second, self.context.shadow);
+        let limit = self.limit("limit-of-the-call", 1, Unit::Second, self.context.options.shadow);
         self.read.rules.push(ReadRule {
-            domain: domain.clone(),
+            domain: domain.into(),
             name: "(limit of the call)".into(),
             limit: limit.ok().map(Arc::new),
             identity_spec: identity_spec(&[]),
@@ -454,7 +480,7 @@ impl FileReader<'_, '_> {
                 ..FileRule::default()
             },
         });
-        self.read.domains.insert(domain.as_bytes().into(), FileDomain { root, rule_of_call });
+        index
     }
 
     fn descriptor(&mut self, node: &Node, level: &mut Level, path: &mut Entries) {
@@ -484,7 +510,7 @@ impl FileReader<'_, '_> {
         path.names.push(name);
         path.keys.push(key.into());
         let options = LimitOptions {
-            is_shadow: self.flag(node, "shadow_mode") || self.context.shadow,
+            is_shadow: self.flag(node, "shadow_mode") || self.context.options.shadow,
             is_quota: self.flag(node, "quota_mode"),
             is_detailed: self.flag(node, "detailed_metric"),
             metadata: self.metadata(node),
@@ -697,7 +723,7 @@ descriptors:
         let file = FileSnapshot { path: "edge.yaml".into(), content: text.into() };
         let hasher = IdentityHasher::new("");
         let limits = LimitContext { hasher: &hasher, gateways: &Arc::default() };
-        read_files(&[file], FileContext { limits, shadow: false, first_rule: 0 })
+        read_files(&[file], FileContext { limits, options: FileOptions::default(), first_rule: 0 })
     }
 
     #[test]

@@ -17,7 +17,9 @@ use crate::limiter::spec::LimitSpec;
 use crate::payload::envoy::Struct;
 use crate::payload::wildcard::Wildcard;
 use crate::snapshot::descriptor_files;
-use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext, FileDomain, FileRule, ReadFiles, ReadRule};
+use crate::snapshot::descriptor_files::{
+    DescriptorFiles, FileContext, FileDomain, FileOptions, FileRule, ReadFiles, ReadRule,
+};
 use crate::snapshot::limits::{ChargePolicy, CompiledLimit, LimitContext};
 use crate::snapshot::validator::Validator;
 
@@ -240,8 +242,8 @@ pub(super) fn add_files(
         let issue = Issue::new(text.span(), format!("{} has no *.yaml file", path.display()));
         reader.push_issue(issue.with_hint("name a YAML file, or a directory of *.yaml files"));
     }
-    let shadow = config.ratelimit.shadow.as_ref().is_some_and(|shadow| *shadow.get_ref());
-    let context = FileContext { limits: context, shadow, first_rule: table.rules.len() };
+    let options = FileOptions::new(&config.ratelimit);
+    let context = FileContext { limits: context, options, first_rule: table.rules.len() };
     add_read_files(table, &files, text, context, reader);
     DescriptorFiles { path: Some(path), files }
 }

@@ -12,6 +12,7 @@ use crate::config::spanned::{Spanned, Text};
 use crate::http::url::HttpUrl;
 use crate::payload::envoy::Struct;
 use crate::payload::xds::Node;
+use crate::snapshot::descriptor_files::FileOptions;
 use crate::snapshot::upstreams;
 use crate::snapshot::validator::Validator;
 
@@ -30,8 +31,8 @@ pub struct XdsSettings {
     pub node: Node,
     /// Headers of the call.
     pub headers: HeaderMap,
-    /// Whether no limit denies requests.
-    pub shadow: bool,
+    /// How the descriptors are read.
+    pub options: FileOptions,
     /// When the gateway is ready.
     pub ready_after: ReadyAfter,
 }
@@ -72,9 +73,9 @@ pub(super) fn settings(config: &Config, reader: &mut Validator<'_>) -> Option<Xd
         user_agent_name: env!("CARGO_PKG_NAME").to_owned(),
         user_agent_version: env!("CARGO_PKG_VERSION").to_owned(),
     };
-    let shadow = config.ratelimit.shadow.as_ref().is_some_and(|shadow| *shadow.get_ref());
+    let options = FileOptions::new(&config.ratelimit);
     let mut settings =
-        XdsSettings { url: url?, shadow, server_name: None, ca: None, certificate: None, node, headers, ready_after };
+        XdsSettings { url: url?, options, server_name: None, ca: None, certificate: None, node, headers, ready_after };
     if let Some(tls) = &written.tls {
         read_tls(tls, &mut settings, reader);
     }

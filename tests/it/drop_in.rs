@@ -205,6 +205,28 @@ fn shadow_mode_and_named_headers_are_honoured() {
 }
 
 #[test]
+fn files_of_one_domain_are_merged() {
+    let redis = Redis::start();
+    let other = "domain: edge\ndescriptors:\n  - key: group\n    rate_limit: {unit: DAY, requests_per_unit: 5}\n";
+    let both = format!("{}---\n{other}", yaml(3));
+    let gateway = start(&redis, &both, &[("MERGE_DOMAIN_CONFIG", "true")]);
+    let client = Grpc::connect(gateway.address);
+    let mut request = request("a");
+    let group = Entry { key: "group".into(), value: "a".into() };
+    request.descriptors.push(RateLimitDescriptor { entries: vec![group], ..RateLimitDescriptor::default() });
+    let response: RateLimitResponse = client.call(METHOD, &request, &[]).message();
+    let quotas = response.statuses.iter().map(|status| status.current_limit.as_ref().unwrap().requests_per_unit);
+    assert_eq!(quotas.collect::<Vec<_>>(), [3, 5]);
+
+    let directory = tempfile::tempdir().unwrap();
+    create_dir_all(directory.path().join("config")).unwrap();
+    write(directory.path().join("config/edge.yaml"), both).unwrap();
+    let output = binary().arg("ratelimit").env("RUNTIME_ROOT", directory.path()).output().unwrap();
+    let report = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && report.contains("the domain `edge` occurs twice"), "{report}");
+}
+
+#[test]
 fn grpc_over_tls_requires_the_client_certificate() {
     const NAME: &str = "gateway.test";
     let directory = tempfile::tempdir().unwrap();
