@@ -289,7 +289,7 @@ impl App {
         let config_handle = self.config_handle.clone();
         let limits_by_name = move |name: &str| {
             let active = config_handle.active();
-            active.config.limits.get(name).map(|compiled| compiled.limit.clone())
+            active.config.find_limit(name).cloned()
         };
         let overrides = Overrides::new(self.config.hasher.clone(), limits_by_name, denial_cache.clone());
         let threads = match self.config.server.worker_model {

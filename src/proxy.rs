@@ -5,7 +5,7 @@ pub mod body;
 mod config_snapshot;
 mod decision_api;
 mod decisions;
-mod descriptor_checks;
+pub mod descriptor_checks;
 mod ext_authz;
 pub mod forward;
 mod forward_auth;
@@ -162,7 +162,8 @@ impl Gateway {
         is_draining: bool,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        RateLimitService { limiter: &self.limiter, snapshot: &snapshot }.answer(request, peer, flow, is_draining).await
+        let service = RateLimitService { limiter: &self.limiter, sinks: &self.sinks, snapshot: &snapshot };
+        service.answer(request, peer, flow, is_draining).await
     }
 
     /// Answer a request on a listener with `protocol = "ratelimit-http"`.
@@ -175,7 +176,7 @@ impl Gateway {
         let snapshot = self.snapshot.load_full();
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
-        let service = RateLimitService { limiter: &self.limiter, snapshot: &snapshot };
+        let service = RateLimitService { limiter: &self.limiter, sinks: &self.sinks, snapshot: &snapshot };
         Box::new(ratelimit_json::answer(&service, request, peer, flow).await)
     }
 

@@ -50,6 +50,7 @@ use crate::identity::auth::{AuthProvider, TierSource};
 use crate::identity::consumer::{ANONYMOUS_TIER, ConsumerDirectory};
 use crate::identity::spec::{ClientIpResolver, Descriptor, OnMissing};
 use crate::limiter::key::IdentityHasher;
+use crate::limiter::spec::LimitSpec;
 use crate::payload::json::body::{JsonPointers, MAX_POINTERS};
 use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
@@ -67,6 +68,9 @@ use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::xds::{ReadyAfter, XdsSettings};
 use crate::upstream::settings::UpstreamSettings;
+
+/// Maximum number of limits of YAML files that the dashboard and the API list.
+const MAX_LISTED_FILE_LIMITS: usize = 100;
 
 /// The compiled configuration, which the gateway uses to handle requests.
 #[derive(Debug)]
@@ -241,6 +245,20 @@ impl CompiledConfig {
         file.warnings = reader.finish(policy)?;
         // There are no errors, so only parts that refer to unset variables can be missing.
         Ok((config, file))
+    }
+
+    /// Find a limit by its name: one of `[limit.NAME]`, or of the YAML files of `[ratelimit]`.
+    pub fn find_limit(&self, name: &str) -> Option<&Arc<LimitSpec>> {
+        self.limits.get(name).map(|compiled| &compiled.limit).or_else(|| self.descriptors.file_limit(name))
+    }
+
+    /// Return the limits that the dashboard and the API list, by name: all of `[limit.NAME]`, and at most
+    /// [`MAX_LISTED_FILE_LIMITS`] of the YAML files.
+    pub fn listed_limits(&self) -> BTreeMap<&str, &Arc<LimitSpec>> {
+        let of_files = self.descriptors.file_limits().map(|limit| (&*limit.limit.name, &limit.limit));
+        let mut listed: BTreeMap<_, _> = of_files.take(MAX_LISTED_FILE_LIMITS).collect();
+        listed.extend(self.limits.iter().map(|(name, compiled)| (name.as_str(), &compiled.limit)));
+        listed
     }
 
     /// Return the configuration as written, including the tables of included files. The result is JSON with masked

@@ -126,7 +126,8 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "proxy",
         &[
             &["decision_api", "ext_authz", "ratelimit_json"],
-            &["decisions", "held_decisions", "named_limits", "ratelimit_service", "record"],
+            &["ratelimit_service"],
+            &["decisions", "held_decisions", "named_limits", "record"],
             &["descriptor_checks", "holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],

@@ -306,12 +306,12 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
         return Err(ApiError::bad_request(format!("unknown parameter `{name}`: use `limit`, `count` and `by`")));
     }
     let limits = &context.config.limits;
-    if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
+    if let Some(name) = limit_name.as_ref().filter(|name| context.config.find_limit(name).is_none()) {
         return Err(ApiError::bad_request(unknown_limit(context.config, name)));
     }
     let metrics = &context.state.request_metrics;
     let now = monotonic();
-    let selected = limits.iter().filter(|(name, _)| limit_name.as_ref().is_none_or(|name_filter| name_filter == *name));
+    let is_selected = |name: &str| limit_name.as_ref().is_none_or(|selected| selected == name);
     let top = |family: &MetricFamily<TopIdentities>, name: &str| {
         let workers = family.all().into_iter().find(|(limit, _)| **limit == *name).map(|(_, workers)| workers);
         TopIdentities::top(&workers.unwrap_or_default(), now, count as usize)
@@ -319,7 +319,9 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
     let window_seconds = WINDOW.as_secs();
     match &*by {
         "denied" => {
-            let limits = selected.map(|(name, compiled)| {
+            let mut listed = context.config.listed_limits();
+            listed.extend(limit_name.iter().filter_map(|name| Some((&**name, context.config.find_limit(name)?))));
+            let limits = listed.into_iter().filter(|(name, _)| is_selected(name)).map(|(name, limit)| {
                 let (denied, heavy_hitters) = top(&metrics.top_denied, name);
                 let identities =
                     heavy_hitters.into_iter().map(|HeavyHitter { identity, name, lower_bound, upper_bound }| {
@@ -331,13 +333,14 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
                             denied_at_most: upper_bound,
                         }
                     });
-                DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
+                DeniedByLimit { limit: name, shadow: limit.shadow, denied, identities: identities.collect() }
             });
             Ok(json_response(StatusCode::OK, &TopResponse { window_seconds, limits: limits.collect() }))
         }
         "cost" => {
             let counts_tokens = |compiled: &CompiledLimit| compiled.cost.as_ref().and_then(Cost::llm).is_some();
-            let limits = selected.filter(|(_, compiled)| counts_tokens(compiled)).map(|(name, compiled)| {
+            let selected = limits.iter().filter(|(name, compiled)| is_selected(name) && counts_tokens(compiled));
+            let limits = selected.map(|(name, compiled)| {
                 let (cost, heavy_hitters) = top(&metrics.top_costs, name);
                 let identities =
                     heavy_hitters.into_iter().map(|HeavyHitter { identity, name, lower_bound, upper_bound }| {

@@ -250,14 +250,14 @@ fn second_event(
         let [_reserved, by_source @ ..] = sum_counts(workers.iter().map(|counter| counter.values()));
         *settled.entry(limit.to_owned()).or_default() += by_source.iter().sum::<u64>();
     }
-    let limits = active.config.limits.iter().map(|(name, compiled)| LimitDecisionCounts {
+    let limits = active.config.listed_limits().into_iter().map(|(name, limit)| LimitDecisionCounts {
         limit: name,
-        quota: compiled.limit.default_variant.quota.to_string(),
-        unit: &compiled.limit.unit,
-        shadow: compiled.limit.shadow,
+        quota: limit.default_variant.quota.to_string(),
+        unit: &limit.unit,
+        shadow: limit.shadow,
         decisions: LimitDecision::ALL.iter().map(|kind| kind.label()).zip(decisions.of(name)).collect(),
         settled: settled.get(name).copied(),
-        interval: interval.and_then(|_| limit_intervals.get(name.as_str())?.back().copied()),
+        interval: interval.and_then(|_| limit_intervals.get(name)?.back().copied()),
     });
     let responses: BTreeMap<_, _> = state.request_metrics.routes.all().into_iter().collect();
     let denials: BTreeMap<_, _> = state.request_metrics.denied_requests.all().into_iter().collect();
@@ -421,7 +421,7 @@ impl History {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
             let active = state.config_handle.active();
-            let names = active.config.limits.keys().map(String::as_str);
+            let names = active.config.listed_limits().into_keys();
             self.add_limit_interval(names, LimitDecisions::take(state));
         }
         (second, interval)

@@ -111,7 +111,7 @@ pub(super) const MAX_LISTED_LIMITS: usize = 20;
 
 /// The error text for an unknown limit, with the names of the configured limits.
 pub(super) fn unknown_limit(config: &CompiledConfig, name: &str) -> String {
-    let limits = &config.limits;
+    let limits = config.listed_limits();
     let listed = limits.keys().take(MAX_LISTED_LIMITS).map(|known| format!("`{known}`")).collect::<Vec<_>>().join(", ");
     match limits.len().saturating_sub(MAX_LISTED_LIMITS) {
         _ if limits.is_empty() => format!("unknown limit `{name}`: the configuration has no limits"),

@@ -30,10 +30,13 @@ use crate::limiter::decision::LimitCheck;
 use crate::limiter::key::Identity;
 use crate::limiter::overrides::{OverrideQuota, OverrideTable, Overrides};
 use crate::limiter::verdict::Verdict;
+use crate::payload::envoy::{Entry, RateLimitDescriptor, RateLimitRequest};
 use crate::proxy::request::Peer;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::listeners::Listener;
 use crate::tools::explain::Explainer;
+use crate::tools::explain::descriptors;
+use crate::tools::explain::descriptors::CallExplanation;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters, empty_overrides};
 use crate::tools::explain::report::{
     AccessReport, AuthReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport,
@@ -45,6 +48,9 @@ const MAX_OTHER_ROUTES: usize = 10;
 
 pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
     let config = &load(config_path)?;
+    if let Some(domain) = &arguments.domain {
+        return explain_call(arguments, domain, config, config_path);
+    }
     let client_request = match arguments.to_request(config) {
         Ok(client_request) => client_request,
         Err(error) => {
@@ -83,6 +89,56 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     Ok(ExitCode::SUCCESS)
 }
 
+/// Explain how the rate limit service would decide about a call.
+fn explain_call(
+    arguments: &Arguments,
+    domain: &str,
+    config: &CompiledConfig,
+    config_path: &Path,
+) -> anyhow::Result<ExitCode> {
+    let descriptors = arguments.descriptors.iter().map(|text| parse_descriptor(text)).collect();
+    let hits_addend = arguments.hits.unwrap_or(0);
+    let request = RateLimitRequest { domain: domain.to_owned().into(), descriptors, hits_addend };
+    let explain_with = |counters: &dyn Counters| descriptors::explain_call(config, counters, &request);
+    let explanation = if arguments.offline {
+        explain_with(&CountersUnavailable("--offline".to_owned()))
+    } else {
+        match RedisCounters::open(config)? {
+            Some(redis) => explain_with(&redis),
+            None => explain_with(&AdminCounters::open(config_path, config)),
+        }
+    };
+    let Some(explanation) = explanation else {
+        anstream::eprintln!("sluicegate explain: the service denies this call, because it has too many limits");
+        return Ok(ExitCode::from(EXIT_INVALID_CONFIG));
+    };
+    if arguments.json {
+        writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
+    } else {
+        write_call(&explanation, &mut anstream::stdout().lock())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Parse `KEY=VALUE,KEY=VALUE`. `\,` stands for a comma in a value. An entry without `=` has an empty value.
+fn parse_descriptor(text: &str) -> RateLimitDescriptor {
+    let mut entries = vec![String::new()];
+    let mut characters = text.chars().peekable();
+    while let Some(character) = characters.next() {
+        match (character, entries.last_mut()) {
+            (',', _) => entries.push(String::new()),
+            ('\\', Some(entry)) => entry.push(characters.next_if_eq(&',').unwrap_or('\\')),
+            (_, Some(entry)) => entry.push(character),
+            (_, None) => {}
+        }
+    }
+    let to_entry = |entry: &String| {
+        let (key, value) = entry.split_once('=').unwrap_or((entry, ""));
+        Entry { key: key.to_owned().into(), value: value.to_owned().into() }
+    };
+    RateLimitDescriptor { entries: entries.iter().map(to_entry).collect(), ..RateLimitDescriptor::default() }
+}
+
 // The command-line arguments, and the request that they describe.
 
 /// Explain how the gateway would handle a request: route, limits, response
@@ -94,15 +150,28 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     "sluicegate explain GET https://api.example.com/v1/users/7",
     "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
     "sluicegate explain GET http://localhost:8080/ping --offline --json",
+    "sluicegate explain --domain edge --descriptor path=/login,remote_address=192.0.2.7",
 ])]
 pub(super) struct Arguments {
     /// Method of the request, such as GET
-    #[arg(value_name = "METHOD")]
+    #[arg(value_name = "METHOD", required_unless_present = "domain", default_value = "", hide_default_value = true)]
     method: String,
 
     /// URL that the client requests, such as https://api.example.com/v1/users/7
-    #[arg(value_name = "URL")]
+    #[arg(value_name = "URL", required_unless_present = "domain", default_value = "", hide_default_value = true)]
     url: String,
+
+    /// Explain a call of the rate limit service with this domain, instead of a request
+    #[arg(long, value_name = "DOMAIN", requires = "descriptors", conflicts_with_all = ["method", "url"])]
+    domain: Option<String>,
+
+    /// Assume this descriptor in the call; may be repeated. Write a comma in a value as `\,`
+    #[arg(long = "descriptor", value_name = "KEY=VALUE,KEY=VALUE", requires = "domain")]
+    descriptors: Vec<String>,
+
+    /// Assume this cost of the call (`hits_addend`) [default: 1]
+    #[arg(long, value_name = "N", requires = "domain")]
+    hits: Option<u32>,
 
     /// Add this request header, written as for curl's -H; may be repeated
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
@@ -331,11 +400,11 @@ fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
 
 fn add_override(overrides: &Overrides, config: &CompiledConfig, entry: &Value) {
     let parse = || {
-        let compiled = config.limits.get(entry["limit"].as_str()?)?;
+        let limit = config.find_limit(entry["limit"].as_str()?)?;
         let identity = Identity::from_hex(entry["identity"].as_str()?)?;
         let quota: OverrideQuota = serde_json::from_value(entry.clone()).ok()?;
         let ttl = Duration::from_secs(entry["expires_in_seconds"].as_u64()?);
-        overrides.compile(&compiled.limit, identity, quota, ttl).ok()
+        overrides.compile(limit, identity, quota, ttl).ok()
     };
     // Ignore overrides of limits that this configuration does not have.
     if let Some(parsed) = parse() {
@@ -409,6 +478,34 @@ fn write_explanation(explanation: &Explanation, out: &mut impl Write) -> io::Res
     write_limits(explanation, out)?;
     write_response(explanation, out)?;
     explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
+}
+
+/// Write the explanation of a call of the rate limit service.
+fn write_call(explanation: &CallExplanation, out: &mut impl Write) -> io::Result<()> {
+    let decision = explanation.decision.unwrap_or("unknown");
+    write_heading(out, &format!("Call of {}: {decision}; store: {}", explanation.domain, explanation.store))?;
+    if let Some(reason) = explanation.counters_unavailable.as_ref() {
+        write_paragraph(out, "  ", 2, &format!("usage is unknown: {reason}"))?;
+    }
+    for descriptor in &explanation.descriptors {
+        write_heading(out, &format!("\n{}", descriptor.entries.join(", ")))?;
+        let width = max_width(descriptor.limits.iter().map(|limit| &*limit.limit)).max("matches".len());
+        let mut lines: Vec<_> = descriptor.matched.iter().map(|matched| format!("the descriptor {matched}")).collect();
+        lines.extend(descriptor.notes.iter().map(|note| (*note).to_owned()));
+        write_item(out, width, "matches", &lines)?;
+        for limit in &descriptor.limits {
+            let mut lines = vec![format!("{}, costs {}", limit.quota, limit.cost)];
+            if let (Some(decision), Some(remaining)) = (limit.decision, limit.remaining) {
+                let retry = limit
+                    .retry_seconds
+                    .map_or(String::new(), |seconds| format!(", retry in {}", format_duration(seconds)));
+                lines.insert(0, format!("{}: {remaining} remaining{retry}", decision.replace('_', " ")));
+            }
+            lines.push(format!("by {}, identity {}", limit.by.join(" "), limit.identity));
+            write_item(out, width, &limit.limit, &lines)?;
+        }
+    }
+    Ok(())
 }
 
 fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

@@ -557,6 +557,8 @@ const FOREIGN_WORDS: &[(&str, &[&str])] = &[
     ),
     ("http2", &["h2", "h2c", "grpc", "http/2"]),
     ("http1", &["http", "http11", "http/1.1", "h1"]),
+    ("ratelimit", &["grpc", "rls", "envoy", "ratelimitservice"]),
+    ("decisions", &["extauthz", "authrequest", "forwardauth", "auth"]),
     ("warn", &["warning"]),
     ("error", &["crit", "critical", "fatal", "alert", "emerg"]),
     ("info", &["notice", "information"]),

@@ -86,7 +86,7 @@ pub struct RateLimitFiles {
     #[schemars(extend("default" = true))]
     pub atomic: Option<Spanned<bool>>,
     /// Whether the metadata of each response contains the domain, the descriptors and the cost of its call, as with
-    /// `RESPONSE_DYNAMIC_METADATA` of envoyproxy/ratelimit.
+    /// `RESPONSE_DYNAMIC_METADATA` of envoyproxy/ratelimit. Calls of more than 16KiB are not repeated.
     #[schemars(extend("default" = false))]
     pub dynamic_metadata: Option<Spanned<bool>>,
     /// Management server that sends descriptors (xDS), instead of `configuration`: `{ url = "http://envoy-gateway:18001",

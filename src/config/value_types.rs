@@ -170,8 +170,12 @@ impl TypeError<'_, '_> {
                 None => format!("write a string: {key} = {}", self.example().unwrap_or("\"…\"".to_owned())),
             },
             (RequiredType::List, DeValue::Table(table)) if keys.len() == 1 => {
-                match table.keys().next().filter(|name| !self.file.keys(&[key]).contains(&&**name.get_ref())) {
-                    Some(name) => format!("write [[{key}]] with name = \"{}\"", name.get_ref()),
+                let known = self.file.keys(&[key]);
+                match table.keys().next().filter(|name| !known.contains(&&**name.get_ref())) {
+                    Some(name) if known.contains(&"name") => {
+                        format!("write [[{key}]] with name = \"{}\"", name.get_ref())
+                    }
+                    Some(_) => format!("write [[{key}]], without a name"),
                     None => "an array of tables has two brackets: [[route]], [[listener]]".to_owned(),
                 }
             }

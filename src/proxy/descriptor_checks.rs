@@ -19,30 +19,31 @@ use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::StoreError;
 use crate::payload::envoy::{RateLimitDescriptor, RateLimitOverride, RateLimitRequest, Unit};
-use crate::proxy::config_snapshot::ConfigSnapshot;
+use crate::snapshot::CompiledConfig;
 use crate::snapshot::descriptor_files::FileRule;
 use crate::snapshot::descriptors::{DescriptorLimit, DescriptorRule, LimitInCall};
 use crate::snapshot::limits::ChargePolicy;
 
 /// Maximum number of descriptors of a call, and of checks for its descriptors.
-pub(super) const MAX_DESCRIPTORS: usize = 64;
+pub const MAX_DESCRIPTORS: usize = 64;
 
 /// When a call must be decided.
 #[derive(Clone, Copy)]
-pub(super) struct Deadline {
+pub struct Deadline {
     /// The limiter decides before this time.
-    pub(super) decide_by: Instant,
+    pub decide_by: Instant,
     /// Additional time for a gateway that is late itself.
-    pub(super) grace: Duration,
+    pub grace: Duration,
 }
 
 // === The rules that match ===
 
 /// A descriptor of a call, and the descriptor of the configuration that matches it.
-pub(super) struct Resolved<'a> {
-    pub(super) rule: Option<MatchedRule<'a>>,
+pub struct Resolved<'a> {
+    /// The descriptor of the configuration whose limits apply.
+    pub rule: Option<MatchedRule<'a>>,
     /// Whether a descriptor of the configuration matches, even if its limits do not apply.
-    pub(super) is_known: bool,
+    pub is_known: bool,
     /// The variants of the limits of the rule, with the quota that the call requests.
     overridden: Vec<Option<Arc<LimitVariant>>>,
     /// Unit of the quota of zero that denies the descriptor.
@@ -51,9 +52,11 @@ pub(super) struct Resolved<'a> {
 
 /// A descriptor of the configuration, with its index.
 #[derive(Clone, Copy)]
-pub(super) struct MatchedRule<'a> {
-    pub(super) index: usize,
-    pub(super) rule: &'a DescriptorRule,
+pub struct MatchedRule<'a> {
+    /// Index of the descriptor.
+    pub index: usize,
+    /// The descriptor.
+    pub rule: &'a DescriptorRule,
 }
 
 impl<'a> Resolved<'a> {
@@ -63,13 +66,13 @@ impl<'a> Resolved<'a> {
 }
 
 /// Return the keys and values of a descriptor.
-pub(super) fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&[u8], &[u8])> + Clone {
+pub fn entries(descriptor: &RateLimitDescriptor) -> impl Iterator<Item = (&[u8], &[u8])> + Clone {
     descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value))
 }
 
 /// Find the descriptors of the configuration that match the descriptors of a call.
-pub(super) fn resolve<'a>(snapshot: &'a ConfigSnapshot, request: &RateLimitRequest) -> Vec<Resolved<'a>> {
-    let table = &snapshot.config.descriptors;
+pub fn resolve<'a>(config: &'a CompiledConfig, request: &RateLimitRequest) -> Vec<Resolved<'a>> {
+    let table = &config.descriptors;
     let resolve = |descriptor: &RateLimitDescriptor| {
         let requested = descriptor.limit.filter(|limit| limit.unit().seconds().is_some());
         let limit_in_call = if requested.is_some() { LimitInCall::Given } else { LimitInCall::Absent };
@@ -78,7 +81,7 @@ pub(super) fn resolve<'a>(snapshot: &'a ConfigSnapshot, request: &RateLimitReque
         let limits = || rule.into_iter().flat_map(|matched| &matched.rule.limits);
         let overridden = match requested {
             None => Vec::new(),
-            Some(quota) => limits().map(|limit| requested_variant(snapshot, limit, quota)).collect(),
+            Some(quota) => limits().map(|limit| requested_variant(config, limit, quota)).collect(),
         };
         let is_enforced = limits().any(|limit| !limit.limit.shadow);
         let denies_all = match requested {
@@ -109,7 +112,7 @@ fn drop_replaced(resolved: &mut [Resolved<'_>]) {
 /// Return the variant of a limit with the quota that a call requests. Return `None` if the algorithm does not support
 /// the quota: the configured quota then applies.
 fn requested_variant(
-    snapshot: &ConfigSnapshot,
+    config: &CompiledConfig,
     limit: &DescriptorLimit,
     requested: RateLimitOverride,
 ) -> Option<Arc<LimitVariant>> {
@@ -118,27 +121,30 @@ fn requested_variant(
     if quota.count == 0 {
         return None;
     }
-    limit.limit.override_variant(&snapshot.config.hasher, quota, None).ok().map(Arc::new)
+    limit.limit.override_variant(&config.hasher, quota, None).ok().map(Arc::new)
 }
 
 // === The checks of a call ===
 
 /// The checks of all descriptors of a call.
 #[derive(Default)]
-pub(super) struct CallChecks<'a, 'p> {
+pub struct CallChecks<'a, 'p> {
     /// The groups of checks that charge the request. Each group is one decision.
-    pub(super) groups: Vec<CheckGroup<'a, 'p>>,
+    pub groups: Vec<CheckGroup<'a, 'p>>,
     /// The checks whose cost is refunded.
-    pub(super) refunds: Vec<LimitCheck<'a, 'p>>,
-    pub(super) descriptors: Vec<DescriptorChecks<'a>>,
+    pub refunds: Vec<LimitCheck<'a, 'p>>,
+    /// The descriptors, in the order of the call.
+    pub descriptors: Vec<DescriptorChecks<'a>>,
     /// Whether each descriptor is charged on its own, also if another one denies the call.
     is_independent: bool,
 }
 
 /// Checks that are one decision: it charges all of them or none.
-pub(super) struct CheckGroup<'a, 'p> {
-    pub(super) kind: GroupKind,
-    pub(super) charges: Vec<LimitCheck<'a, 'p>>,
+pub struct CheckGroup<'a, 'p> {
+    /// How the group affects the decision about the call.
+    pub kind: GroupKind,
+    /// The checks.
+    pub charges: Vec<LimitCheck<'a, 'p>>,
     /// For each of the checks: where its cost comes from, if the limit charges it always.
     always_charged: Vec<Option<CostSource>>,
     /// Whether a descriptor of the group has a quota of zero, so that the group is denied without a check.
@@ -147,7 +153,7 @@ pub(super) struct CheckGroup<'a, 'p> {
 
 /// How a group of checks affects the decision about a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum GroupKind {
+pub enum GroupKind {
     /// If the group is denied, the call is denied.
     Enforced,
     /// If all groups of this kind are denied, the call is denied (`quota_mode`).
@@ -164,28 +170,33 @@ enum CostSource {
 }
 
 /// The checks of one descriptor of a call.
-pub(super) struct DescriptorChecks<'a> {
-    pub(super) rule: Option<MatchedRule<'a>>,
-    pub(super) denies_all: Option<Unit>,
-    pub(super) is_refund: bool,
+pub struct DescriptorChecks<'a> {
+    /// The descriptor of the configuration.
+    pub rule: Option<MatchedRule<'a>>,
+    /// Unit of the quota of zero that denies the descriptor.
+    pub denies_all: Option<Unit>,
+    /// Whether the cost is refunded.
+    pub is_refund: bool,
     /// Cost of the request.
-    pub(super) cost: u64,
+    pub cost: u64,
     /// Index of the group of the checks. `None` if the descriptor has no checks that charge the request.
-    pub(super) group: Option<usize>,
-    pub(super) checks: Vec<CheckIndex>,
+    pub group: Option<usize>,
+    /// The checks of the descriptor.
+    pub checks: Vec<CheckIndex>,
 }
 
 /// Where a check of a descriptor is.
 #[derive(Clone, Copy)]
-pub(super) struct CheckIndex {
+pub struct CheckIndex {
     /// Index in the charges of the group, or in [`CallChecks::refunds`].
-    pub(super) check: usize,
+    pub check: usize,
     /// Index of the limit in the rule.
-    pub(super) limit: usize,
+    pub limit: usize,
 }
 
 /// The decision about a group of checks.
-pub(super) enum GroupDecision<'a> {
+pub enum GroupDecision<'a> {
+    /// The limits were checked.
     Decided(Decision<'a>),
     /// The limits could not be checked, and deny the request.
     Failed,
@@ -194,7 +205,8 @@ pub(super) enum GroupDecision<'a> {
 }
 
 impl GroupDecision<'_> {
-    pub(super) fn is_denial(&self) -> bool {
+    /// Return whether the group denies the request.
+    pub fn is_denial(&self) -> bool {
         match self {
             GroupDecision::Decided(decision) => !decision.admitted,
             GroupDecision::Failed => true,
@@ -203,7 +215,7 @@ impl GroupDecision<'_> {
     }
 
     /// Return the result of a check of the group, if the store returned it.
-    pub(super) fn result(&self, check: &LimitCheck<'_, '_>) -> Option<&LimitResult<'_>> {
+    pub fn result(&self, check: &LimitCheck<'_, '_>) -> Option<&LimitResult<'_>> {
         match self {
             GroupDecision::Decided(decision) => {
                 decision.results.iter().find(|result| result.limit_index == check.limit_index)
@@ -214,12 +226,13 @@ impl GroupDecision<'_> {
 }
 
 /// The decision about a call.
-pub(super) struct CallDecision<'a> {
-    pub(super) is_admitted: bool,
+pub struct CallDecision<'a> {
+    /// Whether the call is admitted.
+    pub is_admitted: bool,
     /// The decision about each group of checks.
-    pub(super) groups: Vec<GroupDecision<'a>>,
+    pub groups: Vec<GroupDecision<'a>>,
     /// The outcome of each refund. Empty if the store did not answer.
-    pub(super) refunds: Vec<Outcome>,
+    pub refunds: Vec<Outcome>,
 }
 
 impl<'a, 'p> CallChecks<'a, 'p>
@@ -227,15 +240,15 @@ where
     'a: 'p,
 {
     /// Build the checks of a call. Return `None` if they would occupy the store for too long.
-    pub(super) fn new(
-        snapshot: &ConfigSnapshot,
+    pub fn new(
+        config: &CompiledConfig,
         request: &RateLimitRequest,
         resolved: &'p [Resolved<'a>],
         overrides: Option<&'p OverrideTable>,
     ) -> Option<Self> {
-        let is_independent = snapshot.config.descriptors.options.is_independent;
+        let is_independent = config.descriptors.options.is_independent;
         let mut call = CallChecks { is_independent, ..CallChecks::default() };
-        let mut builder = CheckBuilder { snapshot, request, overrides, encoder: IdentityEncoder::default(), weight: 0 };
+        let mut builder = CheckBuilder { config, request, overrides, encoder: IdentityEncoder::default(), weight: 0 };
         for (descriptor, resolved) in request.descriptors.iter().zip(resolved) {
             let checks = builder.descriptor(&mut call, descriptor, resolved);
             call.descriptors.push(checks);
@@ -243,6 +256,19 @@ where
         let charges: usize = call.groups.iter().map(|group| group.charges.len()).sum();
         let is_bounded = builder.weight <= MAX_REQUEST_WEIGHT && charges.max(call.refunds.len()) <= MAX_DESCRIPTORS;
         is_bounded.then_some(call)
+    }
+
+    /// Return whether these decisions about the groups deny the call.
+    pub fn is_denied(&self, decisions: &[GroupDecision<'_>]) -> bool {
+        self.denies(decisions, GroupKind::Enforced) || self.denies(decisions, GroupKind::Quota)
+    }
+
+    fn denies(&self, decisions: &[GroupDecision<'_>], kind: GroupKind) -> bool {
+        let mut denials = self.groups.iter().zip(decisions).filter(|(group, _)| group.kind == kind);
+        match kind {
+            GroupKind::Enforced => denials.any(|(_, decision)| decision.is_denial()),
+            GroupKind::Quota => denials.clone().count() > 0 && denials.all(|(_, decision)| decision.is_denial()),
+        }
     }
 
     /// Return the index of the group for a descriptor of this kind.
@@ -256,27 +282,20 @@ where
     }
 
     /// Decide about the call, and make its refunds.
-    pub(super) async fn decide(&self, limiter: &Limiter, deadline: Deadline) -> CallDecision<'a> {
+    pub async fn decide(&self, limiter: &Limiter, deadline: Deadline) -> CallDecision<'a> {
         let mut groups: Vec<_> = self.groups.iter().map(|_| GroupDecision::Unchecked).collect();
-        let is_denied = |groups: &[GroupDecision<'_>], kind| {
-            let mut denials = self.groups.iter().zip(groups).filter(|(group, _)| group.kind == kind);
-            match kind {
-                GroupKind::Enforced => denials.any(|(_, decision)| decision.is_denial()),
-                GroupKind::Quota => denials.clone().count() > 0 && denials.all(|(_, decision)| decision.is_denial()),
-            }
-        };
         if self.is_independent {
             self.decide_groups(limiter, deadline, |_| true, &mut groups).await;
         } else {
             self.decide_groups(limiter, deadline, |kind| kind == GroupKind::Enforced, &mut groups).await;
-            if !is_denied(&groups, GroupKind::Enforced) {
+            if !self.denies(&groups, GroupKind::Enforced) {
                 self.decide_groups(limiter, deadline, |kind| kind == GroupKind::Quota, &mut groups).await;
-                if is_denied(&groups, GroupKind::Quota) {
+                if self.denies(&groups, GroupKind::Quota) {
                     self.refund_enforced(limiter, deadline, &groups).await;
                 }
             }
         }
-        let is_admitted = !is_denied(&groups, GroupKind::Enforced) && !is_denied(&groups, GroupKind::Quota);
+        let is_admitted = !self.is_denied(&groups);
         let refunds = match self.refunds.is_empty() {
             true => Vec::new(),
             false => limiter.refund_before(&self.refunds, deadline.decide_by).await,
@@ -325,6 +344,11 @@ impl<'a, 'p> CheckGroup<'a, 'p>
 where
     'a: 'p,
 {
+    /// Return whether a descriptor of the group has a quota of zero.
+    pub fn denies_all(&self) -> bool {
+        self.denies_all
+    }
+
     /// Decide about the group, and charge what a denied request charges.
     async fn decide(&self, limiter: &Limiter, deadline: Deadline) -> GroupDecision<'a> {
         if self.charges.is_empty() || self.denies_all {
@@ -389,7 +413,7 @@ where
 
 impl DescriptorChecks<'_> {
     /// Return the name of the limit of the descriptor. It may be empty.
-    pub(super) fn limit_name(&self) -> String {
+    pub fn limit_name(&self) -> String {
         let of_rule = |MatchedRule { rule, .. }: MatchedRule<'_>| match &rule.of_file {
             Some(of_file) => of_file.limit_name.to_string(),
             None => rule.limits.first().map(|limit| limit.limit.name.to_string()).unwrap_or_default(),
@@ -400,7 +424,7 @@ impl DescriptorChecks<'_> {
 
 /// Builds the checks of a call.
 struct CheckBuilder<'c, 'p> {
-    snapshot: &'c ConfigSnapshot,
+    config: &'c CompiledConfig,
     request: &'c RateLimitRequest,
     overrides: Option<&'p OverrideTable>,
     encoder: IdentityEncoder,
@@ -439,7 +463,7 @@ impl<'p> CheckBuilder<'_, 'p> {
                 let mut entries = descriptor.entries.iter();
                 entries.find(|entry| entry.key == key.as_bytes()).map_or(&b""[..], |entry| &entry.value)
             };
-            let hasher = &self.snapshot.config.hasher;
+            let hasher = &self.config.hasher;
             let identity = match &rule.of_file {
                 Some(of_file) => {
                     Some(of_file.identify(&self.request.domain, entries(descriptor), hasher, &mut self.encoder))

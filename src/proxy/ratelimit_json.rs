@@ -59,7 +59,7 @@ async fn decide(
     let answer = match read.map_err(|error| format!("the body cannot be read: {error}"))? {
         ReadBody::Whole(bytes) => {
             let request = parse(&bytes)?;
-            service.decide(&request).await.map_err(|CallError { message, .. }| message.to_owned())?
+            service.decide(&request, peer).await.map_err(|CallError { message, .. }| message.to_owned())?
         }
         ReadBody::TooLong => service.deny_too_long(),
         ReadBody::NoCapacity => service.deny_unread(),

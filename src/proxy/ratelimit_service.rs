@@ -32,15 +32,24 @@ use crate::proxy::descriptor_checks::{
     MAX_DESCRIPTORS, MatchedRule, entries, resolve,
 };
 use crate::proxy::metrics::{CallResult, Hits, LimitDecision};
+use crate::proxy::record::{decision_info, merge_decision_infos};
 use crate::proxy::request::Peer;
 use crate::snapshot::descriptors::DescriptorHeaders;
+use crate::telemetry::access_log::{AccessLog, AccessRecord, DecisionInfo, TelemetrySinks};
+use crate::telemetry::trace::TraceParent;
 
 /// Name of the service, also for health checks.
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 
+/// Path of the method that decides about requests.
+const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+
 /// Maximum length of a message in bytes. Envoy bounds the headers of a request, whose values may occur in several
 /// descriptors.
 pub(super) const MAX_MESSAGE: usize = 256 << 10;
+
+/// Maximum length of a message whose descriptors the metadata of the response repeats, in bytes.
+const MAX_REPEATED: usize = 16 << 10;
 
 /// Maximum time to answer a call without `grpc-timeout`.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -60,6 +69,7 @@ const MAX_COUNT: u64 = u32::MAX as u64;
 /// The service, with the configuration that applies to a call.
 pub(super) struct RateLimitService<'g> {
     pub(super) limiter: &'g Limiter,
+    pub(super) sinks: &'g TelemetrySinks,
     pub(super) snapshot: &'g ConfigSnapshot,
 }
 
@@ -93,6 +103,7 @@ impl RateLimitService<'_> {
         let client_timeout = headers::grpc_timeout(request.headers()).unwrap_or(DEFAULT_TIMEOUT).min(DEFAULT_TIMEOUT);
         let time = time_to_answer(client_timeout);
         let method = request.uri().path().to_owned();
+        let trace = TraceParent::from_headers(request.headers());
         let ConfigSnapshot { config, metrics, .. } = self.snapshot;
         let max_read = config.server.max_buffered / INSPECTED_SHARE;
         let share = metrics.inspected_by_network.share(config.client_ip.network(peer.address), max_read);
@@ -100,10 +111,11 @@ impl RateLimitService<'_> {
         let late = CallError::new(Status::DeadlineExceeded, "the message did not arrive before the deadline");
         let message = timeout(time, read).await.map_err(|_| late)??;
         match &*method {
-            "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit" => {
+            METHOD => {
                 let grace = (client_timeout / 20).min(MAX_GRACE);
                 let deadline = Deadline { decide_by: received_at + time, grace };
-                let answer = self.should_rate_limit(message, deadline).await.inspect_err(|_| {
+                let received = ReceivedCall { peer, trace, received_at, deadline };
+                let answer = self.should_rate_limit(message, &received).await.inspect_err(|_| {
                     self.snapshot.metrics.record_call(CallResult::Invalid);
                 })?;
                 Ok(message_response(answer.encoded_len(), |bytes| encode(&answer, bytes)))
@@ -123,7 +135,7 @@ impl RateLimitService<'_> {
     async fn should_rate_limit(
         &self,
         message: ReadMessage,
-        deadline: Deadline,
+        received: &ReceivedCall<'_>,
     ) -> Result<RateLimitResponse, CallError> {
         let bytes = match message {
             ReadMessage::Whole(bytes) => bytes,
@@ -132,19 +144,20 @@ impl RateLimitService<'_> {
         };
         let invalid = |_| CallError::new(Status::InvalidArgument, "the message is not a RateLimitRequest");
         let request = RateLimitRequest::decode(bytes).map_err(invalid)?;
-        self.decide_before(&request, deadline).await
+        self.decide_before(&request, received).await
     }
 
     /// Decide about a request to the proxy that has no deadline.
-    pub(super) async fn decide(&self, request: &RateLimitRequest) -> Result<RateLimitResponse, CallError> {
-        let decide_by = monotonic() + time_to_answer(DEFAULT_TIMEOUT);
-        self.decide_before(request, Deadline { decide_by, grace: MAX_GRACE }).await
+    pub(super) async fn decide(&self, request: &RateLimitRequest, peer: &Peer) -> Result<RateLimitResponse, CallError> {
+        let received_at = monotonic();
+        let deadline = Deadline { decide_by: received_at + time_to_answer(DEFAULT_TIMEOUT), grace: MAX_GRACE };
+        self.decide_before(request, &ReceivedCall { peer, trace: None, received_at, deadline }).await
     }
 
     async fn decide_before(
         &self,
         request: &RateLimitRequest,
-        deadline: Deadline,
+        received: &ReceivedCall<'_>,
     ) -> Result<RateLimitResponse, CallError> {
         if self.snapshot.config.awaits_descriptors() {
             return Err(CallError::new(Status::Unavailable, "the management server has not sent descriptors yet"));
@@ -157,15 +170,19 @@ impl RateLimitService<'_> {
         }
         let snapshot = self.snapshot;
         let overrides = self.limiter.overrides.current();
-        let resolved = resolve(snapshot, request);
+        let resolved = resolve(&snapshot.config, request);
         let unmatched = resolved.iter().filter(|resolved| !resolved.is_known).count();
         snapshot.metrics.record_unmatched(&request.domain, unmatched as u64);
-        let Some(call) = CallChecks::new(snapshot, request, &resolved, overrides.as_deref()) else {
+        let Some(call) = CallChecks::new(&snapshot.config, request, &resolved, overrides.as_deref()) else {
             return Ok(self.deny_unchecked("the limits of a call would occupy Redis for too long"));
         };
         let started_at = monotonic();
-        let decision = call.decide(self.limiter, deadline).await;
-        record(&call, snapshot, request, &decision, monotonic().saturating_duration_since(started_at));
+        let decision = call.decide(self.limiter, received.deadline).await;
+        let elapsed = monotonic().saturating_duration_since(started_at);
+        record(&call, snapshot, request, &decision, elapsed);
+        if let Some(log) = &self.sinks.access_log {
+            write_access_record(log, &call, request, &decision, received, elapsed);
+        }
         let mut response = response(&call, snapshot, request, decision);
         if let Some(names) = &snapshot.config.descriptor_headers {
             response.response_headers_to_add.extend(named_headers(names, &response.statuses));
@@ -263,6 +280,65 @@ fn named_headers(names: &DescriptorHeaders, statuses: &[DescriptorStatus]) -> Ve
 
 // === What a decision means ===
 
+/// What is known about a call besides its message.
+struct ReceivedCall<'a> {
+    peer: &'a Peer,
+    trace: Option<TraceParent>,
+    received_at: Instant,
+    deadline: Deadline,
+}
+
+/// Write the access log record of a call. Its status is that of the response to the client of the proxy.
+fn write_access_record(
+    log: &AccessLog,
+    call: &CallChecks<'_, '_>,
+    request: &RateLimitRequest,
+    decision: &CallDecision<'_>,
+    received: &ReceivedCall<'_>,
+    elapsed: Duration,
+) {
+    let infos = call.groups.iter().zip(&decision.groups).filter_map(|(group, one)| match one {
+        GroupDecision::Decided(one) => Some(decision_info(&group.charges, Some(one))),
+        GroupDecision::Failed => Some(decision_info(&group.charges, None)),
+        GroupDecision::Unchecked => None,
+    });
+    let info = infos.reduce(merge_decision_infos).map(|info| DecisionInfo { duration: elapsed, ..info });
+    let is_failed = decision.groups.iter().any(|group| matches!(group, GroupDecision::Failed));
+    let duration = monotonic().saturating_duration_since(received.received_at);
+    let domain = String::from_utf8_lossy(&request.domain);
+    log.write(&AccessRecord {
+        time: unix_us().saturating_sub(duration.as_micros() as u64),
+        client: received.peer.address,
+        method: "POST",
+        scheme: if received.peer.forwarded.scheme == "https" { "https" } else { "http" },
+        host: Some(&domain),
+        path: METHOD,
+        protocol: "HTTP/2.0",
+        status: if decision.is_admitted { 200 } else { 429 },
+        bytes: 0,
+        bytes_received: None,
+        complete: true,
+        duration_ms: duration,
+        route: None,
+        outcome: match decision.is_admitted {
+            true => "ok",
+            false if is_failed => "store-unavailable",
+            false => "rate-limited",
+        },
+        reason: None,
+        consumer: None,
+        decision: info.as_ref(),
+        model: None,
+        tokens: None,
+        upstream: None,
+        referer: None,
+        user_agent: None,
+        request_id: "-",
+        trace_id: received.trace.map(|parent| parent.trace_id),
+        sample_rate: None,
+    });
+}
+
 /// Count a call, and the effects of its descriptors and limits.
 fn record(
     call: &CallChecks<'_, '_>,
@@ -328,7 +404,8 @@ fn response(
 ) -> RateLimitResponse {
     let statuses: Vec<_> = call.descriptors.iter().map(|descriptor| status(call, descriptor, &decision)).collect();
     let has_dynamic_metadata = snapshot.config.descriptors.options.has_dynamic_metadata;
-    let mut metadata = if has_dynamic_metadata { call_metadata(request) } else { Struct::default() };
+    let repeats_call = has_dynamic_metadata && request.encoded_len() <= MAX_REPEATED;
+    let mut metadata = if repeats_call { call_metadata(request) } else { Struct::default() };
     let passed = passed_metadata(call, &statuses);
     if !passed.fields.is_empty() {
         metadata.fields.insert("metadata".to_owned(), Kind::Object(passed).into());

@@ -12,7 +12,9 @@ use crate::config::gateway;
 use crate::config::gateway::Config;
 use crate::config::sources::FileSnapshot;
 use crate::config::spanned::{Spanned, Text};
+use crate::identity::display::IdentityInput;
 use crate::identity::spec::{Descriptor, IdentitySpec};
+use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::envoy::Struct;
 use crate::payload::wildcard::Wildcard;
@@ -28,6 +30,18 @@ const MAX_LIMITS: usize = 16;
 
 /// Maximum number of entries of a descriptor.
 const MAX_ENTRIES: usize = 32;
+
+/// Label of the domain in the identity of a limit of YAML files.
+pub const DOMAIN_LABEL: &str = "domain";
+
+/// The state of a limit of YAML files.
+#[derive(Debug, Clone, Copy)]
+pub struct FileState<'a> {
+    /// The limit.
+    pub limit: &'a Arc<LimitSpec>,
+    /// The identity: the domain and the entries of a descriptor.
+    pub identity: Identity,
+}
 
 /// What a call does with its descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -126,6 +140,56 @@ impl DescriptorTable {
     pub fn uses(&self, limit: &str) -> bool {
         let rules = self.rules.iter().filter(|rule| rule.of_file.is_none());
         rules.flat_map(|rule| &rule.limits).any(|used| *used.limit.name == *limit)
+    }
+
+    /// Return the limit of YAML files with this name. Return `None` if limits with different windows have the name.
+    pub fn file_limit(&self, name: &str) -> Option<&Arc<LimitSpec>> {
+        let mut limits = self.file_limits().filter(|limit| *limit.limit.name == *name).map(|limit| &limit.limit);
+        let first = limits.next()?;
+        let state_name = |limit: &LimitSpec| limit.default_variant.state_name.clone();
+        limits.all(|other| state_name(other) == state_name(first)).then_some(first)
+    }
+
+    /// Return the limits of the descriptors of YAML files.
+    pub fn file_limits(&self) -> impl Iterator<Item = &DescriptorLimit> {
+        let rules = self.rules.iter().filter(|rule| rule.of_file.is_some());
+        rules.flat_map(|rule| &rule.limits).filter(|limit| !limit.identity_spec.descriptors.is_empty())
+    }
+
+    /// Return the states of YAML files for the values of entries, as `entry:KEY`, and perhaps the `domain`. `name` selects
+    /// the limits with a name.
+    pub fn file_states(
+        &self,
+        name: Option<&str>,
+        input: &IdentityInput,
+        hasher: &IdentityHasher,
+    ) -> Vec<FileState<'_>> {
+        let mut states = Vec::new();
+        for (index, rule) in self.rules.iter().enumerate() {
+            let Some(of_file) = &rule.of_file else { continue };
+            let Some(DescriptorLimit { limit, identity_spec, .. }) = rule.limits.first() else { continue };
+            let is_selected = name.is_none_or(|name| *limit.name == *name)
+                && input.get(DOMAIN_LABEL).is_none_or(|domain| **domain == *rule.domain);
+            let mut entries: Vec<(&[u8], &[u8])> = Vec::new();
+            for descriptor in &identity_spec.descriptors {
+                let Descriptor::Entry(key) = descriptor else { continue };
+                let value = input.get(&*descriptor.label());
+                entries.extend(value.map(|value| (key.as_bytes(), value.as_bytes())));
+            }
+            let is_complete = !entries.is_empty()
+                && entries.len() == identity_spec.descriptors.len()
+                && input.keys().all(|label| label == DOMAIN_LABEL || identity_spec.has_label(label));
+            let entries = || entries.iter().copied();
+            if is_selected
+                && is_complete
+                && self.find(rule.domain.as_bytes(), entries(), LimitInCall::Absent) == Some(index)
+            {
+                let mut encoder = IdentityEncoder::default();
+                let identity = of_file.identify(rule.domain.as_bytes(), entries(), hasher, &mut encoder);
+                states.push(FileState { limit, identity });
+            }
+        }
+        states
     }
 
     /// Return the index of the most specific descriptor with this domain that matches the entries. Earlier entries

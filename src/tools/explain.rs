@@ -1,6 +1,7 @@
 //! Explains how the gateway would handle a request. The gateway's sequence of admission decides, but nothing is
 //! forwarded, and no limit is charged.
 
+pub mod descriptors;
 pub mod limits;
 pub mod report;
 mod routing;

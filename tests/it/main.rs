@@ -81,6 +81,7 @@ mod protocols;
 mod proxy_protocol;
 mod proxy_status;
 mod quota_events;
+mod ratelimit_operation;
 mod ratelimit_service;
 mod real_servers;
 mod received_headers;

@@ -849,6 +849,28 @@ fn descriptors_are_independent_without_atomic() {
     assert_eq!(metadata(&response, &["descriptors"]), Some(descriptors.into()));
     assert_eq!(metadata(&response, &["domain"]), Some(text("edge")));
     assert_eq!(metadata(&response, &["hitsAddend"]), Some(Kind::Number(2.0).into()));
+    let long = client.ask(&request(&[descriptor(&[("all", &"x".repeat(20_000))])]));
+    assert_eq!((long.overall_code(), metadata(&long, &["descriptors"])), (Admitted, None), "a long call");
+}
+
+#[test]
+fn floods_of_resets_leave_the_service_usable() {
+    let redis = Redis::start();
+    let config = format!("{}{LISTENER}{CONFIG}[ratelimit]\ndynamic_metadata = true\n", redis.store());
+    let gateway = Gateway::start(&with_admin(&config));
+    let client = Grpc::connect(gateway.address);
+    assert_eq!(client.answer(&[descriptor(&[("generic_key", "other")])]).0, Admitted);
+    let before = gateway.memory();
+    let long = request(&[descriptor(&[("generic_key", &"x".repeat(15 << 10))])]);
+    for _ in 0..20 {
+        let flood = Grpc::connect(gateway.address);
+        for _ in 0..200 {
+            flood.abandon(METHOD, framed(&long.encode_to_vec()));
+        }
+        assert_eq!(client.answer(&[descriptor(&[("generic_key", "other")])]).0, Admitted);
+    }
+    let grown = gateway.memory().saturating_sub(before);
+    assert!(grown < 128 << 20, "{grown} bytes");
 }
 
 #[test]

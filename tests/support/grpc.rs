@@ -84,6 +84,19 @@ impl Grpc {
         });
     }
 
+    /// Send a call, and reset its stream at once.
+    pub fn abandon(&self, path: &str, body: Bytes) {
+        let request = Request::builder().method("POST").uri(format!("http://gateway.test{path}"));
+        let request = request.header("content-type", "application/grpc").body(()).unwrap();
+        let sender = self.sender.clone();
+        self.runtime.spawn(async move {
+            let Ok(mut sender) = sender.ready().await else { return };
+            let Ok((_, mut stream)) = sender.send_request(request, false) else { return };
+            let _ = stream.send_data(body, true);
+            stream.send_reset(h2::Reason::CANCEL);
+        });
+    }
+
     /// Send a body with these additional headers, and return the reply.
     pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
         let mut request = Request::builder().method(method).uri(format!("http://gateway.test{path}"));

@@ -1,5 +1,6 @@
 //! `/api/identities`, `/api/reset` and `/api/overrides`: usage and temporary quotas of single identities.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -16,8 +17,9 @@ use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::key::{Identity, StateName};
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
-use crate::limiter::spec::LimitVariant;
+use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::descriptors::{DOMAIN_LABEL, FileState};
 use crate::snapshot::limits::CompiledLimit;
 use crate::snapshot::limits::invalid_quota_hint;
 
@@ -127,16 +129,59 @@ fn consumer_of_hash(
     consumer.map_or(Caller::Missing, Caller::Consumer)
 }
 
-/// Find a limit by its name.
+/// The state of a limit to which a request refers.
+struct Target<'a> {
+    limit: &'a Arc<LimitSpec>,
+    resolved: ResolvedIdentity,
+}
+
+impl<'a> Target<'a> {
+    fn of_file(state: FileState<'a>) -> Self {
+        let resolved = ResolvedIdentity { identity: state.identity, caller: Caller::Missing, is_exempt: false };
+        Target { limit: state.limit, resolved }
+    }
+}
+
+/// Find the state of the limit with this name: one of `[limit.NAME]`, or of YAML files.
 ///
 /// # Errors
-/// No limit has this name. The status is 404.
-pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
-    context
-        .config
-        .limits
-        .get(name)
-        .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, unknown_limit(context.config, name)))
+/// No limit has this name (404), or the identity does not match the limit.
+fn find_target<'a>(
+    context: &'a ApiContext<'_>,
+    name: &str,
+    query: &IdentityQuery,
+    consumers: &ConsumerDirectory,
+) -> Result<Target<'a>> {
+    let config = context.config;
+    if let Some(compiled) = config.limits.get(name) {
+        return Ok(Target { limit: &compiled.limit, resolved: query.resolve(compiled, context, consumers)? });
+    }
+    if config.descriptors.file_limits().all(|limit| *limit.limit.name != *name) {
+        return Err(ApiError::new(StatusCode::NOT_FOUND, unknown_limit(config, name)));
+    }
+    let limit = config.descriptors.file_limit(name).ok_or_else(|| {
+        let text = format!("limits with different units have the name `{name}`: give them different names");
+        ApiError::new(StatusCode::CONFLICT, text)
+    })?;
+    match query {
+        IdentityQuery::Hash(hash) => {
+            let identity = Identity::from_hex(hash)
+                .ok_or_else(|| ApiError::bad_request("`identity` must be a hash of 32 hexadecimal digits"))?;
+            Ok(Target::of_file(FileState { limit, identity }))
+        }
+        IdentityQuery::Parts(input) => {
+            let mut states = config.descriptors.file_states(Some(name), input, &config.hasher);
+            let state = states.pop().ok_or_else(|| {
+                let text = "no descriptor with limit `{}` matches: give a value for each of its entries, as entry:KEY";
+                ApiError::bad_request(text.replace("{}", name))
+            })?;
+            if !states.is_empty() {
+                let text = format!("several domains have the limit `{name}`: add `{DOMAIN_LABEL}`");
+                return Err(ApiError::bad_request(text));
+            }
+            Ok(Target::of_file(state))
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -172,55 +217,57 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     let consumers = context.config.auth.consumers();
     // If the query has `limit`, the identity must match the `by` of that limit. Otherwise, select the limits for which
     // the query has a value for each part of `by`.
-    let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
-        (Some(name), _) => {
-            let compiled = find_limit(context, name)?;
-            vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
-        }
+    let targets: Vec<_> = match (&limit_name, &identity_query) {
+        (Some(name), _) => vec![find_target(context, name, &identity_query, &consumers)?],
         (None, IdentityQuery::Hash(_)) => {
             return Err(ApiError::bad_request(
                 "`limit` is missing: the hash of an identity is valid only for one limit",
             ));
         }
         (None, IdentityQuery::Parts(input)) => {
-            let unknown_label =
-                input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
+            let descriptors = &context.config.descriptors;
+            let has_label = |label: &str| {
+                let specs = limits.values().map(|compiled| &compiled.identity_spec);
+                let mut specs = specs.chain(descriptors.file_limits().map(|limit| &limit.identity_spec));
+                label == DOMAIN_LABEL || specs.any(|spec| spec.has_label(label))
+            };
+            let unknown_label = input.keys().find(|label| !has_label(label));
             if let Some(label) = unknown_label {
                 let known = counted_by(context.config);
                 return Err(ApiError::bad_request(format!("no limit counts by `{label}`: {known}")));
             }
-            let mut resolved = Vec::new();
-            for compiled in limits.values() {
+            let states = descriptors.file_states(None, input, &context.config.hasher);
+            let mut targets: Vec<_> = states.into_iter().map(Target::of_file).collect();
+            for compiled in limits.values().filter(|_| !input.contains_key(DOMAIN_LABEL)) {
                 match compiled.identity_spec.resolve(
                     input,
                     &context.config.client_ip,
                     &consumers,
                     &context.config.hasher,
                 ) {
-                    Ok(identity) => resolved.push((compiled, identity)),
+                    Ok(resolved) => targets.push(Target { limit: &compiled.limit, resolved }),
                     Err(IdentityInputError::Missing(_)) => {}
                     Err(error) => return Err(ApiError::bad_request(error.to_string())),
                 }
             }
-            resolved
+            targets
         }
     };
-    if resolved_limits.is_empty() {
+    if targets.is_empty() {
         let known = counted_by(context.config);
         return Err(ApiError::bad_request(format!("no limit counts by exactly these parts: {known}")));
     }
-    let statuses =
-        resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));
+    let statuses = targets.iter().map(|target| identity_status(context, target, cost));
     Ok(json_response(StatusCode::OK, &IdentityStatuses { limits: try_join_all(statuses).await? }))
 }
 
 async fn identity_status<'a>(
     context: &'a ApiContext<'_>,
-    compiled: &'a CompiledLimit,
-    resolved: &ResolvedIdentity,
+    target: &Target<'a>,
     cost: u64,
 ) -> Result<IdentityStatus<'a>> {
-    let limit = &*compiled.limit;
+    let Target { limit, resolved } = target;
+    let limit: &'a LimitSpec = limit;
     let table = context.limiter_admin.overrides.current();
     let override_entry = table.as_ref().and_then(|table| table.find(limit, resolved.identity));
     let variant =
@@ -272,19 +319,16 @@ struct ResetResponse<'a> {
 }
 
 pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Result<AdminResponse> {
-    let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.auth.consumers();
-    let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
+    let Target { limit, resolved } = find_target(context, &request.limit, &request.identity, &consumers)?;
+    let identity = resolved.identity;
     // Clear the counters of all variants of the limit (default, tiers, consumers, override), because variants with
     // different windows have separate counters.
     let table = context.limiter_admin.overrides.current();
-    let override_variant = table
-        .as_ref()
-        .and_then(|table| table.find(&compiled.limit, identity))
-        .map(|override_variant| &*override_variant.variant);
-    let consumer_variants = consumers.iter().filter_map(|consumer| consumer.variants.get(&compiled.limit.name));
-    let variants = compiled
-        .limit
+    let override_variant =
+        table.as_ref().and_then(|table| table.find(limit, identity)).map(|override_variant| &*override_variant.variant);
+    let consumer_variants = consumers.iter().filter_map(|consumer| consumer.variants.get(&limit.name));
+    let variants = limit
         .variants()
         .map(|(_, variant)| variant)
         .chain(consumer_variants.map(|variant| &**variant))
@@ -295,15 +339,12 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
             state_names.push(state_name);
         }
     }
-    let reset = context
-        .limiter_admin
-        .reset(&compiled.limit, identity, &state_names)
-        .await
-        .map_err(|error| store_error(&error))?;
+    let reset =
+        context.limiter_admin.reset(limit, identity, &state_names).await.map_err(|error| store_error(&error))?;
     Ok(json_response(
         StatusCode::OK,
         &ResetResponse {
-            limit: &compiled.limit.name,
+            limit: &limit.name,
             identity: identity.to_string(),
             removed: reset.was_counted,
             effective_within_seconds: reset.effective_within.as_secs(),
@@ -356,11 +397,11 @@ impl OverrideView {
 
 pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride) -> Result<AdminResponse> {
     let PutOverride { limit: name, identity, quota, burst, ttl, note } = request;
-    let compiled = find_limit(context, &name)?;
     let consumers = context.config.auth.consumers();
-    let identity = identity.resolve(compiled, context, &consumers)?.identity;
+    let Target { limit, resolved } = find_target(context, &name, &identity, &consumers)?;
+    let identity = resolved.identity;
     if let Some(burst) = burst {
-        if compiled.limit.default_variant.rule.burst().is_none() {
+        if limit.default_variant.rule.burst().is_none() {
             return Err(ApiError::bad_request("`burst` is allowed for token-bucket limits only"));
         }
         if !(1..EXACT_INTEGER_LIMIT).contains(&burst) {
@@ -376,16 +417,14 @@ pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride)
     })?;
     let override_quota = OverrideQuota { quota: quota.clone(), burst, note };
     let entry =
-        context.limiter_admin.put(&compiled.limit, identity, override_quota, ttl).await.map_err(
-            |error| match &error {
-                AdminError::Quota(error) => {
-                    let hint = invalid_quota_hint(&compiled.limit.default_variant.rule, &quota, error);
-                    ApiError::bad_request(format!("{error}: {hint}"))
-                }
-                AdminError::Store(error) => store_error(error),
-                AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
-            },
-        )?;
+        context.limiter_admin.put(limit, identity, override_quota, ttl).await.map_err(|error| match &error {
+            AdminError::Quota(error) => {
+                let hint = invalid_quota_hint(&limit.default_variant.rule, &quota, error);
+                ApiError::bad_request(format!("{error}: {hint}"))
+            }
+            AdminError::Store(error) => store_error(error),
+            AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
+        })?;
     Ok(json_response(StatusCode::OK, &serde_json::json!({ "override": OverrideView::from_override(&entry) })))
 }
 
@@ -402,10 +441,10 @@ pub(super) async fn list_overrides(context: &ApiContext<'_>) -> Result<AdminResp
 
 pub(super) async fn remove_override(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let name = query.take("limit").ok_or_else(|| ApiError::bad_request("`limit` is missing"))?;
-    let compiled = find_limit(context, &name)?;
     let consumers = context.config.auth.consumers();
-    let identity = IdentityQuery::from_query(query)?.resolve(compiled, context, &consumers)?.identity;
-    let removed = context.limiter_admin.remove(&compiled.limit, identity).await.map_err(|error| store_error(&error))?;
+    let target = find_target(context, &name, &IdentityQuery::from_query(query)?, &consumers)?;
+    let identity = target.resolved.identity;
+    let removed = context.limiter_admin.remove(target.limit, identity).await.map_err(|error| store_error(&error))?;
     let response = serde_json::json!({ "limit": name, "identity": identity.to_string(), "removed": removed });
     Ok(json_response(StatusCode::OK, &response))
 }

@@ -367,8 +367,9 @@ impl Counters for CountersUnavailable {
 
 /// Create an empty set of overrides for the limits of a configuration.
 pub fn empty_overrides(config: &CompiledConfig) -> Overrides {
-    let limits = config.limits.iter().map(|(name, compiled)| (name.clone(), compiled.limit.clone()));
-    let limits: BTreeMap<_, _> = limits.collect();
+    let of_files = config.descriptors.file_limits().filter_map(|limit| config.find_limit(&limit.limit.name));
+    let limits = config.limits.values().map(|compiled| &compiled.limit).chain(of_files);
+    let limits: BTreeMap<_, _> = limits.map(|limit| (limit.name.to_string(), limit.clone())).collect();
     Overrides::new(config.hasher.clone(), move |name| limits.get(name).cloned(), None)
 }
 
