@@ -272,12 +272,16 @@ fn print_text(
     let mut out = anstream::stdout().lock();
     writeln!(
         out,
-        "{}: valid: {}, {}, {}, {}; store: {}",
+        "{}: valid: {}, {}, {}, {}{}; store: {}",
         path.display(),
         pluralize(config.listeners.len() as u64, "listener"),
         pluralize(config.routes.len() as u64, "route"),
         pluralize(config.limits.len() as u64, "limit"),
         pluralize(config.upstreams.len() as u64, "upstream"),
+        match config.descriptors.count() {
+            0 => String::new(),
+            count => format!(", {}", pluralize(count as u64, "descriptor")),
+        },
         config.store.name,
     )?;
     let of_consumers = consumer_guarantees(config);

@@ -159,7 +159,14 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
         prefix: settings.prefix.clone(),
         timeout: config.store.timeout,
         algorithms: settings.algorithms,
-        rules: config.limits.values().map(|compiled| compiled.limit.default_variant.rule.clone()).collect(),
+        // All limits of YAML files have the same algorithm.
+        rules: config
+            .limits
+            .values()
+            .map(|compiled| &compiled.limit)
+            .chain(config.descriptors.file_limits().map(|limit| &limit.limit).take(1))
+            .map(|limit| limit.default_variant.rule.clone())
+            .collect(),
         can_set_overrides: config.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
         sends_events: config.limits.values().any(|compiled| compiled.limit.notify.is_some()),
         streams: config

@@ -63,6 +63,8 @@ pub struct DescriptorTable {
     domains: HashMap<Box<[u8]>, Node>,
     /// The descriptors of YAML files by domain.
     file_domains: HashMap<Box<[u8]>, FileDomain>,
+    /// The limits of YAML files by name. `None` if limits with different windows have the name.
+    named_limits: HashMap<Box<str>, Option<Arc<LimitSpec>>>,
 }
 
 /// A descriptor of the configuration.
@@ -142,12 +144,20 @@ impl DescriptorTable {
         rules.flat_map(|rule| &rule.limits).any(|used| *used.limit.name == *limit)
     }
 
+    /// Return the number of descriptors of the configuration.
+    pub fn count(&self) -> usize {
+        // Each domain of a YAML file also has a rule for limits in calls.
+        self.rules.len() - self.file_domains.len()
+    }
+
     /// Return the limit of YAML files with this name. Return `None` if limits with different windows have the name.
     pub fn file_limit(&self, name: &str) -> Option<&Arc<LimitSpec>> {
-        let mut limits = self.file_limits().filter(|limit| *limit.limit.name == *name).map(|limit| &limit.limit);
-        let first = limits.next()?;
-        let state_name = |limit: &LimitSpec| limit.default_variant.state_name.clone();
-        limits.all(|other| state_name(other) == state_name(first)).then_some(first)
+        self.named_limits.get(name)?.as_ref()
+    }
+
+    /// Return whether a limit of YAML files has this name.
+    pub fn has_file_limit(&self, name: &str) -> bool {
+        self.named_limits.contains_key(name)
     }
 
     /// Return the limits of the descriptors of YAML files.
@@ -349,6 +359,13 @@ impl DescriptorTable {
             let limits = limit.map(|limit| DescriptorLimit { limit, identity_spec, charge }).into_iter().collect();
             DescriptorRule { domain, name, limits, is_quota, metadata, of_file: Some(rule) }
         }));
+        let mut named: HashMap<Box<str>, Option<Arc<LimitSpec>>> = HashMap::new();
+        for DescriptorLimit { limit, .. } in self.file_limits() {
+            let state_name = |limit: &Arc<LimitSpec>| limit.default_variant.state_name.clone();
+            let entry = named.entry(limit.name.clone()).or_insert_with(|| Some(limit.clone()));
+            *entry = entry.take().filter(|first| state_name(first) == state_name(limit));
+        }
+        self.named_limits = named;
         read.faulty
     }
 }

@@ -49,6 +49,8 @@ domain: other
 descriptors:
   - key: user
     rate_limit: {name: of-user, unit: day, requests_per_unit: 2}
+  - {key: one, rate_limit: {name: twice, unit: day, requests_per_unit: 2}}
+  - {key: two, rate_limit: {name: twice, unit: hour, requests_per_unit: 2}}
 ";
 
 fn start(log: &str) -> (Redis, Gateway, Grpc) {
@@ -159,6 +161,7 @@ fn limits_of_descriptors_are_inspected_reset_and_overridden() {
         ("entry:plan=silver", 400, "no limit counts"),
         ("entry:unknown=a", 400, "no limit counts by `entry:unknown`"),
         ("limit=nothing&entry:user=a", 404, "unknown limit"),
+        ("limit=twice&entry:one=a", 409, "different units"),
     ] {
         let reply = api(&gateway, "GET", &format!("/api/identities?{query}"), &Value::Null);
         assert_eq!(reply.status, status, "{query}: {}", reply.text());
@@ -221,6 +224,27 @@ fn explain_says_what_the_service_would_decide_without_a_charge() {
     assert!(text.contains("Call of edge: allowed") && text.contains("1 remaining"), "{text}");
     let neither = binary().args(["explain", "--config"]).arg(path).output().unwrap();
     assert!(String::from_utf8_lossy(&neither.stderr).contains("METHOD"), "{neither:?}");
+}
+
+#[test]
+fn check_counts_descriptors_and_doctor_checks_the_scripts_of_yaml_limits() {
+    let redis = Redis::start();
+    let files = "[ratelimit]\nconfiguration = \"edge.yaml\"\n";
+    let config = format!("{}{LISTENER}{files}", redis.store());
+    let gateway = Gateway::start_with(&config, &[("edge.yaml", YAML)]);
+    let path = gateway.directory().join("gateway.toml");
+    let run = |command: &str| {
+        let output = binary().arg(command).arg("--config").arg(&path).output().unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    };
+    let (is_valid, text) = run("check");
+    assert!(is_valid && text.contains("0 limits, 0 upstreams, 7 descriptors;"), "{text}");
+    let (is_healthy, text) = run("doctor");
+    assert!(is_healthy, "{text}");
+    // The user may not run a command of fixed windows, which only the YAML uses.
+    redis::cmd("ACL").arg(&["SETUSER", "default", "-setrange"]).exec(&mut redis.connection()).unwrap();
+    let (is_healthy, text) = run("doctor");
+    assert!(!is_healthy && text.contains("+setrange"), "{text}");
 }
 
 #[test]

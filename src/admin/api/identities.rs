@@ -156,7 +156,7 @@ fn find_target<'a>(
     if let Some(compiled) = config.limits.get(name) {
         return Ok(Target { limit: &compiled.limit, resolved: query.resolve(compiled, context, consumers)? });
     }
-    if config.descriptors.file_limits().all(|limit| *limit.limit.name != *name) {
+    if !config.descriptors.has_file_limit(name) {
         return Err(ApiError::new(StatusCode::NOT_FOUND, unknown_limit(config, name)));
     }
     let limit = config.descriptors.file_limit(name).ok_or_else(|| {
